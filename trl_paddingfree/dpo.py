@@ -1,0 +1,65 @@
+"""DPO without padding."""
+
+import functools
+from typing import Any
+
+from trl import DPOTrainer
+
+from .collate import PreferenceCollator
+from .configs import PaddingFreeDPOConfig
+from .trainer import PaddingFreeTrainer
+
+
+class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
+    """
+    TRL's [`~trl.DPOTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
+    as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once. With
+    `padding_free=False` it is TRL's trainer.
+
+    Args:
+        args ([`PaddingFreeDPOConfig`] or [`~trl.DPOConfig`], *optional*):
+            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
+            [`PaddingFreeDPOConfig`].
+        data_collator ([`PreferenceCollator`], *optional*):
+            A collator that gives a flat batch. TRL's default collator is taken over.
+        *args, **kwargs:
+            As for [`~trl.DPOTrainer`].
+
+    Raises:
+        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
+        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+
+    Examples:
+    ```python
+    from peft import LoraConfig
+    from trl import DPOConfig
+    from trl_paddingfree import PaddingFreeDPOTrainer
+
+    trainer = PaddingFreeDPOTrainer(
+        model="Qwen/Qwen3-0.6B",
+        args=DPOConfig(padding_free=True),
+        train_dataset=dataset,
+        peft_config=LoraConfig(),
+    )
+    trainer.train()
+    ```
+    """
+
+    trl_trainer = DPOTrainer
+    flat_config = PaddingFreeDPOConfig
+    flat_collator = PreferenceCollator
+
+    @functools.wraps(DPOTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)
+
+    def flat_models(self) -> list[Any]:
+        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
+
+    def _precompute_ref_logps(self, *args, **kwargs):
+        # TRL computes these inside its `__init__`, right after it has given the models their fused heads
+        if self.flat_options is not None:
+            self.start_flat()
+        return super()._precompute_ref_logps(*args, **kwargs)

@@ -1,0 +1,75 @@
+"""Every private name of transformers and TRL that this package touches, each with the reason why.
+
+`tests/test_seams.py` fails by name when an upgrade moves one of them. Public names are imported where they are used.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+
+def attention_function(name: str, module: torch.nn.Module) -> Callable:
+    """
+    The attention function that `module` would call under the implementation `name`.
+
+    "eager" is not in the registry: each modeling file has its own, with the model's soft-capping or sinks.
+    """
+    if name != "eager":
+        return AttentionInterface()[name]
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def mask_function(name: str) -> Callable:
+    """The mask function registered for the implementation `name`: padded calls keep the masks they had."""
+    return AttentionMaskInterface()[name]
+
+
+def takes_attention_function(model: PreTrainedModel) -> bool:
+    """
+    Whether every attention layer of `model` goes through `AttentionInterface`.
+
+    Falcon and others look their attention class up in a dict of their own, where a new name is a `KeyError`.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return all(module._can_set_attn_implementation() for module in models)
+
+
+def attn_implementation(model: PreTrainedModel) -> str:
+    """The attention implementation in force, resolved by transformers (TRL #2834: what was asked for may not be)."""
+    return model.config.get_text_config()._attn_implementation
+
+
+def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
+    """
+    Set a registered attention implementation on the model and every part of it.
+
+    The public `set_attn_implementation` re-checks what kernels the name stands for, and refuses some models (GPT-OSS)
+    every name but a few.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = name
+
+
+def flash_attention_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """
+    transformers' call of whichever flash attention `attn_implementation` names.
+
+    The registered function takes the kernel's name from the model's config, where ours stands.
+    """
+    from transformers.modeling_flash_attention_utils import (
+        _flash_attention_forward,
+        flash_attn_supports_top_left_mask,
+    )
+
+    return _flash_attention_forward(*args, use_top_left_mask=flash_attn_supports_top_left_mask(), **kwargs)
+
+
+def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype to bring float32 states to (PEFT keeps norms in float32), by transformers' own rule."""
+    from transformers.integrations.flash_attention import get_target_dtype
+
+    return get_target_dtype(query, module)

@@ -1,0 +1,157 @@
+"""How one flat axis of tokens is cut into segments, and which segment each segment continues.
+
+Shape legend, here and in the modules that use it:
+    T = flat tokens, N = segments, S = key/value rows (T when nothing is shared),
+    R = rows (sequences), L = longest row
+
+Two pairs, each with a prompt of three tokens, as two segments `[prompt chosen]` and two segments `[rejected]`:
+
+    flat    0  1  2  3  4  5 | 6  7  8  9 | 10 11 12 | 13 14 15     lengths (6, 4, 3, 3)
+            prompt   chosen    prompt   ch.   rejected   rejected     parents (-1, -1, 0, 1)
+    pos     0  1  2  3  4  5   0  1  2  3    2  3  4    2  3  4      starts  (0, 0, 2, 2)
+
+Segment 2 continues the first two tokens of segment 0 and recomputes the third: the last prompt token predicts a
+different token in each branch, so each branch owns a copy of it and every flat token has one single next token.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Segments:
+    """
+    A cut of `T` flat tokens into `N` segments. Each segment is one ordinary causal run of queries.
+
+    Host truth is three tuples of ints; everything else is derived from them, once, on the CPU.
+
+    Args:
+        lengths (`tuple[int, ...]`):
+            Number of tokens of each segment, at least 1. They sum to `T`.
+        parents (`tuple[int, ...]`):
+            Index of the segment that each segment continues, always an earlier one, or -1 for a root.
+        starts (`tuple[int, ...]`):
+            Position of the segment's first token in its row, which is the number of tokens it inherits from its
+            parent's path; 0 for a root.
+
+    Raises:
+        `ValueError`: If a segment is empty, continues a later segment, or starts beyond the end of its parent.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import Segments
+    >>> segments = Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2))
+    >>> segments.position_ids.tolist()
+    [0, 1, 2, 3, 4, 5, 2, 3, 4]
+    >>> segments.path(1).tolist()  # the flat positions of the row that ends in segment 1
+    [0, 1, 6, 7, 8]
+    >>> segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
+    ([0, 6, 9], [0, 6, 11])
+
+    ```
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def __post_init__(self):
+        if not len(self.lengths) == len(self.parents) == len(self.starts):
+            raise ValueError(
+                f"`lengths`, `parents` and `starts` must have one entry per segment, got {len(self.lengths)}, "
+                f"{len(self.parents)} and {len(self.starts)}."
+            )
+        for i, (length, parent, start) in enumerate(zip(self.lengths, self.parents, self.starts, strict=True)):
+            if length < 1:
+                raise ValueError(f"Segment {i} has length {length}: leave empty segments out (varlen kernels hang).")
+            if not -1 <= parent < i:
+                raise ValueError(f"Segment {i} has parent {parent}: it must be -1 or an earlier segment.")
+            end = 0 if parent == -1 else self.starts[parent] + self.lengths[parent]
+            if not (start == 0 if parent == -1 else 0 < start <= end):
+                raise ValueError(f"Segment {i} starts at {start}, outside its parent {parent}, which ends at {end}.")
+
+    @classmethod
+    def from_lengths(cls, lengths: "list[int] | tuple[int, ...]") -> "Segments":
+        """Segments that share nothing: one root per length."""
+        return cls(tuple(lengths), (-1,) * len(lengths), (0,) * len(lengths))
+
+    def __getstate__(self) -> dict:
+        # What is derived is cheap to derive again: data loader workers send only the host truth
+        return {name: getattr(self, name) for name in ("lengths", "parents", "starts")}
+
+    @property
+    def num_tokens(self) -> int:
+        """`T`, the tokens to compute."""
+        return sum(self.lengths)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any segment continues another one."""
+        return any(self.starts)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """`(N+1,)` ints: flat position where each segment starts, and `T`."""
+        return (0, *np.cumsum(self.lengths, dtype=np.int64).tolist())
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        """`(N,)` ints: number of keys each segment's last query attends to (inherited and own)."""
+        return tuple(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+
+    @property
+    def cu_seqlens_q(self) -> np.ndarray:
+        """`(N+1,)` int32: boundaries of the query runs."""
+        return np.asarray(self.offsets, dtype=np.int32)
+
+    @property
+    def cu_seqlens_k(self) -> np.ndarray:
+        """`(N+1,)` int32: boundaries of the keys of each query run."""
+        return np.concatenate([[0], np.cumsum(self.key_lengths)]).astype(np.int32)
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Longest query run."""
+        return max(self.lengths)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """Longest key run."""
+        return max(self.key_lengths)
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        """`(T,)` int64: position of each token in its own row, from 0."""
+        return np.concatenate([np.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)])
+
+    @cached_property
+    def _paths(self) -> tuple[np.ndarray, ...]:
+        paths: list[np.ndarray] = []
+        for i, (parent, start) in enumerate(zip(self.parents, self.starts, strict=True)):
+            own = np.arange(self.offsets[i], self.offsets[i + 1])
+            paths.append(own if parent == -1 else np.concatenate([paths[parent][:start], own]))
+        return tuple(paths)
+
+    def path(self, segment: int) -> np.ndarray:
+        """`(starts[segment] + lengths[segment],)` int64: flat positions of the row that ends with `segment`."""
+        return self._paths[segment]
+
+    @cached_property
+    def kv_index(self) -> np.ndarray | None:
+        """`(S,)` int64: flat position of every key/value row, segment by segment; `None` when nothing is shared."""
+        return np.concatenate(self._paths) if self.is_shared else None
+
+    def dense_mask(self) -> np.ndarray:
+        """
+        `(T, T)` bool: whether query `i` attends to key `j`, from the definition of a path.
+
+        Quadratic and slow: the oracle of the tests, and the mask of models that no attention function reaches.
+        """
+        mask = np.zeros((self.num_tokens, self.num_tokens), dtype=bool)
+        for i, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            path, first = self.path(i), self.offsets[i]
+            for k in range(length):
+                mask[first + k, path[: start + k + 1]] = True
+        return mask

@@ -1,0 +1,54 @@
+"""SFT without padding."""
+
+import functools
+from typing import Any
+
+from trl import SFTTrainer
+
+from .collate import LanguageModelingCollator
+from .configs import PaddingFreeSFTConfig
+from .trainer import PaddingFreeTrainer
+
+
+class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
+    """
+    TRL's [`~trl.SFTTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True` each micro-batch goes
+    through the model as one flat row without padding, `max_length` is enforced, and packed documents never see each
+    other. With `padding_free=False` it is TRL's trainer.
+
+    Args:
+        args ([`PaddingFreeSFTConfig`] or [`~trl.SFTConfig`], *optional*):
+            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
+            [`PaddingFreeSFTConfig`].
+        data_collator ([`LanguageModelingCollator`], *optional*):
+            A collator that gives a flat batch. TRL's default collator is taken over.
+        *args, **kwargs:
+            As for [`~trl.SFTTrainer`].
+
+    Raises:
+        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
+        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+
+    Examples:
+    ```python
+    from trl import SFTConfig
+    from trl_paddingfree import PaddingFreeSFTTrainer
+
+    trainer = PaddingFreeSFTTrainer(
+        model="Qwen/Qwen3-0.6B",
+        args=SFTConfig(padding_free=True, max_length=1024),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+    """
+
+    trl_trainer = SFTTrainer
+    flat_config = PaddingFreeSFTConfig
+    flat_collator = LanguageModelingCollator
+
+    @functools.wraps(SFTTrainer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)

@@ -1,0 +1,171 @@
+"""What both trainers add to TRL's: one model forward, one check, one set of figures."""
+
+import inspect
+import time
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from peft import PeftModel
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
+from trl.trainer.utils import get_config_model_id
+
+from .batch import BatchCounts
+from .check import CheckResult, prove
+from .configs import PaddingFreeOptions
+from .forward import choose_route
+
+logger = logging.get_logger(__name__)
+
+
+class PaddingFreeTrainer(Trainer):
+    """
+    Base of the padding-free trainers, mixed in before one of TRL's.
+
+    A subclass names TRL's trainer and the classes that go with it, and TRL's `__init__` is run by `start`.
+    """
+
+    flat_options: PaddingFreeOptions | None = None  # `None`: the trainer is TRL's own
+    flat_check: CheckResult | None = None
+    trl_trainer: type[Trainer]
+    flat_config: type
+    flat_collator: type
+
+    def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
+        # Counts of this process: before the last log, and since
+        self.batch_counts, self.new_counts, self.logged_at = BatchCounts(), BatchCounts(), time.perf_counter()
+        arguments = inspect.signature(self.trl_trainer.__init__).bind(self, *args, **kwargs).arguments
+        del arguments["self"]
+        if arguments.get("args") is None:
+            model = arguments["model"]
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            arguments["args"] = self.flat_config(f"{name.split('/')[-1]}-{self._name}")
+        config = arguments["args"]
+        if not config.padding_free:
+            self.trl_trainer.__init__(self, **arguments)
+            return
+        self.flat_options = config if isinstance(config, PaddingFreeOptions) else self.default_options(config)
+        refuse_unflattenable(arguments, self.flat_collator)
+        config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
+        try:
+            self.trl_trainer.__init__(self, **arguments)
+        finally:
+            config.padding_free = True
+        self.padding_free = True
+        self.start_flat()
+
+    def default_options(self, config: Any) -> PaddingFreeOptions:
+        """The options of this package for a config of TRL's own."""
+        return PaddingFreeOptions(prefix_sharing=self.flat_config.prefix_sharing)
+
+    def flat_models(self) -> list[Any]:
+        """The models that compute batches, under whatever wrappers."""
+        return [self.model]
+
+    def start_flat(self) -> None:
+        """
+        Prove the models, install the flat forward on them, and have the collator make flat batches. Once.
+
+        Prefixes are shared only if every model passes with shared prefixes.
+        """
+        if self.flat_check is not None:
+            return
+        started = time.perf_counter()
+        sharing = self.flat_options.prefix_sharing
+        results = [self._prove(model, sharing) for model in self.flat_models()]
+        if sharing and not all(result.prefix_sharing for result in results):
+            results = [self._prove(model, False) for model in self.flat_models()]
+        self.flat_check = results[0]
+        logger.warning(
+            f"Padding-free, {self.flat_check}. The start-up check took {time.perf_counter() - started:.1f} s."
+        )
+        if not isinstance(self.data_collator, self.flat_collator):
+            self.data_collator = self.flat_collator(**vars(self.data_collator))
+        self.data_collator.padding_free = True
+        self.data_collator.prefix_sharing = self.flat_check.prefix_sharing
+
+    def _prove(self, model: Any, prefix_sharing: bool) -> CheckResult:
+        base, backend = self.flat_base(model), self.flat_options.flat_attention
+        dtype = {(True, False): torch.bfloat16, (False, True): torch.float16}.get((self.args.bf16, self.args.fp16))
+        with self.accelerator.autocast():
+            result, failed = prove(
+                base, choose_route(base, backend, dtype), prefix_sharing=prefix_sharing, fallback=backend == "auto"
+            )
+        if failed:
+            tried = "\n    ".join(map(str, failed))
+            logger.warning(
+                f"{type(base).__name__} trains as «{result}», because the start-up check failed as\n    {tried}"
+            )
+        return result
+
+    def flat_base(self, model: Any) -> PreTrainedModel:
+        """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
+        model = self.accelerator.unwrap_model(model)
+        return model.get_base_model() if is_peft_model(model) else model
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.flat_options is not None and model.training:
+            self.new_counts += inputs["flat_batch"].counts
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if self.flat_options is not None and self.model.training and "loss" in logs:
+            logs.update(self._flat_figures())
+        super().log(logs, *args, **kwargs)
+
+    def _flat_figures(self) -> dict[str, float]:
+        """Figures since the last log, summed over all processes."""
+        seconds = time.perf_counter() - self.logged_at
+        counts = torch.tensor([self.new_counts.as_tuple()], device=self.accelerator.device)
+        computed, real, padded, _ = self.accelerator.gather(counts).sum(0).tolist()
+        self.batch_counts += self.new_counts
+        self.new_counts, self.logged_at = BatchCounts(), time.perf_counter()
+        if not real:
+            return {}
+        return {
+            "flat/computed_tokens": computed,
+            "flat/saved_by_padding_free": 1 - real / padded,
+            "flat/saved_by_sharing": 1 - computed / real,
+            "flat/tokens_per_second": real / seconds,
+        }
+
+
+def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
+    """
+    Refuse trainer arguments that cannot be combined with flat batches, before anything is computed.
+
+    Args:
+        arguments (`dict[str, Any]`):
+            Arguments of the trainer.
+        collator (`type`):
+            The collator class that gives flat batches.
+    """
+    config = arguments["args"]
+    peft_config = arguments.get("peft_config")
+    if isinstance(arguments["model"], PeftModel):
+        peft_config = arguments["model"].active_peft_config
+    if peft_config is not None and peft_config.is_prompt_learning:
+        raise ValueError(
+            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, which a flat batch "
+            "cannot hold. Use LoRA, or set `padding_free=False`."
+        )
+    data_collator = arguments.get("data_collator")
+    if data_collator is not None and type(data_collator) not in (collator, *collator.__bases__):
+        raise ValueError(
+            f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
+            f"`trl_paddingfree.{collator.__name__}`, or set `padding_free=False`."
+        )
+    for option in ("dispatch_batches", "split_batches"):
+        if getattr(config.accelerator_config, option):
+            raise ValueError(
+                f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat batch "
+                f"does not have. Leave `{option}` out, or set `padding_free=False`."
+            )
+    config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of a streaming data set
+    if config.per_device_train_batch_size == 1:
+        logger.warning(
+            "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a batch "
+            "of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
+        )
