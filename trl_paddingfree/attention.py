@@ -58,6 +58,7 @@ class GatherKeyValue(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
         ctx.layout = layout
+        assert layout.kv_index is not None
         return states.index_select(0, layout.kv_index)
 
     @staticmethod
@@ -131,7 +132,7 @@ def _torch_varlen() -> Callable:
     from torch.nn.attention.varlen import varlen_attn
 
     parameters = inspect.signature(varlen_attn).parameters
-    gqa = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
         if not gqa:
@@ -207,7 +208,9 @@ def register_attention(previous: str, backend: str) -> str:
         `str`: The name to set as the model's attention implementation.
     """
     # transformers and some models read meaning into parts of a name ("sdpa", "flash"): avoid them
-    name = f"paddingfree-{backend.replace('flash', 'fa')}-over-{previous.replace('sdpa', 'torch').replace('flash', 'fa')}"
+    name = (
+        f"paddingfree-{backend.replace('flash', 'fa')}-over-{previous.replace('sdpa', 'torch').replace('flash', 'fa')}"
+    )
     AttentionInterface.register(name, partial(_dispatch, BACKENDS[backend], previous))
     AttentionMaskInterface.register(name, seams.mask_function(previous))
     return name

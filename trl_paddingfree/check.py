@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from .batch import IGNORE_INDEX
 from .collate import flatten
 from .forward import Route, install
 
-# Flat and padded runs round differently, each as often up as down: their errors agree within a small factor. Four covers
-# what was seen over 150 architectures and 4 dtypes; a real fault is 100 times larger in float32.
+# Flat and padded runs round differently, each as often up as down: their errors agree within a small factor.
 NOISE_FACTOR = 4.0
 # A leak is as large as a change of the row's own context (`effect`); rounding between experts is far below.
 LEAK_FRACTION = 0.1
@@ -96,7 +96,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 
 def check_rows(vocab_size: int, window: int | None) -> list[np.ndarray]:
-    """Rows to try: two pairs, one of them with a shared prompt, every length different, the shortest two tokens long."""
+    """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
     rng = np.random.default_rng(0)  # of our own: the training's random state stays as it is
     reach = window if window is not None and window <= LONGEST_WINDOW else 0
 
@@ -114,7 +114,7 @@ def check_flat(
     route: Route,
     *,
     prefix_sharing: bool,
-    call: Callable[..., torch.Tensor] | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> CheckResult:
     """
     Run `model` flat and one by one. Leaves `route` installed, and the model otherwise as it was.
@@ -130,7 +130,8 @@ def check_flat(
             What to call in place of `model`: the same model under a wrapper that gathers its weights.
     """
     config = model.config.get_text_config()
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    embeddings: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    vocab_size = len(embeddings)
     rows = check_rows(vocab_size, getattr(config, "sliding_window", None))
     # The same tree with other tokens everywhere but in the first row, and the first row with another first token
     others = [rows[0], *((row + 1) % vocab_size for row in rows[1:])]
@@ -144,11 +145,10 @@ def check_flat(
             row[: len(sequence)] = torch.from_numpy(sequence)
         attention_mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
         labels = input_ids.masked_fill(attention_mask == 0, IGNORE_INDEX)
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         if flat:
             inputs["flat_batch"] = flatten(input_ids, labels, lengths, prefix_sharing=prefix_sharing)
-        device = model.get_input_embeddings().weight.device
-        inputs = {name: value.to(device) for name, value in inputs.items()}
+        inputs = {name: value.to(embeddings.device) for name, value in inputs.items()}
         output = (call or model)(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
         return [row[: n - 1] for row, n in zip(output, lengths, strict=True)]
 
@@ -189,7 +189,7 @@ def prove(
     *,
     prefix_sharing: bool = True,
     fallback: bool = True,
-    call: Callable[..., torch.Tensor] | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> tuple[CheckResult, list[CheckResult]]:
     """
     Find the first way to compute flat batches that is exact, and install it.
@@ -227,7 +227,7 @@ def prove(
             failed.append(result)
     tried = "\n    ".join(map(str, failed))
     raise UnprovenModelError(
-        f"{type(model).__name__} does not treat a flat batch as separate sequences, so training it without padding would "
-        f"be wrong. Tried, in {time.perf_counter() - started:.1f} s:\n    {tried}\nSet `padding_free=False` to train it "
-        "with padding, or load it with another `attn_implementation`."
+        f"{type(model).__name__} does not treat a flat batch as separate sequences, so training it without padding "
+        f"would be wrong. Tried, in {time.perf_counter() - started:.1f} s:\n    {tried}\n"
+        "Set `padding_free=False` to train it with padding, or load it with another `attn_implementation`."
     )

@@ -98,7 +98,8 @@ class LanguageModelingCollator(DataCollatorForLanguageModeling):
     ```python
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
-    >>> batch = collator([{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}])
+    >>> packed = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}]
+    >>> batch = collator(packed)
     >>> batch["labels"]
     tensor([[   1,    2,    3],
             [   4,    5, -100],

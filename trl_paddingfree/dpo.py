@@ -52,7 +52,7 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
     flat_collator = PreferenceCollator
 
     @functools.wraps(DPOTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):  # type: ignore[misc]
         self.start(args, kwargs)
 
     def flat_models(self) -> list[Any]:

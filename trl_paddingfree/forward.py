@@ -8,7 +8,8 @@ import functools
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,17 +119,18 @@ def install(model: PreTrainedModel, route: Route) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
     @torch.compiler.disable(recursive=False)
-    def forward(self, *args, flat_batch: FlatBatch | None = None, **kwargs):
+    def forward(self: Any, *args: Any, flat_batch: FlatBatch | None = None, **kwargs: Any) -> Any:
         if flat_batch is None:
             return previous_forward(*args, **kwargs)
         return flat_forward(self, previous_forward, route, flat_batch, **kwargs)
 
-    bound = types.MethodType(forward, model)
-    forward.route, forward.previous_forward = route, previous_forward
-    model.forward = bound
+    forward.__dict__.update(route=route, previous_forward=previous_forward)
+    model.forward = types.MethodType(forward, model)
 
 
-def flat_forward(model, previous_forward, route: Route, batch: FlatBatch, fused_lm_head: bool = False, **kwargs):
+def flat_forward(
+    model: Any, previous_forward: Any, route: Route, batch: FlatBatch, *, fused_lm_head: bool = False, **kwargs: Any
+) -> Any:
     """
     Compute a flat batch and answer in rows.
 
@@ -151,6 +153,7 @@ def flat_forward(model, previous_forward, route: Route, batch: FlatBatch, fused_
     per_token = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     values = {name: getattr(outputs, name) for name in per_token}
     rows = {name: None if x is None else batch.scored_to_rows(x) for name, x in values.items()}
+    assert labels is not None
     label_mask = labels[:, 1:] != -100
     rows = {name: None if x is None else x * label_mask for name, x in rows.items()}
     return replace(outputs, **rows, label_mask=label_mask, loss=None)

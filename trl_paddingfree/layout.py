@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ class FlatLayout:
 
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "FlatLayout":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: fn(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: fn(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         copies = tuple((fn(rows), fn(positions)) for rows, positions in self.kv_copies)
         return replace(self, **moved, kv_copies=copies, _masks={})
 
@@ -84,8 +85,8 @@ class FlatLayout:
             window (`int`, *optional*):
                 Number of positions that each query sees, itself included. All, if `None`.
             dtype (`torch.dtype`, *optional*):
-                If set, a mask of this dtype to add to the scores. Otherwise a boolean mask, or `None` where plain causal
-                attention is the same.
+                If set, a mask of this dtype to add to the scores. Otherwise a boolean mask, or `None` where plain
+                causal attention is the same.
         """
         start, length = self.segments.starts[i], self.segments.lengths[i]
         window = window if window is not None and window < start + length else None

@@ -54,7 +54,7 @@ def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
             module.config._attn_implementation = name
 
 
-def flash_attention_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """
     transformers' call of whichever flash attention `attn_implementation` names.
 
@@ -65,7 +65,8 @@ def flash_attention_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         flash_attn_supports_top_left_mask,
     )
 
-    return _flash_attention_forward(*args, use_top_left_mask=flash_attn_supports_top_left_mask(), **kwargs)
+    use_top_left_mask = flash_attn_supports_top_left_mask()
+    return _flash_attention_forward(query, key, value, use_top_left_mask=use_top_left_mask, **kwargs)
 
 
 def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:

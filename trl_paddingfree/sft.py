@@ -14,9 +14,9 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True` each micro-batch goes
-    through the model as one flat row without padding, `max_length` is enforced, and packed documents never see each
-    other. With `padding_free=False` it is TRL's trainer.
+    Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True` each micro-batch
+    goes through the model as one flat row without padding, `max_length` is enforced, and packed documents never see
+    each other. With `padding_free=False` it is TRL's trainer.
 
     Args:
         args ([`PaddingFreeSFTConfig`] or [`~trl.SFTConfig`], *optional*):
@@ -50,5 +50,5 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
     flat_collator = LanguageModelingCollator
 
     @functools.wraps(SFTTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):  # type: ignore[misc]
         self.start(args, kwargs)

@@ -26,11 +26,13 @@ class PaddingFreeTrainer(Trainer):
     A subclass names TRL's trainer and the classes that go with it, and TRL's `__init__` is run by `start`.
     """
 
-    flat_options: PaddingFreeOptions | None = None  # `None`: the trainer is TRL's own
+    flat_options: Any = None  # the PaddingFreeOptions; `None`: the trainer is TRL's own
     flat_check: CheckResult | None = None
-    trl_trainer: type[Trainer]
-    flat_config: type
-    flat_collator: type
+    trl_trainer: Any  # TRL's trainer class
+    flat_config: Any  # our config and collator classes for it
+    flat_collator: Any
+    data_collator: Any
+    model: Any
 
     def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
@@ -41,12 +43,14 @@ class PaddingFreeTrainer(Trainer):
         if arguments.get("args") is None:
             model = arguments["model"]
             name = model if isinstance(model, str) else get_config_model_id(model.config)
-            arguments["args"] = self.flat_config(f"{name.split('/')[-1]}-{self._name}")
+            arguments["args"] = self.flat_config(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
         config = arguments["args"]
         if not config.padding_free:
             self.trl_trainer.__init__(self, **arguments)
             return
-        self.flat_options = config if isinstance(config, PaddingFreeOptions) else self.default_options(config)
+        self.flat_options = config
+        if not isinstance(config, PaddingFreeOptions):  # a config of TRL's own
+            self.flat_options = PaddingFreeOptions(prefix_sharing=self.flat_config.prefix_sharing)
         refuse_unflattenable(arguments, self.flat_collator)
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         try:
@@ -55,10 +59,6 @@ class PaddingFreeTrainer(Trainer):
             config.padding_free = True
         self.padding_free = True
         self.start_flat()
-
-    def default_options(self, config: Any) -> PaddingFreeOptions:
-        """The options of this package for a config of TRL's own."""
-        return PaddingFreeOptions(prefix_sharing=self.flat_config.prefix_sharing)
 
     def flat_models(self) -> list[Any]:
         """The models that compute batches, under whatever wrappers."""
@@ -148,8 +148,8 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
         peft_config = arguments["model"].active_peft_config
     if peft_config is not None and peft_config.is_prompt_learning:
         raise ValueError(
-            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, which a flat batch "
-            "cannot hold. Use LoRA, or set `padding_free=False`."
+            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, which a flat "
+            "batch cannot hold. Use LoRA, or set `padding_free=False`."
         )
     data_collator = arguments.get("data_collator")
     if data_collator is not None and type(data_collator) not in (collator, *collator.__bases__):
@@ -160,12 +160,12 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     for option in ("dispatch_batches", "split_batches"):
         if getattr(config.accelerator_config, option):
             raise ValueError(
-                f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat batch "
-                f"does not have. Leave `{option}` out, or set `padding_free=False`."
+                f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
+                f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
             )
     config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of a streaming data set
     if config.per_device_train_batch_size == 1:
         logger.warning(
-            "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a batch "
-            "of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
+            "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
+            "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
         )

@@ -1,0 +1,41 @@
+"""Tiny models, a tokenizer and data that need no network, shared by all tests."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import datasets  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+datasets.disable_progress_bars()
+torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from tests.tiny import make_tokenizer
+
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tokenizer, tmp_path_factory):
+    """A folder with a tiny Llama and its tokenizer, as a user would name one."""
+    from tests.tiny import make_model
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    make_model(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
