@@ -20,7 +20,7 @@ _EXPORTS = {
     "PaddingFreeSFTTrainer": "sft",
     "Segments": "segments",
 }
-__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604
+__all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from .batch import BatchCounts, FlatBatch

@@ -51,8 +51,8 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
     flat_config = PaddingFreeDPOConfig
     flat_collator = PreferenceCollator
 
-    @functools.wraps(DPOTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any):  # type: ignore[misc]
+    @functools.wraps(DPOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any):
         self.start(args, kwargs)
 
     def flat_models(self) -> list[Any]:

@@ -49,6 +49,6 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
     flat_config = PaddingFreeSFTConfig
     flat_collator = LanguageModelingCollator
 
-    @functools.wraps(SFTTrainer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any):  # type: ignore[misc]
+    @functools.wraps(SFTTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any):
         self.start(args, kwargs)
