@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,3 +75,25 @@ def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dt
     from transformers.integrations.flash_attention import get_target_dtype
 
     return get_target_dtype(query, module)
+
+
+def prepare_preferences(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
+    """TRL's own tokenization of preference data, and its dropping of rows, without a model."""
+    from trl import DPOConfig, DPOTrainer
+
+    config = DPOConfig("unused", bf16=False, max_length=max_length, truncation_mode=truncation_mode)
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer)
+    return DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "train")
+
+
+def prepare_instructions(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
+    """TRL's own tokenization of instruction data, its truncation and its dropping of rows, without a model."""
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig("unused", bf16=False, max_length=max_length, truncation_mode=truncation_mode)
+    trainer: Any = SimpleNamespace(
+        _tokenizer=tokenizer,
+        chat_template=None,
+        completion_only_loss={"prompt", "completion"} <= set(dataset.column_names),
+    )
+    return SFTTrainer._prepare_dataset(trainer, dataset, tokenizer, config, False, None, "train")
