@@ -11,7 +11,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 datasets.disable_progress_bars()
-torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
+torch.set_num_threads(1)  # models this small only wait for further threads, and much longer on a busy machine
 
 
 def pytest_collection_modifyitems(items):
