@@ -48,6 +48,7 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
     """
 
     trl_trainer = DPOTrainer
+    example_name = "pairs"
     flat_config = PaddingFreeDPOConfig
     flat_collator = PreferenceCollator
 

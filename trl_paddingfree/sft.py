@@ -46,6 +46,7 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
     """
 
     trl_trainer = SFTTrainer
+    example_name = "examples"
     flat_config = PaddingFreeSFTConfig
     flat_collator = LanguageModelingCollator
 

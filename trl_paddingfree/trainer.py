@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class PaddingFreeTrainer(Trainer):
     flat_options: Any = None  # the PaddingFreeOptions; `None`: the trainer is TRL's own
     flat_check: CheckResult | None = None
     trl_trainer: Any  # TRL's trainer class
+    example_name: str  # what a batch holds
     flat_config: Any  # our config and collator classes for it
     flat_collator: Any
     data_collator: Any
@@ -105,9 +107,27 @@ class PaddingFreeTrainer(Trainer):
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if is_peft_model(model) else model
 
+    @property
+    def method(self) -> str:
+        """How batches are computed, in words."""
+        if self.flat_check is None:
+            return "TRL, with padding"
+        sharing = "shared prefixes" if self.flat_check.prefix_sharing else "no shared prefixes"
+        return f"padding-free ({self.flat_check.route.backend}, {sharing})"
+
+    def total_counts(self) -> BatchCounts:
+        """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
+        counts = torch.tensor([(self.batch_counts + self.new_counts).as_tuple()], device=self.accelerator.device)
+        total = BatchCounts(*self.accelerator.gather(counts).sum(0).tolist())
+        if self.flat_options is None:  # TRL counts the real tokens of padded batches
+            total = replace(total, real=self._total_train_tokens)  # type: ignore[attr-defined]
+        return total
+
     def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.flat_options is not None and model.training:
-            self.new_counts += inputs["flat_batch"].counts
+        if model.training:
+            slots = inputs["input_ids"].numel()
+            flat = self.flat_options is not None
+            self.new_counts += inputs["flat_batch"].counts if flat else BatchCounts(slots, 0, slots, 0)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:

@@ -1,0 +1,16 @@
+"""
+LoRA, on a local file and a local model folder, three ways:
+
+    accelerate launch scripts/sft.py --config configs/sft_cpu.yaml --dataset_name rows.jsonl --model_name_or_path MODEL
+    accelerate launch scripts/sft.py --config configs/sft_cpu.yaml ... --batch_method padding
+    accelerate launch scripts/sft.py --config configs/sft_cpu.yaml ... --batch_method packing
+
+An 8B model on one 80 GB GPU:
+
+    accelerate launch scripts/sft.py --config configs/sft_llama3_8b_lora.yaml
+"""
+
+from trl_paddingfree.scripts.sft import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""SFT of a model on instructions: padded, packed or padding-free. All options of `trl sft`, and this package's."""
+
+from dataclasses import dataclass, field
+
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+from ..configs import PaddingFreeSFTConfig
+from ..sft import PaddingFreeSFTTrainer
+from .training import train
+
+
+@dataclass
+class SFTScriptArguments(ScriptArguments):
+    """
+    TRL's script arguments, and one switch over the ways to batch.
+
+    Args:
+        batch_method (`str`, *optional*):
+            `"padding"`: TRL's padded batches. `"packing"`: documents packed into rows of `max_length` by
+            `packing_strategy`, none of which sees another. `"padding_free"`: the examples of each padded batch, without
+            the padding. Defaults to what `packing` and `padding_free` say.
+    """
+
+    batch_method: str | None = field(
+        default=None,
+        metadata={
+            "help": "One switch over `packing` and `padding_free`.",
+            "choices": ["padding", "packing", "padding_free"],
+        },
+    )
+
+
+def main(args: list[str] | None = None) -> None:
+    """
+    Run the script.
+
+    Args:
+        args (`list[str]`, *optional*):
+            Command line. Defaults to that of the process.
+    """
+    parser = TrlParser([SFTScriptArguments, PaddingFreeSFTConfig, ModelConfig, DatasetMixtureConfig])
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(args)
+    if script_args.batch_method is not None:
+        training_args.packing = script_args.batch_method == "packing"
+        training_args.padding_free = script_args.batch_method != "padding"
+    train(PaddingFreeSFTTrainer, script_args, training_args, model_args, dataset_args)
+
+
+if __name__ == "__main__":
+    main()
