@@ -15,7 +15,7 @@ def main(args: list[str] | None = None) -> None:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
     """
-    parser = TrlParser([ScriptArguments, PaddingFreeDPOConfig, ModelConfig, DatasetMixtureConfig])
+    parser = TrlParser((ScriptArguments, PaddingFreeDPOConfig, ModelConfig, DatasetMixtureConfig))  # type: ignore[arg-type]
     train(PaddingFreeDPOTrainer, *parser.parse_args_and_config(args))
 
 

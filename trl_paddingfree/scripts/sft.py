@@ -38,7 +38,7 @@ def main(args: list[str] | None = None) -> None:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
     """
-    parser = TrlParser([SFTScriptArguments, PaddingFreeSFTConfig, ModelConfig, DatasetMixtureConfig])
+    parser = TrlParser((SFTScriptArguments, PaddingFreeSFTConfig, ModelConfig, DatasetMixtureConfig))  # type: ignore[arg-type]
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(args)
     if script_args.batch_method is not None:
         training_args.packing = script_args.batch_method == "packing"

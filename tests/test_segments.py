@@ -1,0 +1,157 @@
+"""The value objects: what is derived from lengths, parents and starts, against their definitions."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_paddingfree import FlatBatch, Segments
+from trl_paddingfree.prefix_tree import num_distinct_tokens, share_prefixes
+
+# Few different tokens and short rows: prefixes, identical rows and rows that are prefixes of others are common
+rows_of_tokens = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=9), min_size=1, max_size=8)
+
+
+def labels_of(rows, scored_from):
+    return [[-100 if i < scored_from else token for i, token in enumerate(row)] for row in rows]
+
+
+def test_two_pairs_lie_as_drawn():
+    c, r = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]], [[1, 2, 3, 11, 12], [7, 8, 9, 13, 14]]
+    batch = FlatBatch.from_rows([*c, *r], labels_of([*c, *r], 3))
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 11, 12, 9, 13, 14]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 2, 3, 4, 2, 3, 4]]
+    assert batch.layout.segments == Segments((6, 4, 3, 3), (-1, -1, 0, 1), (0, 0, 2, 2))
+    assert batch.layout.cu_seqlens_q.tolist() == [0, 6, 10, 13, 16]
+    assert batch.layout.cu_seqlens_k.tolist() == [0, 6, 10, 15, 20]
+    assert batch.layout.kv_index.tolist() == [*range(6), *range(6, 10), 0, 1, 10, 11, 12, 6, 7, 13, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        (((3, 0), (-1, -1), (0, 0)), "Segment 1 has length 0"),
+        (((3, 2), (-1, 1), (0, 1)), "Segment 1 has parent 1"),
+        (((3, 2), (-1, 0), (0, 4)), "Segment 1 starts at 4"),
+        (((3, 2), (-1, -1), (0, 1)), "Segment 1 starts at 1"),
+        (((3,), (-1, -1), (0,)), "one entry per segment"),
+    ],
+)
+def test_invalid_segments_are_refused_by_name(segments, message):
+    with pytest.raises(ValueError, match=message):
+        Segments(*segments)
+
+
+@given(rows_of_tokens, st.booleans(), st.integers(0, 4), st.sampled_from([None, 1, 8]))
+@settings(max_examples=300, deadline=None)
+def test_rows_survive_the_round_trip(rows, prefix_sharing, scored_from, multiple):
+    batch = FlatBatch.from_rows(
+        rows, labels_of(rows, scored_from), prefix_sharing=prefix_sharing, pad_to_multiple_of=multiple
+    )
+    assert batch.to_rows() == rows
+    assert batch.input_ids.size(1) == batch.counts.computed == batch.layout.segments.num_tokens
+    if multiple:
+        assert batch.counts.computed % multiple == 0
+
+
+@given(rows_of_tokens)
+@settings(max_examples=300, deadline=None)
+def test_every_path_spells_its_row_and_shares_all_but_the_forks(rows):
+    rows = [np.asarray(row) for row in rows if row]
+    if not rows:
+        return
+    segments, ends, flat = share_prefixes(rows)
+    for row, segment in zip(rows, ends, strict=True):
+        path = segments.path(segment)[: len(row)]
+        assert flat[path].tolist() == row.tolist()
+        assert segments.position_ids[path].tolist() == list(range(len(row)))
+    # The limit is one node per distinct prefix; a branch costs at most one token more
+    distinct = len({tuple(row[: n + 1]) for row in rows for n in range(len(row))})
+    assert num_distinct_tokens(rows) == distinct
+    # (two rows that share one token only are two roots, and that token is there twice)
+    assert distinct <= len(flat) <= distinct + len(segments.lengths) - 1
+
+
+@given(rows_of_tokens)
+@settings(max_examples=200, deadline=None)
+def test_kv_index_and_dense_mask_agree_with_the_definition(rows):
+    batch = FlatBatch.from_rows(rows, labels_of(rows, 1))
+    segments, mask = batch.layout.segments, batch.layout.segments.dense_mask()
+    kv_index = segments.kv_index if segments.is_shared else np.arange(segments.num_tokens)
+    for i, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
+        keys = kv_index[segments.cu_seqlens_k[i] : segments.cu_seqlens_k[i + 1]]
+        for k in range(length):
+            # causal, aligned to the bottom right
+            assert set(np.flatnonzero(mask[segments.offsets[i] + k])) == set(keys[: start + k + 1])
+    for row in range(len(rows)):
+        path = batch.row_index[row][batch.row_mask[row]].numpy()
+        assert (mask[np.ix_(path, path)] == np.tril(np.ones((len(path), len(path)), bool))).all()
+
+
+@given(rows_of_tokens, st.integers(0, 4), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_every_scored_token_comes_back_to_every_row_that_scores_it(rows, scored_from, prefix_sharing):
+    labels = labels_of(rows, scored_from)
+    batch = FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing)
+    width = max(map(len, rows))
+    found = batch.scored_to_rows((batch.shift_labels + 1000).double())
+    for row, label in enumerate(labels):
+        for i in range(width - 1):
+            scored = i + 1 < len(label) and label[i + 1] != -100
+            if scored:
+                assert found[row, i] == label[i + 1] + 1000
+            elif i + 1 >= len(label):
+                assert found[row, i] == 0
+
+
+def test_labels_of_the_users_own_are_not_shared():
+    rows, labels = [[1, 2, 3], [1, 2, 4]], [[-100, 7, 3], [-100, 2, 4]]
+    batch = FlatBatch.from_rows(rows, labels)
+    assert not batch.layout.segments.is_shared
+    assert batch.shift_labels.tolist() == [[7, 3, 2, 4]]
+
+
+def test_padding_is_one_segment_of_no_row():
+    batch = FlatBatch.from_rows([[5, 6, 7]], [[5, 6, 7]], pad_to_multiple_of=8, pad_token_id=9)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 9, 9, 9, 9, 9]]
+    assert batch.layout.segments.lengths == (3, 5)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.token_rows.tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]]
+
+
+def test_a_batch_moves_and_pickles_as_one_thing():
+    import pickle
+
+    rows = [[1, 2, 3, 4], [1, 2, 5]]
+    batch = FlatBatch.from_rows(rows, rows).to("cpu")
+    again = pickle.loads(pickle.dumps(batch))
+    assert again.to_rows() == rows
+    assert again.layout.segments == batch.layout.segments
+    meta = batch.to("meta")
+    assert {meta.input_ids.device, meta.layout.kv_index.device, meta.layout.kv_copies[0][0].device} == {
+        torch.device("meta")
+    }
+
+
+@pytest.mark.parametrize("branches", [2, 7])
+def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
+    from trl_paddingfree.attention import GatherKeyValue
+
+    rows = [[1, 2, 3, 4, 10 + b, 5] for b in range(branches)]
+    layout = FlatBatch.from_rows(rows, rows).layout
+    states = torch.randn(layout.segments.num_tokens, 2, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(len(layout.kv_index), 2, 3, dtype=torch.float64)
+    (expected,) = torch.autograd.grad((states[layout.kv_index] * weights).sum(), states)
+    (actual,) = torch.autograd.grad((GatherKeyValue.apply(states, layout) * weights).sum(), states)
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)  # the same float64 sums, in another order
+
+
+def test_the_gather_sums_bfloat16_gradients_in_float32():
+    from trl_paddingfree.attention import GatherKeyValue
+
+    rows = [[1, 2, 10 + b] for b in range(1000)]
+    layout = FlatBatch.from_rows(rows, rows).layout
+    states = torch.zeros(layout.segments.num_tokens, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    GatherKeyValue.apply(states, layout).sum().backward()
+    assert states.grad.float().max() == 1000  # bfloat16 cannot count past 256 in steps of one
