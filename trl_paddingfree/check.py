@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from . import seams
 from .batch import IGNORE_INDEX
 from .collate import flatten
 from .forward import Route, install
@@ -85,14 +86,15 @@ class CheckResult:
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module's training mode is as before afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = seams.spoilt_by_evaluation(module)
     try:
         with torch.no_grad():
             yield
     finally:
-        for module in training:
-            module.training = True
+        for module, mode in modes:
+            module.training = mode
 
 
 def check_rows(vocab_size: int, window: int | None) -> list[np.ndarray]:

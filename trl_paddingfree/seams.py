@@ -97,3 +97,13 @@ def prepare_instructions(dataset: Any, tokenizer: Any, *, max_length: int | None
         completion_only_loss={"prompt", "completion"} <= set(dataset.column_names),
     )
     return SFTTrainer._prepare_dataset(trainer, dataset, tokenizer, config, False, None, "train")
+
+
+def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
+    """
+    Whether one call of `module` in evaluation mode spoils its training: keep it in training mode.
+
+    On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks 4-bit weights for inference at the first such call, and the
+    repacked layer passes no gradient on to its input.
+    """
+    return type(module).__module__.startswith("bitsandbytes.")

@@ -7,7 +7,7 @@ from trl import SFTTrainer
 
 from .collate import LanguageModelingCollator
 from .configs import PaddingFreeSFTConfig
-from .trainer import PaddingFreeTrainer
+from .trainer import PaddingFreeTrainer, log_dropped
 
 
 class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
@@ -53,3 +53,9 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
     @functools.wraps(SFTTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any):
         self.start(args, kwargs)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if not packing:
+            log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared

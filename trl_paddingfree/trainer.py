@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
@@ -150,6 +151,15 @@ class PaddingFreeTrainer(Trainer):
             "flat/saved_by_sharing": 1 - computed / real,
             "flat/tokens_per_second": real / seconds,
         }
+
+
+def log_dropped(name: str, before: Any, after: Any, max_length: int | None) -> None:
+    """Say how many examples of the `name` data TRL left out because truncation left them nothing to learn from."""
+    if isinstance(before, Dataset) and len(after) < len(before):
+        logger.warning(
+            f"The {name} data: dropped {len(before) - len(after)} of {len(before)} examples, which `max_length="
+            f"{max_length}` leaves nothing to learn from. Raise `max_length` to keep them."
+        )
 
 
 def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
