@@ -1,5 +1,6 @@
 """Collators: TRL's padded rows, and beside them the flat batch that the model computes instead."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from .batch import IGNORE_INDEX, FlatBatch
+from .sampling import split_by_tokens
 
 
 @dataclass
@@ -34,6 +36,9 @@ class PreferenceCollator(DataCollatorForPreference):
             Whether to add the flat batch.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether prefixes that rows share are computed once. Read only if `padding_free`.
+        max_tokens (`int`, *optional*):
+            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
+            each. Read only if `padding_free`.
 
     Examples:
     ```python
@@ -58,19 +63,25 @@ class PreferenceCollator(DataCollatorForPreference):
 
     padding_free: bool = False
     prefix_sharing: bool = True
+    max_tokens: int | None = None
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.padding_free:
+            return super().torch_call(examples)
+        return collate_parts(self.flat_call, examples, self.max_tokens)
+
+    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The rows of some examples, with their flat batch."""
         output = super().torch_call(examples)
-        if self.padding_free:
-            labels = output["input_ids"].masked_fill(output["completion_mask"] == 0, IGNORE_INDEX)
-            output["flat_batch"] = flatten(
-                output["input_ids"],
-                labels,
-                output["attention_mask"].sum(1).tolist(),
-                prefix_sharing=self.prefix_sharing,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                pad_token_id=self.pad_token_id,
-            )
+        labels = output["input_ids"].masked_fill(output["completion_mask"] == 0, IGNORE_INDEX)
+        output["flat_batch"] = flatten(
+            output["input_ids"],
+            labels,
+            output["attention_mask"].sum(1).tolist(),
+            prefix_sharing=self.prefix_sharing,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=self.pad_token_id,
+        )
         return output
 
 
@@ -93,6 +104,9 @@ class LanguageModelingCollator(DataCollatorForLanguageModeling):
             Whether to give rows and a flat batch. TRL's collator gives one row without padding instead.
         prefix_sharing (`bool`, *optional*, defaults to `False`):
             Whether prefixes that rows share are computed once. Read only if `padding_free`.
+        max_tokens (`int`, *optional*):
+            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
+            each. Read only if `padding_free`.
 
     Examples:
     ```python
@@ -111,10 +125,15 @@ class LanguageModelingCollator(DataCollatorForLanguageModeling):
     """
 
     prefix_sharing: bool = False
+    max_tokens: int | None = None
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.padding_free:
             return super().torch_call(examples)
+        return collate_parts(self.flat_call, examples, self.max_tokens)
+
+    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The rows of some examples, with their flat batch."""
         documents = [document for example in examples for document in _documents(example)]
         rows = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
         output = rows(documents)
@@ -127,6 +146,20 @@ class LanguageModelingCollator(DataCollatorForLanguageModeling):
             pad_token_id=self.pad_token_id,
         )
         return output
+
+
+def collate_parts(
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]], examples: list[dict[str, Any]], max_tokens: int | None
+) -> dict[str, Any]:
+    """One batch of all examples; if it has more than `max_tokens` tokens, with its `"parts"` that do not."""
+    whole = collate(examples)
+    if max_tokens is None or whole["flat_batch"].counts.computed <= max_tokens:
+        return whole
+    tokens = [collate([example])["flat_batch"].counts.computed for example in examples]
+    parts = split_by_tokens(tokens, max_tokens)
+    whole["parts"] = [collate([examples[i] for i in part]) for part in parts]
+    whole["part_weights"] = [len(part) / len(examples) for part in parts]
+    return whole
 
 
 def _documents(example: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,6 +20,17 @@ class PaddingFreeOptions:
             How attention is computed over flat batches: `"auto"` picks the fastest exact way for the model, its
             `attn_implementation`, device and dtype; `"flash"`, `"varlen"`, `"segment"` and `"mask"` ask for one of
             them, which is then used or refused.
+        arrange_micro_batches (`str`, *optional*, defaults to `"none"`):
+            Which examples of an optimizer step share a micro-batch. `"none"`: as the sampler draws them. `"tokens"`:
+            every micro-batch gets about the same work, so that processes do not wait for each other. `"prefix"`:
+            examples that start alike meet, so that more is shared. The examples of each step, and their weights, stay
+            the same.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Most tokens to compute at once in training. A larger micro-batch runs in as many parts as needed, with the
+            same loss and gradients, so that no batch of long examples runs out of memory.
+        oversized_examples (`str`, *optional*, defaults to `"error"`):
+            What to do with an example of more than `max_tokens_per_micro_batch` tokens: `"error"` refuses to start,
+            `"alone"` runs it by itself.
     """
 
     padding_free: bool = field(
@@ -35,6 +46,25 @@ class PaddingFreeOptions:
         metadata={
             "help": "How attention is computed over flat batches: 'auto', 'flash', 'varlen', 'segment' or 'mask'.",
             "choices": ["auto", "flash", "varlen", "segment", "mask"],
+        },
+    )
+    arrange_micro_batches: str = field(
+        default="none",
+        metadata={
+            "help": "Which examples of an optimizer step share a micro-batch: as drawn ('none'), about the same work "
+            "in each ('tokens'), or those that start alike ('prefix').",
+            "choices": ["none", "tokens", "prefix"],
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={"help": "Most tokens to compute at once in training: larger micro-batches run in parts."},
+    )
+    oversized_examples: str = field(
+        default="error",
+        metadata={
+            "help": "What to do with an example above `max_tokens_per_micro_batch`: 'error' or run it 'alone'.",
+            "choices": ["error", "alone"],
         },
     )
 

@@ -3,10 +3,12 @@
 import functools
 from typing import Any
 
+import numpy as np
 from trl import DPOTrainer
 
 from .collate import PreferenceCollator
 from .configs import PaddingFreeDPOConfig
+from .sampling import truncated
 from .trainer import PaddingFreeTrainer
 
 
@@ -49,6 +51,7 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
 
     trl_trainer = DPOTrainer
     example_name = "pairs"
+    token_columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
     flat_config = PaddingFreeDPOConfig
     flat_collator = PreferenceCollator
 
@@ -58,6 +61,13 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
 
     def flat_models(self) -> list[Any]:
         return [self.model] if self.ref_model is None else [self.model, self.ref_model]
+
+    def coupled_by(self) -> list[str]:
+        coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch
+        return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
+
+    def example_lengths(self) -> np.ndarray:
+        return truncated(super().example_lengths(), self.args.max_length, self.args.truncation_mode)
 
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL computes these inside its `__init__`, right after it has given the models their fused heads

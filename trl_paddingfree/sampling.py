@@ -118,15 +118,15 @@ def by_tokens(costs: Sequence[float], batch_size: int, num_processes: int) -> Ca
     return arrange
 
 
-def by_prefix(keys: Sequence[bytes]) -> Callable[[list[int]], list[int]]:
+def by_prefix(ranks: Sequence[int]) -> Callable[[list[int]], list[int]]:
     """
     An arrangement of a step in which examples that start alike stand side by side.
 
     Args:
-        keys (`Sequence[bytes]`):
-            What each example of the data set starts with.
+        ranks (`Sequence[int]`):
+            Place of each example of the data set when they are sorted by what they start with.
     """
-    return lambda step: sorted(step, key=lambda index: keys[index])
+    return lambda step: sorted(step, key=lambda index: ranks[index])
 
 
 def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:
@@ -162,6 +162,33 @@ def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:
         parts[part].append(item)
         room[part] -= tokens[item]
     return [sorted(part) for part in parts]
+
+
+def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str) -> np.ndarray:
+    """
+    Lengths of preference pairs after truncation.
+
+    Args:
+        lengths (`np.ndarray` of shape `(examples, 3)`, int64):
+            Tokens of prompt, chosen and rejected sequence of each pair.
+        max_length (`int`, *optional*):
+            Most tokens of prompt and chosen, and of prompt and rejected sequence.
+        truncation_mode (`str`):
+            `"keep_start"` or `"keep_end"`. The latter leaves the two rows of a long pair different parts of the prompt,
+            unless they are equally long: their lengths are given as those of two sequences without a prompt.
+    """
+    if max_length is None:
+        return lengths
+    prompt, chosen, rejected = lengths.T
+    if truncation_mode == "keep_start":
+        prompt = np.minimum(prompt, max_length)
+        return np.stack([prompt, *(np.minimum(x, max_length - prompt) for x in (chosen, rejected))], 1)
+    rows = np.minimum(prompt[:, None] + lengths[:, 1:], max_length)
+    apart = np.concatenate([np.zeros_like(rows[:, :1]), rows], 1)
+    completion = np.minimum(chosen, max_length)
+    together = np.stack([rows[:, 0] - completion, completion, completion], 1)
+    cut = (prompt + np.maximum(chosen, rejected) > max_length)[:, None]
+    return np.where(cut, np.where((chosen == rejected)[:, None], together, apart), lengths)
 
 
 def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:

@@ -47,6 +47,7 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
 
     trl_trainer = SFTTrainer
     example_name = "examples"
+    token_columns = ["input_ids"]
     flat_config = PaddingFreeSFTConfig
     flat_collator = LanguageModelingCollator
 
