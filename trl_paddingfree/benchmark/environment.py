@@ -1,0 +1,61 @@
+"""What a result was measured with."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "numpy")
+OPTIONAL = ("flash-attn", "bitsandbytes", "liger-kernel", "triton")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or `None`."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def processor_name() -> str:
+    """The processor's name, as the operating system has it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, processor, memory and GPU of this machine."""
+    from .. import __version__
+
+    versions = {name: version_of(name) for name in (*PACKAGES, *OPTIONAL)}
+    versions["trl-paddingfree"] = __version__
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "packages": {name: version for name, version in versions.items() if version},
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def machine_name(found: dict[str, Any]) -> str:
+    """The device of an environment, for people."""
+    return found.get("gpu") or f"{found['processor']}, {found['threads']} of {found['cores']} cores"

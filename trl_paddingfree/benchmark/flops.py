@@ -1,0 +1,192 @@
+"""Floating-point operations: counted, and what the fewest possible would be.
+
+Counts come from PyTorch's counter, which is deterministic: a product of an `m x k` with a `k x n` matrix costs `2mkn`,
+attention costs the whole rectangle of a run's queries and keys, and element-wise work costs nothing. A training step
+costs a certain number per token (linear layers), per query-key pair (attention) and per scored token (LM head). These
+three are found by counting three small batches, and hold for every batch of the same trainer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from ..batch import FlatBatch
+from ..segments import Segments
+
+
+@dataclass(frozen=True)
+class Work:
+    """
+    What a batch asks of a model.
+
+    Args:
+        tokens (`int`):
+            Tokens through the linear layers.
+        pairs (`int`):
+            Query-key pairs of one attention head.
+        scored (`int`):
+            Tokens through the LM head.
+    """
+
+    tokens: int
+    pairs: int
+    scored: int
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.scored + other.scored)
+
+    @classmethod
+    def flat(cls, batch: FlatBatch) -> "Work":
+        """What a flat batch computes."""
+        segments = batch.layout.segments
+        pairs = sum(q * k for q, k in zip(segments.lengths, segments.key_lengths, strict=True))
+        return cls(segments.num_tokens, pairs, batch.shift_labels.size(1))
+
+    @classmethod
+    def limit(cls, batch: FlatBatch, causal: bool = False) -> "Work":
+        """
+        The least that any exact method can compute: each node of the rows' tree once.
+
+        Args:
+            batch ([`FlatBatch`]):
+                The batch, with shared prefixes.
+            causal (`bool`, *optional*, defaults to `False`):
+                Whether to count only the pairs that a causal mask leaves, rather than whole rectangles.
+        """
+        lengths, starts = (np.asarray(x) for x in own_tokens(batch.layout.segments))
+        pairs = lengths * starts + (lengths * (lengths + 1) // 2 if causal else lengths * lengths)
+        return cls(batch.counts.distinct, int(pairs.sum()), batch.shift_labels.size(1))
+
+    @classmethod
+    def padded(cls, lengths: list[int], scored: int, *, unpadded_attention: bool, compact_head: bool) -> "Work":
+        """
+        What padded TRL computes.
+
+        Args:
+            lengths (`list[int]`):
+                Length of each row.
+            scored (`int`):
+                Scored tokens of all rows.
+            unpadded_attention (`bool`):
+                Whether attention leaves the padding out.
+            compact_head (`bool`):
+                Whether TRL's fused head computes scored positions only, as it does on GPUs.
+        """
+        rows, longest = len(lengths), max(lengths)
+        pairs = sum(n * n for n in lengths) if unpadded_attention else rows * longest * longest
+        return cls(rows * longest, pairs, scored if compact_head else rows * (longest - 1))
+
+
+def own_tokens(segments: Segments) -> tuple[list[int], list[int]]:
+    """Lengths and starts of the segments without the last common token, which each further branch computes anew."""
+    copied = [int(parent != -1) for parent in segments.parents]
+    lengths = [length - copy for length, copy in zip(segments.lengths, copied, strict=True)]
+    return lengths, [start + copy for start, copy in zip(segments.starts, copied, strict=True)]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """
+    Floating-point operations of a training step, per unit of [`Work`].
+
+    Args:
+        per_token, per_pair, per_scored (`float`):
+            Operations per unit, forward and backward, the reference model's included.
+    """
+
+    per_token: float
+    per_pair: float
+    per_scored: float
+
+    def of(self, work: Work) -> float:
+        """The operations of a step on `work`."""
+        return self.per_token * work.tokens + self.per_pair * work.pairs + self.per_scored * work.scored
+
+    @classmethod
+    def solve(cls, measured: list[tuple[Work, int]]) -> "StepCost":
+        """The cost that explains three counted steps."""
+        matrix = np.array([[work.tokens, work.pairs, work.scored] for work, _ in measured], dtype=np.float64)
+        return cls(*np.linalg.solve(matrix, np.array([flops for _, flops in measured], dtype=np.float64)).tolist())
+
+
+def _raw(formula: Callable[..., int]) -> Callable[..., int]:
+    formula._get_raw = True  # type: ignore[attr-defined]
+    return formula
+
+
+def _varlen_flops(matmuls: int, query: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> int:
+    """Operations of a varlen kernel that does `matmuls` products per query-key pair."""
+    pairs = int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
+    return matmuls * 2 * query.size(1) * query.size(2) * pairs
+
+
+@_raw
+def _cpu_forward(query, key, value, *args: Any, out_val=None, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+@_raw
+def _cpu_backward(grad_out, query, key, value, *args: Any, out_val=None, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
+
+
+@_raw
+def _varlen_forward(query, key, value, cu_seq_q, cu_seq_k, *args: Any, out_val=None, **kwargs: Any) -> int:
+    return _varlen_flops(2, query, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k)
+
+
+@_raw
+def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, *args, out_val=None, **kwargs) -> int:
+    return _varlen_flops(5, query, cu_seq_q, cu_seq_k)
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Formulas for the attention kernels that some versions of PyTorch's counter do not know."""
+    import torch.nn.attention.varlen  # noqa: F401  (registers the operators)
+
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_forward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_backward,
+        torch.ops.torch_attn._varlen_attn: _varlen_forward,
+        torch.ops.torch_attn._varlen_attn_backward: _varlen_backward,
+    }
+
+
+def count_flops(function: Callable[[], Any]) -> int:
+    """Floating-point operations of a call."""
+    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def matmul_rate(device: str, dtype: torch.dtype, sizes: tuple[int, ...], seconds: float = 0.5) -> float:
+    """
+    Operations per second of matrix products on this device: the best of several square sizes.
+
+    Args:
+        device (`str`):
+            The device.
+        dtype (`torch.dtype`):
+            The dtype that the model multiplies in.
+        sizes (`tuple[int, ...]`):
+            Numbers of rows and columns to try.
+        seconds (`float`, *optional*, defaults to `0.5`):
+            Time to spend on each size.
+    """
+    from .clock import now
+
+    best = 0.0
+    for n in sizes:
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        a @ b
+        started, times = now(device), []
+        while now(device) - started < seconds or len(times) < 3:
+            before = now(device)
+            a @ b
+            times.append(now(device) - before)
+        best = max(best, 2 * n**3 / float(np.median(times)))
+    return best

@@ -1,0 +1,147 @@
+"""The command line of the benchmark."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The arguments of the benchmark."""
+    from .methods import METHODS
+    from .shapes import SHAPES
+
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Set padded TRL and padding-free training side by side: same model, rows and seed, stepped in turn "
+        "in one process. No speed is reported where losses disagree.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("task", choices=METHODS)
+    rows = parser.add_argument_group("rows")
+    rows.add_argument(
+        "--lengths",
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="CSV files (.gz too) of row lengths with the columns prompt,chosen,rejected (dpo) or total,assistant "
+        "(sft); 'equal:N' or 'uniform:LOW-HIGH' makes lengths up",
+    )
+    rows.add_argument(
+        "--dataset", nargs="+", default=[], metavar="NAME", help="data sets: hub ids or .json/.jsonl files"
+    )
+    rows.add_argument("--tokenizer", help="tokenizer of --dataset: the model's, if that has one")
+    rows.add_argument("--batch-size", nargs="+", type=int, default=[8], help="pairs or rows per step")
+    rows.add_argument("--max-length", type=int, default=1024)
+    rows.add_argument("--common-prefix", type=int, default=0, help="tokens that all rows begin with")
+    rows.add_argument("--pairs-per-prompt", type=int, default=1)
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="smollm2-135m", help=f"a folder, a hub id, or one of {', '.join(SHAPES)}")
+    model.add_argument("--tuning", choices=["full", "lora", "qlora"], default="full")
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], help="float32 on the CPU, bfloat16 on a GPU")
+    model.add_argument("--device", choices=["cpu", "cuda"], help="a GPU, if there is one")
+    model.add_argument("--no-gradient-checkpointing", dest="gradient_checkpointing", action="store_false")
+    model.add_argument(
+        "--precomputed-reference", action="store_true", help="dpo: reference log-probs come with the rows"
+    )
+    model.add_argument("--liger", action="store_true", help="Liger kernels in all methods")
+    model.add_argument("--torch-compile", action="store_true")
+    measured = parser.add_argument_group("measurement")
+    measured.add_argument("--methods", nargs="+", choices=sorted({m.name for ms in METHODS.values() for m in ms}))
+    measured.add_argument("--trl-attention", help="attention of TRL's own methods: the fastest there is")
+    measured.add_argument("--batches", type=int, default=4, help="different batches to train on")
+    measured.add_argument("--rounds", type=int, default=3, help="times to train on each")
+    measured.add_argument("--warmup", type=int, help="rounds that do not count: 1 on a GPU, 0 on the CPU")
+    measured.add_argument("--seed", type=int, default=0)
+    measured.add_argument("--output", type=Path, help="folder for NAME.json, NAME.md and NAME.png")
+    measured.add_argument("--name", help="name of the files: the task")
+    return parser
+
+
+def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """
+    Run the benchmark.
+
+    Args:
+        args (`Sequence[str]`, *optional*):
+            Command-line arguments. Defaults to those of the process.
+        prog (`str`, *optional*):
+            Name of the command, for its help.
+
+    Returns:
+        `int`: 0 if all methods agree on every loss, else 1.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    given = list(sys.argv[1:] if args is None else args)
+    options = make_parser(prog).parse_args(given)
+    result = run(options, ["trl-paddingfree", "bench", *given])
+    from .report import markdown, write
+
+    if options.output:
+        for path in write(result, options.output, options.name or options.task):
+            print(path)
+    print(markdown(result))
+    return 0 if all(measured["agree"] for measured in result["runs"]) else 1
+
+
+def run(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """Measure every source of rows at every batch size, with trainers that are built once per batch size."""
+    import datasets
+    import torch
+
+    from .methods import Settings
+    from .run import Benchmark, release
+
+    datasets.disable_progress_bars()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    warmup = options.warmup if options.warmup is not None else int(device == "cuda")
+    if not options.lengths and not options.dataset:
+        raise ValueError("`--lengths` or `--dataset` must say which rows to train on.")
+    result: dict[str, Any] = {}
+    for batch_size in options.batch_size:
+        settings = Settings(
+            task=options.task,
+            model=options.model,
+            device=device,
+            dtype=options.dtype or ("bfloat16" if device == "cuda" else "float32"),
+            tuning=options.tuning,
+            batch_size=batch_size,
+            max_length=options.max_length,
+            gradient_checkpointing=options.gradient_checkpointing,
+            precomputed_reference=options.precomputed_reference,
+            liger=options.liger,
+            torch_compile=options.torch_compile,
+            seed=options.seed,
+        )
+        benchmark = Benchmark(settings, options.methods, options.trl_attention)
+        result = result or {**benchmark.describe(command), "runs": []}
+        for rows in all_rows(options, benchmark.vocab_size):
+            measured = benchmark.run(rows, options.batches, options.rounds, warmup)
+            result["runs"].append({"batch_size": batch_size, **measured})
+            print(json.dumps({name: m.get("speedup") for name, m in measured["methods"].items()}), file=sys.stderr)
+        release(benchmark)
+    return result
+
+
+def all_rows(options: argparse.Namespace, vocab_size: int) -> list[Any]:
+    """The rows of every source."""
+    from .datasets import dataset_rows
+    from .rows import make_rows
+
+    made = [
+        make_rows(
+            options.task,
+            source,
+            vocab_size=vocab_size,
+            max_length=options.max_length,
+            seed=options.seed,
+            common_prefix=options.common_prefix,
+            pairs_per_prompt=options.pairs_per_prompt,
+        )
+        for source in options.lengths
+    ]
+    tokenizer = options.tokenizer or options.model
+    return made + [dataset_rows(options.task, name, tokenizer, options.max_length) for name in options.dataset]

@@ -1,0 +1,255 @@
+"""One benchmark: build the trainers once, and measure them on one set of rows after another."""
+
+import gc
+import shlex
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from .baseline import UNPADDED, baseline_attention, describe_attention
+from .environment import environment
+from .flops import StepCost, Work, matmul_rate
+from .measure import TOLERANCES, Comparison, Runner, Step, interleave
+from .methods import BASELINE, METHODS, PACKED, Settings, make_trainer
+from .rows import Rows, batch_lengths
+from .shapes import make_model
+
+logger = logging.get_logger(__name__)
+
+# The counted operations of a step may differ from what the cost per unit says by what is no linear function of the
+# work: rotary embeddings are computed once per position in padded batches
+COUNT_TOLERANCE = 1e-3
+MATMUL_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
+
+
+class Benchmark:
+    """
+    Trainers of several methods, with the same initial weights.
+
+    Args:
+        settings ([`Settings`]):
+            What all methods have in common.
+        methods (`Sequence[str]`, *optional*):
+            Names of methods. Defaults to all of the task.
+        attention (`str`, *optional*):
+            Attention implementation of TRL's own methods. Defaults to the fastest on this machine.
+    """
+
+    def __init__(self, settings: Settings, methods: Sequence[str] | None = None, attention: str | None = None):
+        self.settings = settings
+        self.attention = attention or baseline_attention(settings.device, settings.torch_dtype)
+        base = make_model(
+            settings.model, settings.torch_dtype, settings.device, settings.seed, settings.tuning == "qlora"
+        )
+        self.vocab_size = base.get_input_embeddings().weight.size(0)
+        chosen = [method for method in METHODS[settings.task] if methods is None or method.name in methods]
+        unpadded = self.attention in (UNPADDED, "flash_attention_2")
+        self.runners = []
+        for method in chosen:
+            trainer = make_trainer(method, base, settings, self.attention)
+            self.runners.append(Runner(method, trainer, settings, unpadded))
+        ours = [runner for runner in self.runners if runner.method.ours]
+        if not ours or self.runners[0].method.name != BASELINE:
+            raise ValueError(f"`methods={methods}` must name {BASELINE!r} and one of ours, 'flat' or 'shared'.")
+        self.cost, self.model_cost = ours[-1].cost(), ours[-1].cost(recompute=False)
+        self.rate = matmul_rate(settings.device, settings.torch_dtype, MATMUL_SIZES[settings.device])
+
+    def describe(self, command: Sequence[str]) -> dict[str, Any]:
+        """What the results of this benchmark have in common."""
+        ours = [runner for runner in self.runners if runner.method.ours]
+        return {
+            "command": shlex.join(command),
+            "environment": environment(self.settings.device),
+            "settings": asdict(self.settings),
+            "attention": {"trl": describe_attention(self.attention), "ours": str(ours[0].trainer.flat_check.route)},
+            "matmul_flops_per_second": self.rate,
+            "cost": {"counted": asdict(self.cost), "model": asdict(self.model_cost)},
+            "bytes_of_state": {runner.method.name: runner.bytes_of_state() for runner in self.runners},
+        }
+
+    def run(self, rows: Rows, num_batches: int, rounds: int, warmup: int = 0) -> dict[str, Any]:
+        """
+        Measure all methods on some rows.
+
+        Args:
+            rows ([`Rows`]):
+                The rows.
+            num_batches (`int`):
+                Number of different batches.
+            rounds (`int`):
+                Times to train on each batch.
+            warmup (`int`, *optional*, defaults to `0`):
+                Rounds before those that count.
+        """
+        every = rows.batches(self.settings.batch_size, self.settings.seed)
+        batches = every[:num_batches]
+        if not batches:
+            raise ValueError(
+                f"{rows.name} has {len(rows.examples)} examples: one batch needs {self.settings.batch_size}."
+            )
+        if self.settings.precomputed_reference:
+            batches = [self.runners[-1].reference(batch) for batch in batches]
+        counted = {runner.method.name: runner.count(batches[0]) for runner in self._same_batches()}
+        syncs = {}
+        if self.settings.device == "cuda":
+            syncs = {runner.method.name: runner.syncs(batches[0]) for runner in self._same_batches()}
+        packed = self._packed_difference(batches)
+        interleave(self.runners, batches, warmup)
+        gc.collect()
+        steps = interleave(self.runners, batches, rounds)
+        comparisons = self._compare(steps)
+        agree = all(comparison.agrees for comparison in comparisons.values()) and (packed or 0) <= self._tolerance
+        limit, causal = self._limits(batches)
+        return {
+            "rows": rows.name,
+            "batches": len(batches),
+            "rounds": rounds,
+            "agree": agree,
+            "tolerance": self._tolerance,
+            "differences": {name: comparison.largest for name, comparison in comparisons.items()},
+            "packing_difference": packed,
+            "losses": {
+                name: [step.figures["loss"] for turn in taken for step in turn] for name, taken in steps.items()
+            },
+            "limit": {"tokens": limit.tokens, "flops": self.cost.of(limit), "useful_flops": self.model_cost.of(causal)},
+            "methods": {
+                runner.method.name: {
+                    "label": runner.method.label,
+                    **counts(steps[runner.method.name][0], self.cost, limit),
+                    **(self._speed(steps, runner.method.name, batches, causal) if agree else {}),
+                    **self._check_count(runner.method.name, counted),
+                    "syncs_per_pass": syncs.get(runner.method.name),
+                }
+                for runner in self.runners
+            },
+            "all_batches": self._all_batches(every),
+            "lengths": [batch_lengths(batch) for batch in batches],
+        }
+
+    @property
+    def _tolerance(self) -> float:
+        return TOLERANCES[self.settings.dtype]
+
+    def _same_batches(self) -> list[Runner]:
+        """The methods that train on the batches as they are."""
+        return [runner for runner in self.runners if runner.method.options != PACKED]
+
+    def _speed(self, steps: dict[str, list[list[Step]]], name: str, batches: list[Any], causal: Work) -> dict[str, Any]:
+        """Times, and what the method makes of them: examples and tokens per second, useful MFU."""
+        figures = speed(steps[BASELINE], steps[name])
+        seconds, examples = figures["seconds_per_round"], len(batches) * self.settings.batch_size
+        tokens = sum(tree.counts.real for tree in self._tree_batches(batches))
+        return {
+            **figures,
+            "examples_per_second": examples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "useful_mfu": self.model_cost.of(causal) / seconds / self.rate,
+        }
+
+    def _compare(self, steps: dict[str, list[list[Step]]]) -> dict[str, Comparison]:
+        """Compare every step of every method with the baseline's."""
+        comparisons = {}
+        for runner in self._same_batches()[1:]:
+            comparisons[runner.method.name] = comparison = Comparison(self._tolerance)
+            for expected, actual in zip(steps[BASELINE], steps[runner.method.name], strict=True):
+                for ours, theirs in zip(expected, actual, strict=True):
+                    comparison.add(ours.figures, theirs.figures)
+        return comparisons
+
+    def _packed_difference(self, batches: list[Any]) -> float | None:
+        """How much the loss of the packed rows differs from that of the same rows padded, relatively."""
+        packing = [runner for runner in self.runners if runner.method.options == PACKED]
+        if not packing:
+            return None
+        padded = self.runners[0].mean_loss(batches)
+        return abs(packing[0].mean_loss(packing[0].arrange(batches)) - padded) / abs(padded)
+
+    def _check_count(self, name: str, counted: dict[str, tuple[Work, int]]) -> dict[str, Any]:
+        """Counted operations of the first batch, checked against what the cost per unit says they are."""
+        if name not in counted:
+            return {}
+        work, flops = counted[name]
+        off = self.cost.of(work) / flops - 1
+        if abs(off) > COUNT_TOLERANCE:
+            logger.warning(f"{name}: {flops} operations counted, {self.cost.of(work):.0f} expected ({off:+.1%}).")
+        return {"counted_first_batch": flops, "expected_over_counted": 1 + off}
+
+    def _tree_batches(self, batches: list[Any]) -> list[Any]:
+        """Flat batches with shared prefixes."""
+        collator = [runner for runner in self.runners if runner.method.ours][-1].trainer.data_collator
+        sharing = type(collator)(**{**vars(collator), "prefix_sharing": True})
+        return [sharing(batch)["flat_batch"] for batch in batches]
+
+    def _limits(self, batches: list[Any]) -> tuple[Work, Work]:
+        """The least work for the batches: with whole rectangles of query-key pairs, and with causal pairs only."""
+        trees = self._tree_batches(batches)
+        nothing = Work(0, 0, 0)
+        return sum(map(Work.limit, trees), nothing), sum((Work.limit(tree, causal=True) for tree in trees), nothing)
+
+    def _all_batches(self, batches: list[Any]) -> dict[str, Any]:
+        """Work of every batch of the rows, measured or not: how typical are the measured ones?"""
+        nothing = Work(0, 0, 0)
+        work = {
+            runner.method.name: sum((runner.work(runner.trainer.data_collator(batch)) for batch in batches), nothing)
+            for runner in self._same_batches()
+        }
+        limit, _ = self._limits(batches)
+        return {
+            "batches": len(batches),
+            "tokens_over_limit": {name: w.tokens / limit.tokens for name, w in work.items()},
+            "flops_over_limit": {name: self.cost.of(w) / self.cost.of(limit) for name, w in work.items()},
+        }
+
+
+def counts(steps: list[Step], cost: StepCost, limit: Work) -> dict[str, Any]:
+    """What one round computes, and against the least possible."""
+    work = sum((step.work for step in steps), Work(0, 0, 0))
+    return {
+        "tokens": work.tokens,
+        "tokens_over_limit": work.tokens / limit.tokens,
+        "flops": cost.of(work),
+        "flops_over_limit": cost.of(work) / cost.of(limit),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, and the values that a fifth of all lie below and above."""
+    low, middle, high = np.quantile(values, (0.2, 0.5, 0.8)).tolist()
+    return {"median": middle, "p20": low, "p80": high}
+
+
+def speed(base: list[list[Step]], mine: list[list[Step]]) -> dict[str, Any]:
+    """Times of one method, and ratios to the baseline."""
+    rounds = [sum(step.total for step in turn) for turn in mine]
+    if len(mine[0]) == len(base[0]):  # the same batches: compare each with its own
+        ratios = [b.total / m.total for ms, bs in zip(mine, base, strict=True) for m, b in zip(ms, bs, strict=True)]
+    else:
+        ratios = [sum(b.total for b in bs) / total for bs, total in zip(base, rounds, strict=True)]
+    seconds = median_round(mine, lambda step: step.total)
+    return {
+        "parts": {part: median_round(mine, lambda step, part=part: step.seconds[part]) for part in mine[0][0].seconds},
+        "seconds_per_round": seconds,
+        "round_spread": spread(rounds),
+        "speedup": median_round(base, lambda step: step.total) / seconds,
+        "speedup_spread": spread(ratios),
+        "core_speedup": median_round(base, lambda s: s.core_seconds) / median_round(mine, lambda s: s.core_seconds),
+        "bytes_above": max(step.bytes_above for turn in mine for step in turn),
+    }
+
+
+def median_round(steps: list[list[Step]], value: Callable[[Step], float]) -> float:
+    """The sum over the steps of a round, where each step has its median over the rounds."""
+    return sum(statistics.median(value(turn[i]) for turn in steps) for i in range(len(steps[0])))
+
+
+def release(benchmark: Benchmark) -> None:
+    """Give the memory of a benchmark's models back."""
+    benchmark.runners.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
