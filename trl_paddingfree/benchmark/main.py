@@ -30,9 +30,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="CSV files (.gz too) of row lengths with the columns prompt,chosen,rejected (dpo) or total,assistant "
         "(sft); 'equal:N' or 'uniform:LOW-HIGH' makes lengths up",
     )
-    rows.add_argument(
-        "--dataset", nargs="+", default=[], metavar="NAME", help="data sets: hub ids or .json/.jsonl files"
-    )
+    rows.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="data sets: hub ids or JSON files")
     rows.add_argument("--tokenizer", help="tokenizer of --dataset: the model's, if that has one")
     rows.add_argument("--batch-size", nargs="+", type=int, default=[8], help="pairs or rows per step")
     rows.add_argument("--max-length", type=int, default=1024)
@@ -45,7 +43,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     model.add_argument("--device", choices=["cpu", "cuda"], help="a GPU, if there is one")
     model.add_argument("--no-gradient-checkpointing", dest="gradient_checkpointing", action="store_false")
     model.add_argument(
-        "--precomputed-reference", action="store_true", help="dpo: reference log-probs come with the rows"
+        "--precomputed-reference", action="store_true", help="dpo: give reference log-probs with the rows"
     )
     model.add_argument("--liger", action="store_true", help="Liger kernels in all methods")
     model.add_argument("--torch-compile", action="store_true")

@@ -196,7 +196,7 @@ class Runner:
 def checkpointing_off(trainer: Any) -> Iterator[None]:
     """Within this context, activations are kept rather than recomputed."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    was_on = model.is_gradient_checkpointing
+    was_on = trainer.args.gradient_checkpointing
     if was_on:
         model.gradient_checkpointing_disable()
     try:
@@ -209,7 +209,6 @@ def checkpointing_off(trainer: Any) -> Iterator[None]:
 @contextmanager
 def count_syncs() -> Iterator[Any]:
     """Count the operations that make the host wait for the GPU. Yields a function that gives the count."""
-    caught: list[Any] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -132,7 +132,8 @@ def make_trainer(method: Method, base: Any, settings: Settings, attention: str) 
             The attention implementation of TRL's own methods.
     """
     trainer_class, config_class = TRAINERS[settings.task, method.ours]
-    model, kwargs = _model(base, settings), {}
+    model = _model(base, settings)
+    kwargs: dict[str, Any] = {}
     if not method.ours:
         seams.set_attn_implementation(model, attention)
     if settings.tuning != "full":

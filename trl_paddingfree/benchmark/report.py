@@ -36,9 +36,10 @@ def unit(result: dict[str, Any]) -> str:
 def _cells(result: dict[str, Any], run: dict[str, Any], name: str) -> list[str]:
     """One row of the table."""
     method, cuda = run["methods"][name], "gpu" in result["environment"]
-    cells = [method["label"], f"{method['tokens_over_limit']:.2f}", f"{method['flops_over_limit']:.2f}"]
+    cells = [method["label"], f"{method['loss']:.6f}"]
+    cells += [f"{method['tokens_over_limit']:.2f}", f"{method['flops_over_limit']:.2f}"]
     if "speedup" not in method:
-        return [*cells, *["losses disagree"] * (len(columns(result)) - 4)]
+        return [*cells, *["losses disagree"] * (len(columns(result)) - 5)]
     spread, parts = method["speedup_spread"], method["parts"]
     seconds = sum(parts.values())
     cells += [
@@ -58,7 +59,7 @@ def _cells(result: dict[str, Any], run: dict[str, Any], name: str) -> list[str]:
 
 def columns(result: dict[str, Any]) -> list[str]:
     """Heads of the table."""
-    heads = ["lengths", "method", "tokens / limit", "FLOPs / limit", unit(result), "speed-up (20 to 80 %)"]
+    heads = ["lengths", "method", "mean loss", "tokens / limit", "FLOPs / limit", unit(result), "speed-up (20 to 80 %)"]
     if "gpu" not in result["environment"]:
         heads.append("in core time")
     heads += ["real tokens/s", "useful MFU", "data / forward / backward / optimizer"]

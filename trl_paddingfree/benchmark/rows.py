@@ -67,8 +67,7 @@ def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
             return source, [(a, a - a // 2) for a, _ in drawn]
         return source, [(min(a, b) // 2, a - min(a, b) // 2, b - min(a, b) // 2) for a, b in drawn]
     path = Path(source)
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         reader = csv.DictReader(file)
         if missing := set(COLUMNS[task]) - set(reader.fieldnames or ()):
             raise ValueError(

@@ -94,7 +94,7 @@ class Benchmark:
             )
         if self.settings.precomputed_reference:
             batches = [self.runners[-1].reference(batch) for batch in batches]
-        counted = {runner.method.name: runner.count(batches[0]) for runner in self._same_batches()}
+        counted = {runner.method.name: runner.count(batches[0][:2]) for runner in self._same_batches()}
         syncs = {}
         if self.settings.device == "cuda":
             syncs = {runner.method.name: runner.syncs(batches[0]) for runner in self._same_batches()}
@@ -120,6 +120,7 @@ class Benchmark:
             "methods": {
                 runner.method.name: {
                     "label": runner.method.label,
+                    "loss": mean_loss(steps[runner.method.name]),
                     **counts(steps[runner.method.name][0], self.cost, limit),
                     **(self._speed(steps, runner.method.name, batches, causal) if agree else {}),
                     **self._check_count(runner.method.name, counted),
@@ -170,14 +171,14 @@ class Benchmark:
         return abs(packing[0].mean_loss(packing[0].arrange(batches)) - padded) / abs(padded)
 
     def _check_count(self, name: str, counted: dict[str, tuple[Work, int]]) -> dict[str, Any]:
-        """Counted operations of the first batch, checked against what the cost per unit says they are."""
+        """Counted operations of the first two examples, checked against what the cost per unit says they are."""
         if name not in counted:
             return {}
         work, flops = counted[name]
         off = self.cost.of(work) / flops - 1
         if abs(off) > COUNT_TOLERANCE:
             logger.warning(f"{name}: {flops} operations counted, {self.cost.of(work):.0f} expected ({off:+.1%}).")
-        return {"counted_first_batch": flops, "expected_over_counted": 1 + off}
+        return {"counted_of_two_examples": flops, "expected_over_counted": 1 + off}
 
     def _tree_batches(self, batches: list[Any]) -> list[Any]:
         """Flat batches with shared prefixes."""
@@ -217,6 +218,11 @@ def counts(steps: list[Step], cost: StepCost, limit: Work) -> dict[str, Any]:
     }
 
 
+def mean_loss(steps: list[list[Step]]) -> float:
+    """Mean loss of all steps."""
+    return statistics.mean(step.figures["loss"] for turn in steps for step in turn)
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, and the values that a fifth of all lie below and above."""
     low, middle, high = np.quantile(values, (0.2, 0.5, 0.8)).tolist()
@@ -231,8 +237,9 @@ def speed(base: list[list[Step]], mine: list[list[Step]]) -> dict[str, Any]:
     else:
         ratios = [sum(b.total for b in bs) / total for bs, total in zip(base, rounds, strict=True)]
     seconds = median_round(mine, lambda step: step.total)
+    parts = {part: median_round(mine, lambda step: step.seconds[part]) for part in mine[0][0].seconds}  # noqa: B023
     return {
-        "parts": {part: median_round(mine, lambda step, part=part: step.seconds[part]) for part in mine[0][0].seconds},
+        "parts": parts,
         "seconds_per_round": seconds,
         "round_spread": spread(rounds),
         "speedup": median_round(base, lambda step: step.total) / seconds,

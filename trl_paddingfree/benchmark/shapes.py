@@ -93,7 +93,7 @@ def make_model(name: str, dtype: torch.dtype, device: str, seed: int = 0, load_i
     if name not in SHAPES:
         if load_in_4bit:
             return load_4bit(name, dtype, device)
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map={"": device})
     config = AutoConfig.for_model(**SHAPES[name], max_position_embeddings=8192)
     torch.manual_seed(seed)
     with torch.device(device):
