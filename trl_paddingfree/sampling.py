@@ -55,7 +55,7 @@ class StepSampler(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
 
-def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
+def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int]]:
     """
     Distribute items over bins of equal size so that the bins cost about the same.
 
@@ -94,7 +94,9 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     return [items for _, items in heap[0][2]]
 
 
-def by_tokens(costs: Sequence[float], batch_size: int, num_processes: int) -> Callable[[list[int]], list[int]]:
+def by_tokens(
+    costs: Sequence[float] | np.ndarray, batch_size: int, num_processes: int
+) -> Callable[[list[int]], list[int]]:
     """
     An arrangement of a step in which micro-batches, and processes, have about the same work.
 
@@ -118,7 +120,7 @@ def by_tokens(costs: Sequence[float], batch_size: int, num_processes: int) -> Ca
     return arrange
 
 
-def by_prefix(ranks: Sequence[int]) -> Callable[[list[int]], list[int]]:
+def by_prefix(ranks: Sequence[int] | np.ndarray) -> Callable[[list[int]], list[int]]:
     """
     An arrangement of a step in which examples that start alike stand side by side.
 
@@ -233,7 +235,7 @@ def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) ->
     return example_tokens(lengths, prefix_sharing) + squares / (12 * hidden_size)
 
 
-def imbalance(work: Sequence[float], batch_size: int, num_processes: int) -> float:
+def imbalance(work: Sequence[float] | np.ndarray, batch_size: int, num_processes: int) -> float:
     """
     How much longer processes take because they wait for each other: the sum over rounds of micro-batches of the most
     costly one, over their mean.

@@ -2,19 +2,14 @@
 
 import inspect
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import PeftModel
-from pyarrow.compute import list_value_length
-from torch.utils.data import RandomSampler
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.trainer.utils import get_config_model_id
 
@@ -22,29 +17,22 @@ from .batch import BatchCounts
 from .check import CheckResult, prove
 from .configs import PaddingFreeOptions
 from .forward import choose_route
-from .sampling import StepSampler, by_prefix, by_tokens, example_tokens, example_work
+from .steps import StepTrainer
 
 logger = logging.get_logger(__name__)
 
 
-class PaddingFreeTrainer(Trainer):
+class PaddingFreeTrainer(StepTrainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's.
 
     A subclass names TRL's trainer and the classes that go with it, and TRL's `__init__` is run by `start`.
     """
 
-    flat_options: Any = None  # the PaddingFreeOptions; `None`: the trainer is TRL's own
-    flat_check: CheckResult | None = None
     trl_trainer: Any  # TRL's trainer class
     example_name: str  # what a batch holds
-    token_columns: list[str]  # columns of the prepared data that hold token ids
-    part_weight: float = 1.0  # share of a micro-batch that is being computed
     flat_config: Any  # our config and collator classes for it
     flat_collator: Any
-    data_collator: Any
-    model: Any
-    args: Any
 
     def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
@@ -133,106 +121,6 @@ class PaddingFreeTrainer(Trainer):
         if self.flat_options is None:  # TRL counts the real tokens of padded batches
             total = replace(total, real=self._total_train_tokens)  # type: ignore[attr-defined]
         return total
-
-    def coupled_by(self) -> list[str]:
-        """Options under which an example's loss depends on which others share its micro-batch."""
-        aux_loss = f"`router_aux_loss_coef={self.router_aux_loss_coef}`"
-        return [aux_loss] if self.aux_loss_enabled else []
-
-    def example_lengths(self) -> np.ndarray:
-        """`(examples, 3)` or `(examples, 1)` int64: lengths of what each training example holds, after truncation."""
-        columns = self.train_dataset.select_columns(self.token_columns).with_format("arrow")
-        tables = columns.iter(batch_size=10_000)
-        lengths = [
-            np.stack([list_value_length(table[c]).to_numpy() for c in self.token_columns], 1) for table in tables
-        ]
-        return np.concatenate(lengths).astype(np.int64)
-
-    def example_prefixes(self) -> np.ndarray:
-        """`(examples,)` int64: rank of each training example when they are sorted by their first column of tokens."""
-        column = self.train_dataset.with_format("numpy", columns=self.token_columns[:1])
-        keys = [np.asarray(row[self.token_columns[0]], dtype=np.int64).tobytes() for row in column]
-        ranks = np.empty(len(keys), dtype=np.int64)
-        ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-        return ranks
-
-    def check_micro_batches(self) -> None:
-        """Refuse options that move examples between micro-batches where that would change the loss."""
-        options = self.flat_options
-        moving = {
-            f"arrange_micro_batches={options.arrange_micro_batches!r}": options.arrange_micro_batches != "none",
-            f"max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}": options.max_tokens_per_micro_batch,
-        }
-        for name in (name for name, used in moving.items() if used):
-            if reasons := self.coupled_by():
-                raise ValueError(
-                    f"`{name}` changes which examples share a micro-batch, and with {', '.join(reasons)} the loss of "
-                    "an example depends on the others: leave one of them out."
-                )
-        if options.arrange_micro_batches != "none" and not isinstance(self.train_dataset, Dataset):
-            raise ValueError(
-                f"`arrange_micro_batches={options.arrange_micro_batches!r}` needs a data set of known length to look "
-                "ahead in, and a streaming one has none: leave it out, or load the data set without `streaming`."
-            )
-        limit = options.max_tokens_per_micro_batch
-        if limit and options.oversized_examples == "error" and isinstance(self.train_dataset, Dataset):
-            tokens = example_tokens(self.example_lengths(), self.flat_check.prefix_sharing)
-            longest = int(tokens.argmax())
-            if tokens[longest] > limit:
-                raise ValueError(
-                    f"`max_tokens_per_micro_batch={limit}` is less than example {longest} of the training data needs "
-                    f"({tokens[longest]} tokens). Raise it, lower `max_length`, or set `oversized_examples='alone'`."
-                )
-
-    def _get_train_sampler(self, *args, **kwargs):
-        sampler = super()._get_train_sampler(*args, **kwargs)
-        if self.flat_options is None or self.flat_options.arrange_micro_batches == "none":
-            return sampler
-        if isinstance(sampler, RandomSampler):  # what accelerate would put in its place, had it found it
-            sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
-        batch_size, processes = self.args.train_batch_size, self.accelerator.num_processes
-        if self.flat_options.arrange_micro_batches == "prefix":
-            arrange = by_prefix(self.example_prefixes())
-        else:
-            hidden_size = self.flat_base(self.model).config.get_text_config().hidden_size
-            work = example_work(self.example_lengths(), self.flat_check.prefix_sharing, hidden_size)
-            arrange = by_tokens(work, batch_size, processes)
-        return StepSampler(sampler, batch_size * processes * self.args.gradient_accumulation_steps, arrange)
-
-    def get_train_dataloader(self):
-        if self.flat_options is None or self.flat_options.max_tokens_per_micro_batch is None:
-            return super().get_train_dataloader()
-        collator = self.data_collator  # evaluation keeps no activations and needs no parts
-        self.data_collator = replace(collator, max_tokens=self.flat_options.max_tokens_per_micro_batch)
-        try:
-            return super().get_train_dataloader()
-        finally:
-            self.data_collator = collator
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        parts, weights = inputs.pop("parts", None), inputs.pop("part_weights", None)
-        if parts is None:
-            return super().training_step(model, inputs, *args, **kwargs)
-        return self._step_in_parts(model, parts, weights, *args, **kwargs)
-
-    def _step_in_parts(self, model, parts, weights, num_items_in_batch=None):
-        """One micro-batch as several forward and backward passes: same loss, same gradients, metrics by weight."""
-        metrics = self._metrics["train"]  # type: ignore[attr-defined]
-        logged = {name: len(values) for name, values in metrics.items()}
-        sync_gradients, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.args.device)
-        for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            last = i == len(parts) - 1
-            # A loss that is normalized by the tokens of the whole step adds up by itself
-            self.part_weight = weight if num_items_in_batch is None else 1.0
-            self.accelerator.gradient_state._set_sync_gradients(sync_gradients and last)
-            with nullcontext() if last else self.accelerator.no_sync(model):
-                loss += super().training_step(model, part, num_items_in_batch)
-        self.part_weight = 1.0
-        for name, values in metrics.items():
-            start = logged.get(name, 0)
-            if len(values) - start == len(parts):
-                values[start:] = [sum(w * value for w, value in zip(weights, values[start:], strict=True))]
-        return loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if model.training:
