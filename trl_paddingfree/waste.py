@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
+from trl import DatasetMixtureConfig, ScriptArguments
 
 from . import seams
 from .batch import BatchCounts
 from .collate import LanguageModelingCollator, PreferenceCollator
+from .scripts.training import load_data
 
 # One of these sets of columns makes a data set instruction data, by TRL's names
 _INSTRUCTION_COLUMNS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
@@ -167,6 +169,29 @@ def task_of(columns: Sequence[str]) -> str:
         "unless they repeat it); instruction data needs 'messages', or 'prompt' and 'completion', or 'text'. Rename "
         "yours to these, see https://huggingface.co/docs/trl/dataset_formats."
     )
+
+
+def load_rows(name: str, config: str | None = None, split: str = "train") -> Dataset:
+    """
+    Load data as the training scripts do.
+
+    Args:
+        name (`str`):
+            Hub name, folder, or a `.json`, `.jsonl`, `.csv`, `.parquet` or `.arrow` file, also compressed.
+        config (`str`, *optional*):
+            Configuration of a hub data set.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split to take.
+
+    Raises:
+        `ValueError`: If there is no such split.
+    """
+    dataset = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)
+    if split not in dataset:
+        raise ValueError(
+            f"{name} has no split {split!r}, it has {list(dataset)}: name one with `--dataset_train_split`."
+        )
+    return dataset[split]
 
 
 def tokenize(
