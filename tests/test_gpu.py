@@ -1,0 +1,242 @@
+"""What only a GPU can show: the varlen kernel against float32, the host's waiting, and determinism."""
+
+import copy
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, and is deterministic only with it
+
+import pytest
+import torch
+from trl import DPOConfig, DPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests import equivalence
+from tests.tiny import make_model, preference_data
+from trl_paddingfree import FlatBatch, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+from trl_paddingfree.attention import FlatMask, GatherKeyValue, _torch_varlen
+from trl_paddingfree.benchmark.baseline import baseline_attention
+from trl_paddingfree.benchmark.measure import count_syncs
+from trl_paddingfree.forward import choose_route, install
+
+pytestmark = pytest.mark.gpu
+
+SEEDS = [11, 29]
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.06,
+}
+MODELS = [("llama", {}), ("mistral", {"sliding_window": 12}), ("llama", {"num_key_value_heads": 4})]
+# The kernel's error may be twice that of the ordinary low-precision run, and one rounding of the largest number
+EPS = torch.finfo(torch.bfloat16).eps
+
+
+def make_batch(seed, prefix_sharing=True, device="cuda"):
+    """Pairs that share prompts, of which two pairs have the same one: padded inputs, and the flat batch."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(n):
+        return torch.randint(1, 256, (n,), generator=generator).tolist()
+
+    prompts = [tokens(40), tokens(9), tokens(70)]
+    rows = [prompts[i] + tokens(n) for i, n in ((0, 33), (1, 5), (2, 90), (0, 7), (0, 20), (1, 61), (2, 1), (0, 50))]
+    labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in rows]
+    width = max(map(len, rows))
+    inputs = {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+        "labels": torch.tensor([label + [-100] * (width - len(label)) for label in labels]),
+    }
+    batch = FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing)
+    return {name: x.to(device) for name, x in inputs.items()}, batch.to(device)
+
+
+def make_models(model_type="llama", **overrides):
+    """The same weights: in float32, in bfloat16 with padding, in bfloat16 flat."""
+    reference = make_model(model_type, **{**SIZES, **overrides}).cuda()
+    padded = copy.deepcopy(reference).bfloat16()
+    flat = copy.deepcopy(padded)
+    for model in (reference, padded, flat):
+        add_fused_lm_head(model)
+    install(flat, choose_route(flat))
+    return reference, padded, flat
+
+
+def budget(padded, reference):
+    return 2 * ((padded - reference).abs().max() + EPS * reference.abs().max())
+
+
+def test_the_gpu_is_used_by_its_own_kernel():
+    assert choose_route(make_models()[2]).backend == "varlen"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+@pytest.mark.parametrize(("model_type", "overrides"), MODELS, ids=["grouped", "window", "full-heads"])
+def test_varlen_is_as_close_to_float32_as_padded_bfloat16(model_type, overrides, prefix_sharing, seed):
+    reference, padded, flat = make_models(model_type, **overrides)
+    inputs, batch = make_batch(seed, prefix_sharing)
+    weights = torch.rand(inputs["labels"][:, 1:].shape, device="cuda")
+    outputs = [
+        reference(**inputs, fused_lm_head=True, use_cache=False).log_probs,
+        padded(**inputs, fused_lm_head=True, use_cache=False).log_probs.float(),
+        flat(**inputs, flat_batch=batch, fused_lm_head=True, use_cache=False).log_probs.float(),
+    ]
+    assert (outputs[2] - outputs[0]).abs().max() <= budget(outputs[1], outputs[0])
+    for output in outputs:
+        (output * weights).sum().backward()
+    for (name, expected), p, f in zip(
+        reference.named_parameters(), padded.parameters(), flat.parameters(), strict=True
+    ):
+        error = (f.grad.float() - expected.grad).abs().max()
+        assert error <= budget(p.grad.float(), expected.grad), f"gradient of {name}"
+
+
+def oracle(query, key, value, layout, window=None):
+    """Attention under the dense mask, in the inputs' dtype."""
+    allowed = torch.from_numpy(layout.segments.dense_mask()).to(query.device)
+    if window is not None:
+        positions = torch.from_numpy(layout.segments.position_ids).to(query.device)
+        allowed &= positions[None] > positions[:, None] - window
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+    scores = torch.einsum("thd,shd->hts", query, key) * query.size(-1) ** -0.5
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_segment_with_more_keys_than_queries_is_aligned_to_the_bottom_right(window, heads):
+    layout = make_batch(SEEDS[0])[1].layout
+    assert any(k > q for q, k in zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
+    torch.manual_seed(0)
+    size = layout.segments.num_tokens
+    states = [torch.randn(size, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, heads, heads)]
+    dtypes = (torch.bfloat16, torch.bfloat16, torch.float64)
+    ours, low, high = ([x.clone().to(dtype).requires_grad_() for x in states] for dtype in dtypes)
+    gathered = [ours[0], GatherKeyValue.apply(ours[1], layout), GatherKeyValue.apply(ours[2], layout)]
+    longest = (layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
+    output = _torch_varlen()(*gathered, layout.cu_seqlens_q, layout.cu_seqlens_k, *longest, None, window)
+    expected, rounded = oracle(*high, layout, window), oracle(*low, layout, window)
+    assert (output.double() - expected).abs().max() <= budget(rounded.double(), expected)
+    gradient = torch.randn_like(output)
+    for x in (output, rounded, expected):
+        x.backward(gradient.to(x.dtype))
+    for a, b, c in zip(ours, low, high, strict=True):
+        assert (a.grad.double() - c.grad).abs().max() <= budget(b.grad.double(), c.grad)
+
+
+def backbone(model, batch):
+    """Hidden states of the flat tokens."""
+    return model.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=FlatMask.carrying(batch.layout),
+        use_cache=False,
+    ).last_hidden_state
+
+
+@pytest.fixture
+def sync_is_an_error():
+    """A function that makes every operation raise that makes the host wait."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_host_never_waits_inside_the_flat_model(sync_is_an_error, prefix_sharing, checkpointing):
+    model, batch = make_models()[2], make_batch(SEEDS[0], prefix_sharing)[1]
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    backbone(model, batch).sum().backward()  # kernels are loaded, memory is allocated
+    torch.cuda.synchronize()
+    sync_is_an_error()
+    backbone(model, batch).sum().backward()
+
+
+def test_the_host_waits_in_the_head_as_often_as_in_trls():
+    _, padded, flat = make_models()
+    inputs, batch = make_batch(SEEDS[0])
+    counts = []
+    for model, arguments in ((padded, inputs), (flat, {**inputs, "flat_batch": batch})):
+        arguments = {**arguments, "fused_lm_head": True, "use_cache": False}
+        model(**arguments)
+        # The padded model's own layers wait for its mask: only what comes after them is compared
+        quiet = model.base_model.register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("default"))
+        loud = model.base_model.register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("warn"))
+        with count_syncs() as count:
+            model(**arguments)
+        counts.append(count())
+        quiet.remove()
+        loud.remove()
+    assert counts[0] > 0, "the count counts nothing"
+    assert counts[1] <= counts[0]
+
+
+def test_sync_counting_counts():
+    x = torch.arange(4, device="cuda")
+    with count_syncs() as count:
+        x.sum()
+        x.sum().item()
+        x[x > 1].sum()
+    assert count() == 2
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+def test_gradients_are_the_same_bit_for_bit_where_determinism_is_asked_for(prefix_sharing):
+    model, batch = make_models()[2], make_batch(SEEDS[0], prefix_sharing)[1]
+    weights = torch.randn(batch.input_ids.size(1), SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)
+
+    def gradients():
+        model.zero_grad()
+        (backbone(model, batch) * weights).sum().backward()
+        return [p.grad.clone() for p in model.base_model.parameters()]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = gradients(), gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_baseline_of_the_benchmark_computes_what_padded_sdpa_computes(seed):
+    reference, padded, _ = make_models()
+    inputs, _ = make_batch(seed)
+    unpadded = copy.deepcopy(padded)
+    unpadded.config._attn_implementation = baseline_attention("cuda", torch.bfloat16)
+    with torch.no_grad():
+        expected, low, actual = (
+            model(**inputs, fused_lm_head=True, use_cache=False).log_probs.float()
+            for model in (reference, padded, unpadded)
+        )
+    assert (actual - expected).abs().max() <= budget(low, expected)
+
+
+def test_dpo_follows_padded_trl_in_bfloat16(tokenizer):
+    model = make_model(**{**SIZES, "vocab_size": len(tokenizer)})
+    data = preference_data(16, SEEDS[0])
+    options = {"bf16": True, "use_cpu": False, "learning_rate": 1e-4}
+
+    def train(trainer_class, config_class):
+        return equivalence.run(
+            trainer_class,
+            config_class,
+            model=copy.deepcopy(model),
+            train_dataset=data,
+            trainer_kwargs={"processing_class": tokenizer, "ref_model": copy.deepcopy(model)},
+            **options,
+        )
+
+    padded = train(DPOTrainer, DPOConfig)
+    ours = train(PaddingFreeDPOTrainer, PaddingFreeDPOConfig)
+    assert ours.trainer.flat_check.route.backend == "varlen"
+    for expected, actual in zip(padded.log_history[:-1], ours.log_history[:-1], strict=True):
+        for name in ("loss", "logps/chosen", "logps/rejected"):
+            # Sums of up to a hundred log-probabilities, each off by a rounding or two
+            assert abs(actual[name] - expected[name]) <= 8 * EPS * max(1, abs(expected[name])), name
