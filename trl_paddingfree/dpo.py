@@ -10,6 +10,7 @@ from .collate import PreferenceCollator
 from .configs import PaddingFreeDPOConfig
 from .sampling import truncated
 from .trainer import PaddingFreeTrainer
+from .validation import check_preferences, log_dropped
 
 
 class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
@@ -68,6 +69,15 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
 
     def example_lengths(self) -> np.ndarray:
         return truncated(super().example_lengths(), self.args.max_length, self.args.truncation_mode)
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        if self.flat_options is None:
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        with args.main_process_first(desc=f"checking the {dataset_name} data"):
+            dataset = check_preferences(dataset, self._tokenizer, dataset_name, args.dataset_num_proc)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared
 
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL computes these inside its `__init__`, right after it has given the models their fused heads

@@ -7,7 +7,8 @@ from trl import SFTTrainer
 
 from .collate import LanguageModelingCollator
 from .configs import PaddingFreeSFTConfig
-from .trainer import PaddingFreeTrainer, log_dropped
+from .trainer import PaddingFreeTrainer
+from .validation import log_dropped
 
 
 class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset
-from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.trainer.utils import get_config_model_id
@@ -18,6 +16,7 @@ from .check import CheckResult, prove
 from .configs import PaddingFreeOptions
 from .forward import choose_route
 from .steps import StepTrainer
+from .validation import refuse_unflattenable
 
 logger = logging.get_logger(__name__)
 
@@ -84,8 +83,10 @@ class PaddingFreeTrainer(StepTrainer):
         )
         if not isinstance(self.data_collator, self.flat_collator):
             self.data_collator = self.flat_collator(**vars(self.data_collator))
-        self.data_collator.padding_free = True
-        self.data_collator.prefix_sharing = self.flat_check.prefix_sharing
+        # A copy: the user's own collator may serve another trainer
+        self.data_collator = replace(
+            self.data_collator, padding_free=True, prefix_sharing=self.flat_check.prefix_sharing
+        )
 
     def _prove(self, model: Any, prefix_sharing: bool) -> CheckResult:
         base, backend = self.flat_base(model), self.flat_options.flat_attention
@@ -150,51 +151,3 @@ class PaddingFreeTrainer(StepTrainer):
             "flat/saved_by_sharing": 1 - computed / real,
             "flat/tokens_per_second": real / seconds,
         }
-
-
-def log_dropped(name: str, before: Any, after: Any, max_length: int | None) -> None:
-    """Say how many examples of the `name` data TRL left out because truncation left them nothing to learn from."""
-    if isinstance(before, Dataset) and len(after) < len(before):
-        logger.warning(
-            f"The {name} data: dropped {len(before) - len(after)} of {len(before)} examples, which `max_length="
-            f"{max_length}` leaves nothing to learn from. Raise `max_length` to keep them."
-        )
-
-
-def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
-    """
-    Refuse trainer arguments that cannot be combined with flat batches, before anything is computed.
-
-    Args:
-        arguments (`dict[str, Any]`):
-            Arguments of the trainer.
-        collator (`type`):
-            The collator class that gives flat batches.
-    """
-    config = arguments["args"]
-    peft_config = arguments.get("peft_config")
-    if isinstance(arguments["model"], PeftModel):
-        peft_config = arguments["model"].active_peft_config
-    if peft_config is not None and peft_config.is_prompt_learning:
-        raise ValueError(
-            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, which a flat "
-            "batch cannot hold. Use LoRA, or set `padding_free=False`."
-        )
-    data_collator = arguments.get("data_collator")
-    if data_collator is not None and type(data_collator) not in (collator, *collator.__bases__):
-        raise ValueError(
-            f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
-            f"`trl_paddingfree.{collator.__name__}`, or set `padding_free=False`."
-        )
-    for option in ("dispatch_batches", "split_batches"):
-        if getattr(config.accelerator_config, option):
-            raise ValueError(
-                f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
-                f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
-            )
-    config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of a streaming data set
-    if config.per_device_train_batch_size == 1:
-        logger.warning(
-            "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
-            "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
-        )
