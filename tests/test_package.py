@@ -1,0 +1,141 @@
+"""The package as it is installed: what it exports, and what importing it does."""
+
+import ast
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trl_paddingfree
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(trl_paddingfree.__path__, "trl_paddingfree.")
+    if not module.name.endswith("__main__")
+)
+
+
+def in_a_fresh_process(code: str) -> str:
+    """What `code` prints, in a Python that has imported nothing yet."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, trl_paddingfree; print(trl_paddingfree.__version__); print(*sys.modules)"
+    version, modules = in_a_fresh_process(code).splitlines()
+    assert version == trl_paddingfree.__version__
+    imported = {name.partition(".")[0] for name in modules.split()}
+    assert not imported & {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "bitsandbytes"}
+
+
+# What our modules could change in others' by accident: registries, and the classes that are patched most often
+STATE = """
+import importlib, json, pkgutil, sys
+import torch, transformers, trl, peft, accelerate
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.models.llama import modeling_llama
+from trl.trainer import dpo_trainer, sft_trainer, utils
+
+WATCHED = [PreTrainedModel, Trainer, modeling_llama, modeling_llama.LlamaForCausalLM, modeling_llama.LlamaAttention,
+           trl.DPOTrainer, trl.SFTTrainer, dpo_trainer, sft_trainer, utils, torch.nn.functional, peft.PeftModel,
+           accelerate.Accelerator, torch.Tensor]
+
+def state():
+    return {
+        "attention": sorted(AttentionInterface().keys()),
+        "masks": sorted(AttentionMaskInterface().keys()),
+        "losses": sorted(LOSS_MAPPING),
+        "members": [{name: id(value) for name, value in vars(x).items() if callable(value)} for x in WATCHED],
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(),
+        "random": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.is_initialized(),
+    }
+
+before = state()
+import trl_paddingfree
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for name in trl_paddingfree.__all__:
+    getattr(trl_paddingfree, name)
+after = state()
+print(json.dumps([key for key in before if before[key] != after[key]]))
+"""
+
+
+def test_importing_every_module_changes_nothing_in_transformers_and_trl():
+    result = subprocess.run(
+        [sys.executable, "-c", STATE, *MODULES], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert json.loads(result.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize("name", ["segments", "prefix_tree", "layout", "batch", "attention"])
+def test_the_layout_and_its_attention_need_neither_trl_nor_flash_attn(name):
+    code = f"import sys, trl_paddingfree.{name}; print('trl' in sys.modules, 'flash_attn' in sys.modules)"
+    assert in_a_fresh_process(code).split() == ["False", "False"]
+
+
+def test_only_building_a_trainer_registers_attention(tokenizer, tmp_path):
+    # In a process of its own: other tests have registered theirs
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from transformers import AttentionInterface
+from tests.tiny import make_model, make_tokenizer, preference_data
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+from peft import LoraConfig
+names = set(AttentionInterface().keys())
+for padding_free in (False, True):
+    options = dict(bf16=False, report_to="none", use_cpu=True, padding_free=padding_free)
+    args = PaddingFreeDPOConfig({str(tmp_path)!r}, **options)
+    PaddingFreeDPOTrainer(make_model(), args=args, train_dataset=preference_data(4, 0),
+                          processing_class=make_tokenizer(), peft_config=LoraConfig())
+    print(sorted(set(AttentionInterface().keys()) - names))
+"""
+    padded, flat = in_a_fresh_process(code).splitlines()[-2:]
+    assert padded == "[]"
+    assert flat == "['paddingfree-segment-over-torch']"
+
+
+def test_the_exports_are_the_public_names():
+    assert set(trl_paddingfree.__all__) == set(dir(trl_paddingfree))
+    for name in trl_paddingfree.__all__:
+        value = getattr(trl_paddingfree, name)
+        if name != "__version__":
+            assert value.__name__ == name
+            assert value.__doc__
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        trl_paddingfree.no_such_name  # noqa: B018
+
+
+def test_the_names_for_type_checkers_are_the_exports():
+    tree = ast.parse(Path(trl_paddingfree.__file__).read_text())
+    imported = {
+        alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }  # fmt: skip
+    assert imported == trl_paddingfree._EXPORTS
+
+
+def test_star_import_gives_the_exports():
+    names = {}
+    exec("from trl_paddingfree import *", names)
+    assert set(trl_paddingfree.__all__) <= names.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_imports_and_says_what_it_is(name):
+    assert importlib.import_module(name).__doc__
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(trl_paddingfree.__file__).parent / "py.typed").exists()
