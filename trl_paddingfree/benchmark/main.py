@@ -1,10 +1,9 @@
 """The command line of the benchmark."""
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     measured.add_argument("--batches", type=int, default=4, help="different batches to train on")
     measured.add_argument("--rounds", type=int, default=3, help="times to train on each")
     measured.add_argument("--warmup", type=int, help="rounds that do not count: 1 on a GPU, 0 on the CPU")
+    measured.add_argument("--profile", action="store_true", help="also profile a step of each method")
     measured.add_argument("--seed", type=int, default=0)
     measured.add_argument("--output", type=Path, help="folder for NAME.json, NAME.md and NAME.png")
     measured.add_argument("--name", help="name of the files: the task")
@@ -75,18 +75,22 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")
     given = list(sys.argv[1:] if args is None else args)
     options = make_parser(prog).parse_args(given)
-    result = run(options, ["trl-paddingfree", "bench", *given])
     from .report import markdown, write
 
-    if options.output:
-        for path in write(result, options.output, options.name or options.task):
-            print(path)
+    result: dict[str, Any] = {}
+    for result in run(options, ["trl-paddingfree", "bench", *given]):
+        if options.output:
+            write(result, options.output, options.name or options.task)
     print(markdown(result))
     return 0 if all(measured["agree"] for measured in result["runs"]) else 1
 
 
-def run(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
-    """Measure every source of rows at every batch size, with trainers that are built once per batch size."""
+def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """
+    Measure every source of rows at every batch size, with trainers that are built once per batch size.
+
+    Yields the result as it grows, after each source: what was measured is safe if a later source fails.
+    """
     import datasets
     import torch
 
@@ -117,11 +121,10 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         benchmark = Benchmark(settings, options.methods, options.trl_attention)
         result = result or {**benchmark.describe(command), "runs": []}
         for rows in all_rows(options, benchmark.vocab_size):
-            measured = benchmark.run(rows, options.batches, options.rounds, warmup)
+            measured = benchmark.run(rows, options.batches, options.rounds, warmup, options.profile)
             result["runs"].append({"batch_size": batch_size, **measured})
-            print(json.dumps({name: m.get("speedup") for name, m in measured["methods"].items()}), file=sys.stderr)
+            yield result
         release(benchmark)
-    return result
 
 
 def all_rows(options: argparse.Namespace, vocab_size: int) -> list[Any]:

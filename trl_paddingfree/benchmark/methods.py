@@ -45,15 +45,15 @@ PACKED = {"packing": True, "packing_strategy": "bfd"}
 METHODS: dict[str, tuple[Method, ...]] = {
     "dpo": (
         Method(BASELINE, "TRL, padded", False),
-        Method("flat", "padding-free", True, {"prefix_sharing": False}),
-        Method("shared", "padding-free, shared prefixes", True, {"prefix_sharing": True}),
+        Method("flat", "ours, padding-free", True, {"prefix_sharing": False}),
+        Method("shared", "ours, shared prefixes", True, {"prefix_sharing": True}),
     ),
     "sft": (
         Method(BASELINE, "TRL, padded", False),
         Method("trl-packing", "TRL, packed (bfd)", False, PACKED),
         Method("trl-padding-free", "TRL, padding-free", False, {"padding_free": True}),
-        Method("flat", "padding-free", True, {"prefix_sharing": False}),
-        Method("shared", "padding-free, shared prefixes", True, {"prefix_sharing": True}),
+        Method("flat", "ours, padding-free", True, {"prefix_sharing": False}),
+        Method("shared", "ours, shared prefixes", True, {"prefix_sharing": True}),
     ),
 }
 

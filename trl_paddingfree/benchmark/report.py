@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .chart import chart
 from .environment import machine_name
 from .shapes import display_name
 
@@ -17,7 +18,6 @@ def conditions(result: dict[str, Any]) -> str:
         display_name(s["model"]),
         {"full": "all weights trained", "lora": "LoRA r=16 on all linear layers", "qlora": "QLoRA r=16"}[s["tuning"]],
         s["dtype"],
-        f"batch {s['batch_size']}",
         f"max length {s['max_length']}",
         f"gradient checkpointing {'on' if s['gradient_checkpointing'] else 'off'}",
     ]
@@ -72,7 +72,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [conditions(result), "", "| " + " | ".join(heads) + " |", "|" + "-|" * 2 + "-:|" * (len(heads) - 2)]
     for run in result["runs"]:
         for i, name in enumerate(run["methods"]):
-            cells = [run["rows"] if i == 0 else "", *_cells(result, run, name)]
+            cells = [f"{run['rows']}, batch {run['batch_size']}" if i == 0 else "", *_cells(result, run, name)]
             lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *notes(result), "", "```", result["command"], "```", ""]
     return "\n".join(lines)
@@ -87,73 +87,30 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"({result['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s).",
         "",
     ]
-    for run in result["runs"]:
-        largest = [max(values.values()) for values in run["differences"].values()]
-        verdict = "agree" if run["agree"] else "DISAGREE: no speed is reported"
-        packing = run["packing_difference"]
-        lines.append(
-            f"- {run['rows']}: {run['batches']} batches, {run['rounds']} times each, in turn. Losses, gradient norms "
-            f"and metrics {verdict}: largest relative difference {max(largest):.1e}, allowed {run['tolerance']:.0e}"
-            + (f"; packed rows {packing:.1e}" if packing is not None else "")
-            + ". FLOPs / limit over all "
-            f"{run['all_batches']['batches']} batches of the data: "
-            + ", ".join(
-                f"{run['methods'][name]['label']} {ratio:.2f}"
-                for name, ratio in run["all_batches"]["flops_over_limit"].items()
-            )
-            + "."
-        )
+    return lines + [line for run in result["runs"] for line in _run_notes(run)]
+
+
+def _run_notes(run: dict[str, Any]) -> list[str]:
+    """Whether the methods agree on some rows, and how typical the measured batches are."""
+    largest = max(max(values.values()) for values in run["differences"].values())
+    verdict = "agree" if run["agree"] else "DISAGREE: no speed is reported"
+    packing = run["packing_difference"]
+    whole = by_label(run, run["all_batches"]["flops_over_limit"], "{:.2f}")
+    lines = [
+        f"- {run['rows']}: {run['batches']} batches of {run['batch_size']}, {run['rounds']} times each, in turn. "
+        f"Losses, gradient norms and metrics {verdict}: largest relative difference {largest:.1e}, allowed "
+        f"{run['tolerance']:.0e}{'' if packing is None else f'; packed rows {packing:.1e}'}. FLOPs / limit over all "
+        f"{run['all_batches']['batches']} batches of the data: {whole}."
+    ]
+    if run["profile"]:
+        shares = by_label(run, {name: profile["gather"] for name, profile in run["profile"].items()}, "{:.1%}")
+        lines.append(f"  Share of the gather of keys and values, with its gradient, in a step: {shares}.")
     return lines
 
 
-COLORS = {
-    "trl": "#9a9a9a",
-    "trl-packing": "#c9b458",
-    "trl-padding-free": "#d98a4e",
-    "flat": "#5b8ec9",
-    "shared": "#1f4e9c",
-}
-
-
-def chart(result: dict[str, Any], path: Path) -> None:
-    """Bars of speed and, where it is known, of memory, relative to padded TRL."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs = [run for run in result["runs"] if run["agree"]]
-    panels = [("speedup", f"{unit(result)}, padded TRL = 1 (longer is better)")]
-    if "gpu" in result["environment"]:
-        panels.append(("bytes_above", "memory above the weights, padded TRL = 1 (shorter is better)"))
-    else:
-        panels.append(("flops", "FLOPs, padded TRL = 1 (shorter is better)"))
-    names = list(runs[0]["methods"]) if runs else []
-    figure, axes = pyplot.subplots(
-        1, 2, figsize=(12, 1.2 + 0.3 * len(runs) * (len(names) + 1)), sharey=True, layout="constrained"
-    )
-    for axis, (key, title) in zip(axes, panels, strict=True):
-        for place, run in enumerate(runs):
-            base = run["methods"]["trl"][key]
-            for i, name in enumerate(names):
-                method, y = run["methods"][name], place * (len(names) + 1) + i
-                value = method[key] / base
-                axis.barh(y, value, color=COLORS[name], height=0.9)
-                axis.text(value, y, f" {value:.2f}  {method['label']}", va="center", fontsize=8)
-        axis.set_title(title, fontsize=10)
-        axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
-        axis.margins(x=0.45)
-        axis.spines[["top", "right"]].set_visible(False)
-    middle = (len(names) - 1) / 2
-    axes[0].set_yticks([i * (len(names) + 1) + middle for i in range(len(runs))], [_wrapped(r["rows"]) for r in runs])
-    axes[0].invert_yaxis()
-    figure.suptitle(conditions(result), fontsize=9)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _wrapped(name: str) -> str:
-    return name.replace(", ", "\n").replace("pref_", "").replace("sft_", "")
+def by_label(run: dict[str, Any], values: dict[str, float], form: str) -> str:
+    """A list of one figure per method."""
+    return "; ".join(f"{run['methods'][name]['label']} {form.format(value)}" for name, value in values.items())
 
 
 def write(result: dict[str, Any], folder: Path, name: str) -> list[Path]:
@@ -168,10 +125,10 @@ def write(result: dict[str, Any], folder: Path, name: str) -> list[Path]:
     files[0].write_text(json.dumps(result, indent=1) + "\n")
     files[1].write_text(markdown(result))
     try:
-        chart(result, folder / f"{name}.png")
+        chart(result, folder / f"{name}.png", conditions(result))
         files.append(folder / f"{name}.png")
     except ImportError:
         print(
-            "matplotlib is not installed: no chart. `pip install matplotlib` and `--chart RESULT.json` draw it later."
+            "No chart: matplotlib is not installed. `python scripts/benchmark.py --chart RESULT.json` draws it later."
         )
     return files

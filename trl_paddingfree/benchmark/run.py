@@ -16,6 +16,7 @@ from .environment import environment
 from .flops import StepCost, Work, matmul_rate
 from .measure import TOLERANCES, Comparison, Runner, Step, interleave
 from .methods import BASELINE, METHODS, PACKED, Settings, make_trainer
+from .profile import profile_step
 from .rows import Rows, batch_lengths
 from .shapes import make_model
 
@@ -72,7 +73,7 @@ class Benchmark:
             "bytes_of_state": {runner.method.name: runner.bytes_of_state() for runner in self.runners},
         }
 
-    def run(self, rows: Rows, num_batches: int, rounds: int, warmup: int = 0) -> dict[str, Any]:
+    def run(self, rows: Rows, num_batches: int, rounds: int, warmup: int = 0, profile: bool = False) -> dict[str, Any]:
         """
         Measure all methods on some rows.
 
@@ -85,6 +86,8 @@ class Benchmark:
                 Times to train on each batch.
             warmup (`int`, *optional*, defaults to `0`):
                 Rounds before those that count.
+            profile (`bool`, *optional*, defaults to `False`):
+                Whether to profile one more step of each method afterwards.
         """
         every = rows.batches(self.settings.batch_size, self.settings.seed)
         batches = every[:num_batches]
@@ -130,6 +133,7 @@ class Benchmark:
             },
             "all_batches": self._all_batches(every),
             "lengths": [batch_lengths(batch) for batch in batches],
+            "profile": {r.method.name: profile_step(r, batches[0]) for r in self._same_batches()} if profile else None,
         }
 
     @property
