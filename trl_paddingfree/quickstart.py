@@ -4,34 +4,26 @@ Without arguments: a small Llama from scratch, on text that every Python has. Or
 """
 
 import argparse
-import gc
 import json
-import math
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, extract_prompt
 
 from .configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
+from .data import load_rows, task_of
 from .dpo import PaddingFreeDPOTrainer
 from .plot import plot_runs
 from .sft import PaddingFreeSFTTrainer
 from .small_model import make_model, make_tokenizer
 from .stdlib_data import instruction_data, preference_data
-from .waste import load_rows, task_of
+from .watched_run import Run, train
 
 PADDED, OURS = "TRL, padded", "padding-free"
 TRAINERS: dict[str, dict[str, tuple[type, type]]] = {
@@ -44,107 +36,6 @@ FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2e-3, 0.1
 SFT_BATCH_SIZE = 16
 # A model from scratch sees each example so many times: too small to learn a rule, it learns these
 EPOCHS = 3
-# Often enough to see the largest tensors of a step live
-SAMPLE_SECONDS = 0.002
-
-
-@dataclass
-class Run:
-    """What one training run reported."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: float = math.nan
-    memory: float = math.nan  # GiB at the peak, above the level before the run
-    trainer: Any = None
-
-
-class MemoryWatch(threading.Thread):
-    """Watches the resident memory of this process."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.process, self.done = psutil.Process(), threading.Event()
-        self.before = self.peak = self.process.memory_info().rss
-
-    def run(self) -> None:
-        while not self.done.wait(SAMPLE_SECONDS):
-            self.peak = max(self.peak, self.process.memory_info().rss)
-
-
-@contextmanager
-def watch_memory(run: Run) -> Iterator[None]:
-    """Within this context, find how much more memory is in use at the peak than at the start."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield
-        run.memory = (torch.cuda.max_memory_allocated() - before) / 2**30
-        return
-    watch = MemoryWatch()
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.done.set()
-        watch.join()
-    run.memory = (watch.peak - watch.before) / 2**30
-
-
-class ShowSteps(TrainerCallback):
-    """Moves a progress bar along with the optimizer's steps."""
-
-    def __init__(self, progress: Progress, description: str):
-        self.progress, self.description = progress, description
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.task = self.progress.add_task(self.description, total=state.max_steps)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            description = f"{self.description}, loss {logs['loss']:.4f}"
-            self.progress.update(self.task, completed=state.global_step, description=description)
-
-
-def train(trainer_class: type, config_class: type, console: Console, description: str, **kwargs: Any) -> Run:
-    """
-    Train and watch.
-
-    Args:
-        trainer_class (`type`):
-            TRL's trainer or ours.
-        config_class (`type`):
-            Its configuration.
-        console ([`~rich.console.Console`]):
-            Where to show the steps.
-        description (`str`):
-            What to call them there.
-        **kwargs:
-            Arguments of the trainer; `options` are those of the configuration.
-    """
-    run, on_gpu = Run(), torch.cuda.is_available()
-    defaults = {
-        "bf16": on_gpu,
-        "use_cpu": not on_gpu,
-        "dataloader_pin_memory": on_gpu,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    args = config_class(**{**defaults, **kwargs.pop("options")})
-    with watch_memory(run), Progress(console=console) as progress:
-        trainer = trainer_class(args=args, **kwargs)
-        trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(ShowSteps(progress, description))
-        trainer.train()
-    history = trainer.state.log_history
-    run.losses = [entry["loss"] for entry in history if "loss" in entry]
-    run.seconds = history[-1]["train_runtime"]
-    run.trainer = trainer
-    return run
 
 
 def texts(dataset: Dataset) -> Iterator[str]:
@@ -299,29 +190,13 @@ def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, 
     return prompt if isinstance(prompt, str) else prompt[-1]["content"], answer
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the quick start."""
-    parser.add_argument("--model", help="hub name or folder of a model; a small Llama from scratch, if left out")
-    parser.add_argument("--dataset_name", help="hub name, folder or file; Python's own documentation, if left out")
-    parser.add_argument("--dataset_config", help="configuration of the hub data set")
-    parser.add_argument("--dataset_train_split", default="train", help="split to train on (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run (default: %(default)s)")
-    parser.add_argument("--sft_steps", type=int, default=150, help="steps of the SFT before DPO (default: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=8, help="examples per batch (default: %(default)s)")
-    parser.add_argument("--max_length", type=int, default=512, help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--use_peft", action="store_true", help="train LoRA adapters only")
-    parser.add_argument("--seed", type=int, default=42, help="seed of everything (default: %(default)s)")
-    parser.add_argument("--output_dir", default="quickstart", help="where to write to (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
 def run(args: argparse.Namespace) -> int:
     """
     Run the quick start.
 
     Args:
         args (`argparse.Namespace`):
-            Options, see [`add_arguments`].
+            Options of the command line.
 
     Returns:
         `int`: Exit code: 0 if the losses are equal up to rounding, else 1.

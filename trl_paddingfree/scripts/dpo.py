@@ -1,10 +1,18 @@
 """DPO of a model on preference pairs, without padding. All options of `trl dpo`, and this package's."""
 
+from typing import Any
+
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..configs import PaddingFreeDPOConfig
 from ..dpo import PaddingFreeDPOTrainer
 from .training import train
+
+
+def make_parser(prog: str | None = None) -> TrlParser:
+    """The parser of the script's options."""
+    types: list[Any] = [ScriptArguments, PaddingFreeDPOConfig, ModelConfig, DatasetMixtureConfig]
+    return TrlParser(types, prog=prog)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -15,8 +23,7 @@ def main(args: list[str] | None = None) -> None:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
     """
-    parser = TrlParser((ScriptArguments, PaddingFreeDPOConfig, ModelConfig, DatasetMixtureConfig))  # type: ignore[arg-type]
-    train(PaddingFreeDPOTrainer, *parser.parse_args_and_config(args))
+    train(PaddingFreeDPOTrainer, *make_parser().parse_args_and_config(args))
 
 
 if __name__ == "__main__":

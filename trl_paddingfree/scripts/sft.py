@@ -1,6 +1,7 @@
 """SFT of a model on instructions: padded, packed or padding-free. All options of `trl sft`, and this package's."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
@@ -30,6 +31,12 @@ class SFTScriptArguments(ScriptArguments):
     )
 
 
+def make_parser(prog: str | None = None) -> TrlParser:
+    """The parser of the script's options."""
+    types: list[Any] = [SFTScriptArguments, PaddingFreeSFTConfig, ModelConfig, DatasetMixtureConfig]
+    return TrlParser(types, prog=prog)
+
+
 def main(args: list[str] | None = None) -> None:
     """
     Run the script.
@@ -38,8 +45,7 @@ def main(args: list[str] | None = None) -> None:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
     """
-    parser = TrlParser((SFTScriptArguments, PaddingFreeSFTConfig, ModelConfig, DatasetMixtureConfig))  # type: ignore[arg-type]
-    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(args)
+    script_args, training_args, model_args, dataset_args = make_parser().parse_args_and_config(args)
     if script_args.batch_method is not None:
         training_args.packing = script_args.batch_method == "packing"
         training_args.padding_free = script_args.batch_method != "padding"

@@ -1,0 +1,302 @@
+"""The command line: `trl-paddingfree`, or `python -m trl_paddingfree`."""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+OK, NO, WRONG_USE = 0, 1, 2
+EXIT_CODES = """\
+exit codes:
+  0  done; of `check`, `bench` and `quickstart` also: exact
+  1  the answer is no: a model that is refused, losses that differ
+  2  wrong arguments, or something that cannot be loaded"""
+# Small enough for two minutes on two cores
+SMALL_BENCHMARK = ["dpo", "--lengths", "uniform:16-256", "--batch-size", "4", "--batches", "1", "--rounds", "1"]
+TRAINING = ("dpo", "sft")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run a command.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments. Defaults to those of the process.
+
+    Returns:
+        `int`: Exit code: 0 if done, 1 if the answer is no, 2 if the arguments are wrong or something cannot be loaded.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree.cli import main
+    >>> main(["env", "--json"])  # doctest: +ELLIPSIS
+    {
+      "python": ...
+    0
+
+    ```
+    """
+    # TRL calls names that transformers has renamed: nothing that a user of commands could do about it
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    given = list(sys.argv[1:] if argv is None else argv)
+    # These have parsers of their own, with options of the hundreds
+    if given and given[0] in TRAINING:
+        return launch(given[0], given[1:])
+    if given and given[0] == "bench":
+        return bench(given[1:])
+    args = make_parser().parse_args(given)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, ImportError) as error:
+        if args.traceback:
+            raise
+        sys.stderr.write(f"trl-paddingfree {args.command}: {error}\n")
+        return WRONG_USE
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands but those that hand their arguments on."""
+    parser = argparse.ArgumentParser(
+        prog="trl-paddingfree",
+        description="SFT and DPO on TRL without computing a single wasted token, exactly.",
+        epilog="examples:\n"
+        "  trl-paddingfree quickstart\n"
+        "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B --batch_size 8\n"
+        "  trl-paddingfree check Qwen/Qwen3-0.6B\n"
+        "  trl-paddingfree dpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized\n\n"
+        + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int] | None, text: str, examples: str = "") -> Any:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        command.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
+        return command
+
+    _add_inspect(add)
+    _add_check(add)
+    add("bench", None, "time padded TRL and padding-free training side by side; two minutes, if nothing else is asked")
+    add("dpo", None, "train on preference pairs: `trl dpo`, without padding")
+    add("sft", None, "train on instructions: `trl sft`, without padding")
+    command = add(
+        "env", env, "versions, GPU and attention backends, for bug reports", "  trl-paddingfree env --json > env.json"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    _add_quickstart(add)
+    return parser
+
+
+def _add_inspect(add: Callable) -> None:
+    command = add(
+        "inspect",
+        inspect,
+        "what padding wastes on a data set and what shared prefixes save, without a model or a GPU",
+        "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B\n"
+        "  trl-paddingfree inspect pairs.jsonl.gz --tokenizer ./my-model --batch_size 16 --max_length 2048 --json",
+    )
+    command.add_argument("dataset", help="hub name, folder, or .json, .jsonl, .csv, .parquet or .arrow file")
+    command.add_argument("--tokenizer", required=True, help="hub name or folder of the model or its tokenizer")
+    command.add_argument("--dataset_config", help="configuration of the hub data set")
+    command.add_argument("--dataset_train_split", default="train", help="split to look at (default: %(default)s)")
+    command.add_argument("--batch_size", type=int, default=8, help="examples per device and batch (default: 8)")
+    command.add_argument(
+        "--max_length", type=int, default=1024, help="tokens per sequence, 0 for no limit (default: %(default)s)"
+    )
+    command.add_argument("--truncation_mode", choices=["keep_start", "keep_end"], default="keep_start")
+    command.add_argument("--sample", type=int, default=2000, help="rows to look at, 0 for all (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the sample and the batches (default: 0)")
+    command.add_argument("--plot", default="inspect.png", help="PNG to write, '' for none (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_check(add: Callable) -> None:
+    command = add(
+        "check",
+        check,
+        "the start-up check by hand: every route that this machine offers, how exact it is, and the verdict",
+        "  trl-paddingfree check Qwen/Qwen3-0.6B\n  trl-paddingfree check ./my-model --dtype float32 --json",
+    )
+    command.add_argument("model", help="hub name or folder of a causal language model")
+    command.add_argument("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto")
+    command.add_argument("--attn_implementation", help="load the model with this one, and try no other")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_quickstart(add: Callable) -> None:
+    command = add(
+        "quickstart",
+        quickstart,
+        "padded TRL and padding-free training side by side, on a small model from scratch or on yours",
+        "  trl-paddingfree quickstart\n"
+        "  trl-paddingfree quickstart --model Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --use_peft",
+    )
+    command.add_argument("--model", help="hub name or folder of a model; a small Llama from scratch, if left out")
+    command.add_argument("--dataset_name", help="hub name, folder or file; Python's own documentation, if left out")
+    command.add_argument("--dataset_config", help="configuration of the hub data set")
+    command.add_argument("--dataset_train_split", default="train", help="split to train on (default: %(default)s)")
+    command.add_argument("--steps", type=int, default=24, help="optimizer steps of each run (default: %(default)s)")
+    command.add_argument("--sft_steps", type=int, default=150, help="steps of SFT before DPO (default: %(default)s)")
+    command.add_argument("--batch_size", type=int, default=8, help="examples per batch (default: %(default)s)")
+    command.add_argument("--max_length", type=int, default=512, help="tokens per sequence (default: %(default)s)")
+    command.add_argument("--use_peft", action="store_true", help="train LoRA adapters only")
+    command.add_argument("--seed", type=int, default=42, help="seed of everything (default: %(default)s)")
+    command.add_argument("--output_dir", default="quickstart", help="where to write to (default: %(default)s)")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print a result for programs."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """`trl-paddingfree inspect`."""
+    from rich.console import Console
+    from rich.progress import track
+    from transformers import AutoTokenizer
+
+    from .data import load_rows
+    from .plot import plot_waste
+    from .tables import print_waste
+    from .waste import measure
+
+    if args.batch_size < 1:
+        raise ValueError(f"`--batch_size {args.batch_size}` must be at least 1.")
+    progress = Console(stderr=True)
+    report = measure(
+        load_rows(args.dataset, args.dataset_config, args.dataset_train_split),
+        AutoTokenizer.from_pretrained(args.tokenizer),
+        [args.batch_size * factor for factor in (1, 2, 4, 8)],
+        max_length=args.max_length or None,
+        truncation_mode=args.truncation_mode,
+        sample=args.sample or None,
+        seed=args.seed,
+        track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
+    )
+    if args.json:
+        print_json(report.as_dict())
+    else:
+        print_waste(report)
+    if args.plot:
+        try:
+            plot_waste(report, args.plot)
+            progress.print(f"Chart: {args.plot}")
+        except ImportError as error:
+            progress.print(f"No chart: {error}", markup=False)
+    return OK
+
+
+def check(args: argparse.Namespace) -> int:
+    """`trl-paddingfree check`."""
+    from .diagnose import check_model
+    from .tables import print_routes
+
+    report = check_model(args.model, args.dtype, args.attn_implementation)
+    if args.json:
+        print_json(report.as_dict())
+    else:
+        print_routes(report)
+    return OK if report.chosen is not None else NO
+
+
+def env(args: argparse.Namespace) -> int:
+    """`trl-paddingfree env`."""
+    from .diagnose import environment
+
+    found = environment()
+    if args.json:
+        print_json(found)
+        return OK
+    lines = []
+    for name, value in found.items():
+        if isinstance(value, dict):
+            lines += [f"- {entry}: {'not installed' if of is None else of}" for entry, of in value.items()]
+        else:
+            lines.append(f"- {name}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return OK
+
+
+def quickstart(args: argparse.Namespace) -> int:
+    """`trl-paddingfree quickstart`."""
+    import datasets
+    from transformers.utils import logging
+
+    from .quickstart import run
+
+    if args.model is None:  # what is tokenized, saved and loaded here takes no time
+        datasets.disable_progress_bars()
+        logging.disable_progress_bar()
+    return run(args)
+
+
+def bench(argv: list[str]) -> int:
+    """`trl-paddingfree bench`."""
+    from .benchmark import main as benchmark
+
+    return benchmark(argv or SMALL_BENCHMARK, prog="trl-paddingfree bench")
+
+
+def launch(script: str, argv: list[str]) -> int:
+    """
+    Run a training script through `accelerate launch`.
+
+    Options that the script does not know are those of `accelerate launch`, on the command line and in the YAML file of
+    `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
+
+    Args:
+        script (`str`):
+            `"dpo"` or `"sft"`.
+        argv (`list[str]`):
+            Options of the script and of `accelerate launch`.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    module = f"trl_paddingfree.scripts.{script}"
+    parser = importlib.import_module(module).make_parser(prog=f"trl-paddingfree {script}")
+    *_, from_config, from_command_line = parser.parse_args_and_config(
+        argv, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
+    script_args = without(argv, from_command_line)
+    try:
+        launch_command(launch_command_parser().parse_args([*launch_args, "--module", module, *script_args]))
+    except subprocess.CalledProcessError as error:  # the script has said what went wrong
+        return error.returncode
+    return OK
+
+
+def without(items: Iterable[str], subsequence: Iterable[str]) -> list[str]:
+    """
+    `items` less an ordered subsequence of them.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree.cli import without
+    >>> without(["--beta", "1", "--num_processes", "2", "--seed", "2"], ["--num_processes", "2"])
+    ['--beta', '1', '--seed', '2']
+
+    ```
+    """
+    left, rest = deque(subsequence), []
+    for item in items:
+        if left and item == left[0]:
+            left.popleft()
+        else:
+            rest.append(item)
+    return rest

@@ -1,0 +1,86 @@
+"""Results as tables in the terminal."""
+
+from rich.console import Console
+from rich.table import Table
+
+from .diagnose import ModelReport
+from .waste import WasteReport
+
+
+def print_waste(report: WasteReport) -> None:
+    """The report as a table."""
+
+    figures = report.as_dict()
+    lengths, unit = figures["lengths"], {"dpo": "pairs", "sft": "rows"}[report.task]
+    table = Table(
+        title=f"{report.task.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}", title_justify="left"
+    )
+    for column in (
+        "batch size",
+        "padded slots",
+        "real tokens",
+        "computed",
+        "padding",
+        "shared",
+        "speed-up",
+        "with sharing",
+    ):
+        table.add_column(column, justify="right")
+    for row in figures["batch_sizes"]:
+        table.add_row(
+            f"{row['batch_size']}",
+            f"{row['padded_slots']:,}",
+            f"{row['real_tokens']:,}",
+            f"{row['computed_tokens']:,}",
+            f"{row['wasted_by_padding']:.0%}",
+            f"{row['saved_by_sharing']:.0%}",
+            f"{row['predicted_speed_up']:.2f}x",
+            f"{row['predicted_speed_up_with_sharing']:.2f}x",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"Tokens per sequence: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
+        f"{lengths['p90']:.0f}, 99% under {lengths['p99']:.0f}, longest {lengths['max']}."
+    )
+    if report.max_length is not None:
+        console.print(
+            f"max_length {report.max_length}: {report.num_truncated:,} {unit} truncated, {report.num_dropped:,} "
+            "dropped, because nothing to learn from is left."
+        )
+    console.print(
+        "padding: share of the padded slots. shared: share of the real tokens that another row of the batch has too. "
+        "speed-up: padded slots per token computed, which large models on a busy GPU come near to."
+    )
+
+
+def print_routes(report: ModelReport) -> None:
+    """The report as a table."""
+
+    console = Console()
+    table = Table(
+        title=f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}", title_justify="left"
+    )
+    for column in ("route", "rows", "verdict", "error", "allowed", "leak"):
+        table.add_column(column)
+    for route in report.routes:
+        for result in route.results:
+            table.add_row(
+                route.backend,
+                "shared prefixes" if result.prefix_sharing else "flat",
+                "failed" if result.failure else "exact" if result.passed else "WRONG",
+                f"{result.error:.1e}",
+                f"{result.tolerance:.1e}",
+                f"{result.leak:.1e}",
+            )
+        if not route.results:
+            table.add_row(route.backend, "", "not here")
+    console.print(table)
+    for route in report.routes:
+        for text in (route.reasons, *(f"{result}" for result in route.results if result.failure)):
+            if text:
+                console.print(text, markup=False, highlight=False)
+    if report.chosen is None:
+        console.print(f"\nRefused. {report.refusal}", markup=False, highlight=False)
+        return
+    console.print(f"\nTrains as {report.chosen}.", markup=False, highlight=False)
