@@ -19,6 +19,9 @@ from .layout import FlatLayout
 
 Backend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
+# What layers that carry state are told of a flat batch, by transformers' names; attention has the layout instead
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
 
 class FlatMask(torch.Tensor):
     """
@@ -41,9 +44,10 @@ class FlatMask(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, cls):
-            layout = next(x.flat_layout for x in args if isinstance(x, cls))
-            moved = result.device != layout.cu_seqlens_q.device
-            result.flat_layout = layout.to(result.device) if moved else layout
+            masks = [x for x in args if isinstance(x, cls)]
+            if not masks or result.shape != masks[0].shape:
+                raise TypeError(f"the model computes with its attention mask ({func.__name__}), and needs a dense one")
+            result.flat_layout = masks[0].flat_layout.to(result.device)
         return result
 
 
@@ -190,7 +194,10 @@ BACKENDS: dict[str, Backend] = {
 @torch.compiler.disable
 def _dispatch(backend: Backend, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
-        return backend(attention_mask.flat_layout, previous, module, query, key, value, **kwargs)
+        layout = attention_mask.flat_layout
+        kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
+        query = seams.rescale_by_position(query, module, layout.segments)
+        return backend(layout, previous, module, query, key, value, **kwargs)
     return seams.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from . import seams
-from .attention import BACKENDS, FlatMask, register_attention
+from .attention import BACKENDS, BOUNDARIES, FlatMask, register_attention
 from .batch import FlatBatch
 from .layout import FlatLayout
 
@@ -34,7 +33,7 @@ class Route:
 
     Args:
         backend (`str`):
-            `"flash"`, `"varlen"`, `"segment"` or `"mask"`.
+            `"flash"`, `"varlen"`, `"segment"`, `"positions"` or `"mask"`.
         previous (`str`):
             The attention implementation that the model was loaded with.
     """
@@ -47,6 +46,7 @@ class Route:
             "flash": f"flash: {self.previous} over segments",
             "varlen": "varlen: PyTorch's flash attention kernel over segments",
             "segment": f"segment: one {self.previous} call per segment",
+            "positions": f"positions: {self.previous}, told of sequences by their `position_ids`",
             "mask": f"mask: {self.previous} under a dense 4-D mask",
         }[self.backend]
 
@@ -68,27 +68,13 @@ def choose_route(model: PreTrainedModel, backend: str = "auto", dtype: torch.dty
     """
     route = installed_route(model)
     previous = route.previous if route else seams.attn_implementation(model)
-    reasons: dict[str, list[str]] = {name: [] for name in (*BACKENDS, "mask")}
-    if not seams.takes_attention_function(model):
-        for name in BACKENDS:
-            reasons[name].append(f"{type(model).__name__} does not use transformers' `AttentionInterface`")
-    if "flash" not in previous:
-        reasons["flash"].append(
-            f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
-            "install flash-attn`), 'flash_attention_3' or a hub kernel"
+    if model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} keeps its backbone under another name than its `base_model_prefix` "
+            f"({model.base_model_prefix!r}), and TRL's fused LM head does not find it, with padding or without. Set "
+            "`model.base_model_prefix = 'model'` before you make the trainer."
         )
-    else:
-        reasons["varlen"].append(f"the model was loaded with `attn_implementation={previous!r}`, which does the same")
-        reasons["segment"].append(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'")
-    if previous != "sdpa":
-        reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
-    if model.device.type != "cuda":
-        reasons["varlen"].append(f"the model is on {model.device.type}, the kernel needs CUDA")
-    if (dtype or model.dtype) not in (torch.float16, torch.bfloat16):
-        reasons["varlen"].append(f"attention runs in {dtype or model.dtype}, the kernel needs float16 or bfloat16")
-    if previous == "flex_attention":
-        reasons["segment"].append("flex_attention takes block masks: load the model with 'sdpa'")
-        reasons["mask"].append("flex_attention takes block masks: load the model with 'sdpa'")
+    reasons = _reasons_against(model, previous, dtype or model.dtype)
     if backend == "auto":
         backend = next((name for name in reasons if not reasons[name]), "mask")
     if backend not in reasons:
@@ -97,6 +83,44 @@ def choose_route(model: PreTrainedModel, backend: str = "auto", dtype: torch.dty
         listed = "\n    ".join(reasons[backend])
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
     return Route(backend, previous)
+
+
+def fallback_route(route: Route) -> Route:
+    """The route that asks least of a model: its own attention, told of sequences the way transformers knows."""
+    return Route("positions" if _is_kernel(route.previous) else "mask", route.previous)
+
+
+def _is_kernel(previous: str) -> bool:
+    """Whether an attention implementation is flash attention or comes from the hub: it takes boundaries, not masks."""
+    return "flash" in previous or "/" in previous
+
+
+def _reasons_against(model: PreTrainedModel, previous: str, dtype: torch.dtype) -> dict[str, list[str]]:
+    """Why each backend cannot serve a model loaded with the attention implementation `previous`, fastest first."""
+    reasons: dict[str, list[str]] = {name: [] for name in (*BACKENDS, "positions", "mask")}
+    if not seams.takes_attention_function(model):
+        for name in BACKENDS:
+            reasons[name].append(f"{type(model).__name__} does not use transformers' `AttentionInterface`")
+    if _is_kernel(previous):
+        reasons["varlen"].append(f"the model was loaded with `attn_implementation={previous!r}`, which does the same")
+        for name in ("segment", "mask"):
+            reasons[name].append(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'")
+    else:
+        for name in ("flash", "positions"):
+            reasons[name].append(
+                f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
+                "install flash-attn`), 'flash_attention_3' or a hub kernel"
+            )
+    if previous != "sdpa":
+        reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
+    if model.device.type != "cuda":
+        reasons["varlen"].append(f"the model is on {model.device.type}, the kernel needs CUDA")
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
+    if previous == "flex_attention":
+        reasons["segment"].append("flex_attention takes block masks: load the model with 'sdpa'")
+        reasons["mask"].append("flex_attention takes block masks: load the model with 'sdpa'")
+    return reasons
 
 
 def installed_route(model: PreTrainedModel) -> Route | None:
@@ -112,7 +136,7 @@ def install(model: PreTrainedModel, route: Route) -> None:
     there before. Nothing outside this instance changes.
     """
     previous_forward = getattr(model.forward, "previous_forward", model.forward)
-    if route.backend != "mask":
+    if route.backend in BACKENDS:
         seams.set_attn_implementation(model, register_attention(route.previous, route.backend))
     elif installed_route(model):
         seams.set_attn_implementation(model, route.previous)
@@ -161,10 +185,12 @@ def flat_forward(
 
 @contextmanager
 def _flat_backbone(model: PreTrainedModel, route: Route, batch: FlatBatch, scored_only: bool) -> Iterator[None]:
-    """Within this context, the model's backbone gets the layout as its mask and returns only what the head needs."""
+    """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
 
     def give_layout(module, args, kwargs):
-        return args, {**kwargs, "attention_mask": _mask(model, route, batch.layout), "use_cache": False}
+        mask = layout_mask(route, batch.layout, model.config.get_text_config(), model.dtype)
+        boundaries = layout_boundaries(batch.layout) if needs_boundaries(model, route) else {}
+        return args, {**kwargs, **boundaries, "attention_mask": mask, "use_cache": False}
 
     def keep_scored(module, args, outputs):
         scored = outputs.last_hidden_state.index_select(1, batch.scored_index.to(outputs.last_hidden_state.device))
@@ -182,25 +208,61 @@ def _flat_backbone(model: PreTrainedModel, route: Route, batch: FlatBatch, score
             handle.remove()
 
 
-def _mask(model: PreTrainedModel, route: Route, layout: FlatLayout):
-    """What the backbone gets as its attention mask."""
-    if route.backend != "mask":
-        return FlatMask.carrying(layout)
-    config, dtype = model.config.get_text_config(), model.dtype
-    allowed = torch.from_numpy(layout.segments.dense_mask()).to(model.device)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if len(layer_types) < 2:
-        window = config.sliding_window if layer_types == {"sliding_attention"} else None
-        return _additive(allowed, layout, window, dtype)
-    return {
-        kind: _additive(allowed, layout, config.sliding_window if kind == "sliding_attention" else None, dtype)
-        for kind in layer_types
-    }
+def carries_state(model: PreTrainedModel) -> bool:
+    """
+    Whether layers of `model` hand a state from token to token, beside attention: it cannot share prefixes.
+
+    Every such layer that can keep the sequences of a flat row apart begins with a short convolution.
+    """
+    return any(isinstance(module, torch.nn.Conv1d) for module in model.get_decoder().modules())
 
 
-def _additive(allowed: torch.Tensor, layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`(1, 1, T, T)` mask to add to the scores."""
-    if window is not None:
-        positions = torch.from_numpy(np.asarray(layout.segments.position_ids)).to(allowed.device)
-        allowed = allowed & (positions[None] > positions[:, None] - window)
-    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
+def needs_boundaries(model: PreTrainedModel, route: Route) -> bool:
+    """Whether the model is told of boundaries by transformers' own arguments, beside or in place of a mask."""
+    return route.backend == "positions" or carries_state(model)
+
+
+def layout_boundaries(layout: FlatLayout) -> dict[str, Any]:
+    """The boundaries of a flat batch, as [`~transformers.modeling_flash_attention_utils.FlashAttentionKwargs`]."""
+    lengths = (layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
+    return dict(zip(BOUNDARIES, (layout.cu_seqlens_q, layout.cu_seqlens_k, *lengths, layout.seq_idx), strict=True))
+
+
+# What transformers calls the kinds of layers of a model, and of the parts of a layer that has an attention and a state
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_STATE = ("linear_attention", "conv")
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+
+
+def layout_mask(route: Route, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """
+    What the backbone gets as its attention mask.
+
+    Args:
+        route (`Route`):
+            How the model computes the batch.
+        layout (`FlatLayout`):
+            The layout of the batch.
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the text model.
+        dtype (`torch.dtype`):
+            Dtype of a dense mask.
+
+    Returns:
+        `FlatMask`, `torch.Tensor` of shape `(1, 1, T, T)`, a dict of one of these by kind of layer, or `None`.
+    """
+    if route.backend == "positions":
+        return None
+    kinds = {_HYBRID.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
+    if not kinds:
+        kinds = {_FULL if getattr(config, "sliding_window", None) is None else _SLIDING}
+    if route.backend in BACKENDS and _CHUNKED not in kinds:
+        return FlatMask.carrying(layout)  # attention functions are given their window
+    masks: dict[str, Any] = {}
+    for kind in kinds.difference(_STATE):
+        kind_layout = layout.chunked(config.attention_chunk_size) if kind == _CHUNKED else layout
+        if route.backend in BACKENDS:
+            masks[kind] = FlatMask.carrying(kind_layout)
+        else:
+            masks[kind] = kind_layout.dense_mask(config.sliding_window if kind == _SLIDING else None, dtype)
+    return next(iter(masks.values()), None) if len(masks) < 2 else {**dict.fromkeys(_STATE), **masks}

@@ -37,7 +37,7 @@ class FlatLayout:
     seq_idx: torch.Tensor
     kv_index: torch.Tensor | None
     kv_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    _masks: dict = field(default_factory=dict, repr=False, compare=False)
+    _derived: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_segments(cls, segments: Segments) -> "FlatLayout":
@@ -62,8 +62,13 @@ class FlatLayout:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatLayout":
-        """The same layout on another device."""
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        """The same layout on another device, copied there once."""
+        key = torch.device(device)
+        if key == self.cu_seqlens_q.device:
+            return self
+        if key not in self._derived:
+            self._derived[key] = self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        return self._derived[key]
 
     def pin_memory(self) -> "FlatLayout":
         """The same layout in page-locked memory."""
@@ -73,7 +78,18 @@ class FlatLayout:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: fn(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         copies = tuple((fn(rows), fn(positions)) for rows, positions in self.kv_copies)
-        return replace(self, **moved, kv_copies=copies, _masks={})
+        return replace(self, **moved, kv_copies=copies, _derived={})
+
+    def chunked(self, size: int) -> "FlatLayout":
+        """
+        The layout of layers in which tokens attend within chunks of `size` positions, as in Llama 4: no kernel needs to
+        know of chunks, because each segment is cut where a chunk of its row ends.
+        """
+        key = ("chunked", size)
+        if key not in self._derived:
+            layout = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
+            self._derived[key] = layout.to(self.cu_seqlens_q.device)
+        return self._derived[key]
 
     def segment_mask(self, i: int, window: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """
@@ -93,11 +109,52 @@ class FlatLayout:
         if start == 0 and window is None and dtype is None:
             return None
         key = (start, length, window, dtype)
-        if key not in self._masks:
+        if key not in self._derived:
             q = torch.arange(start, start + length, device=self.cu_seqlens_q.device)[:, None]
             k = torch.arange(start + length, device=self.cu_seqlens_q.device)[None]
             mask = k <= q if window is None else (k <= q) & (k > q - window)
             if dtype is not None:
                 mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-            self._masks[key] = mask[None, None]
-        return self._masks[key]
+            self._derived[key] = mask[None, None]
+        return self._derived[key]
+
+    def dense_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """
+        `(1, 1, T, T)` mask to add to the scores of the whole flat row, made once per batch.
+
+        Args:
+            window (`int`, *optional*):
+                Number of positions that each query sees, itself included. All, if `None`.
+            dtype (`torch.dtype`):
+                Dtype of the mask.
+        """
+        key = ("dense", window, dtype)
+        if key not in self._derived:
+            total, device = self.segments.num_tokens, self.cu_seqlens_q.device
+            mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=device)
+            index = torch.arange(total, device=device) if self.kv_index is None else self.kv_index
+            keys = index.split(self.segments.key_lengths)
+            for i, queries in enumerate(mask.split(self.segments.lengths)):
+                queries[:, keys[i]] = self.segment_mask(i, window, dtype)
+            self._derived[key] = mask[None, None]
+        return self._derived[key]
+
+
+def _cut_at_chunks(segments: Segments, size: int) -> Segments:
+    """Cut segments where their positions pass a multiple of `size`, and let each piece continue only its own chunk."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    starts: list[int] = []
+    first_piece: list[int] = []
+    for length, parent, start in zip(segments.lengths, segments.parents, segments.starts, strict=True):
+        first_piece.append(len(lengths))
+        while parent != -1 and segments.starts[parent] >= start:
+            parent = segments.parents[parent]
+        ends = [*range((start // size + 1) * size, start + length, size), start + length]
+        for begin, end in zip([start, *ends], ends, strict=False):
+            within = begin % size
+            holder = first_piece[parent] + (begin - 1) // size - segments.starts[parent] // size
+            lengths.append(end - begin)
+            parents.append(holder if within else -1)
+            starts.append(within)
+    return Segments(tuple(lengths), tuple(parents), tuple(starts))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .segments import Segments
+
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
     """
@@ -53,6 +55,21 @@ def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = name
+
+
+def rescale_by_position(query: torch.Tensor, module: Any, segments: Segments) -> torch.Tensor:
+    """
+    Undo a scale of queries by their place on the flat axis, and scale by the place in their own row.
+
+    The layers of Llama 4 without rotary positions count `torch.arange` of their input and take no `position_ids`
+    (`attn_temperature_tuning`). Below `floor_scale` tokens the scale is 1.
+    """
+    tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    if not tuned or query.size(2) < module.floor_scale:
+        return query
+    places = torch.stack([torch.arange(query.size(2)), torch.from_numpy(segments.position_ids)]) + 1.0
+    flat, row = torch.log1p(torch.floor(places / module.floor_scale)) * module.attn_scale + 1.0
+    return (query * (row / flat).to(query.device)[:, None]).to(query.dtype)
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
