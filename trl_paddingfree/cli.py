@@ -5,10 +5,11 @@ import importlib
 import json
 import subprocess
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from .noise import silence
 
 OK, NO, WRONG_USE = 0, 1, 2
 EXIT_CODES = """\
@@ -42,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ```
     """
-    # TRL calls names that transformers has renamed: nothing that a user of commands could do about it
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    silence()
     given = list(sys.argv[1:] if argv is None else argv)
     # These have parsers of their own, with options of the hundreds
     if given and given[0] in TRAINING:

@@ -9,29 +9,18 @@ from .waste import WasteReport
 
 def print_waste(report: WasteReport) -> None:
     """The report as a table."""
-
     figures = report.as_dict()
     lengths, unit = figures["lengths"], {"dpo": "pairs", "sft": "rows"}[report.task]
     table = Table(
         title=f"{report.task.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}", title_justify="left"
     )
-    for column in (
-        "batch size",
-        "padded slots",
-        "real tokens",
-        "computed",
-        "padding",
-        "shared",
-        "speed-up",
-        "with sharing",
-    ):
+    for column in ("batch size", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"):
         table.add_column(column, justify="right")
     for row in figures["batch_sizes"]:
+        totals = (row[name] / row["num_batches"] for name in ("padded_slots", "real_tokens", "computed_tokens"))
         table.add_row(
             f"{row['batch_size']}",
-            f"{row['padded_slots']:,}",
-            f"{row['real_tokens']:,}",
-            f"{row['computed_tokens']:,}",
+            *(f"{total:,.0f}" for total in totals),
             f"{row['wasted_by_padding']:.0%}",
             f"{row['saved_by_sharing']:.0%}",
             f"{row['predicted_speed_up']:.2f}x",
@@ -49,8 +38,9 @@ def print_waste(report: WasteReport) -> None:
             "dropped, because nothing to learn from is left."
         )
     console.print(
-        "padding: share of the padded slots. shared: share of the real tokens that another row of the batch has too. "
-        "speed-up: padded slots per token computed, which large models on a busy GPU come near to."
+        "slots, tokens, computed: of a mean batch, with padding, without, and with shared prefixes. padding: share of "
+        "the slots. shared: share of the tokens that need no computing, because another row has them. speed-up: slots "
+        "per token that is computed, which large models on a busy GPU come near to."
     )
 
 
@@ -76,11 +66,15 @@ def print_routes(report: ModelReport) -> None:
         if not route.results:
             table.add_row(route.backend, "", "not here")
     console.print(table)
-    for route in report.routes:
-        for text in (route.reasons, *(f"{result}" for result in route.results if result.failure)):
-            if text:
-                console.print(text, markup=False, highlight=False)
     if report.chosen is None:
-        console.print(f"\nRefused. {report.refusal}", markup=False, highlight=False)
+        console.print(f"\nRefused. {report.refusal}", markup=False, highlight=False, soft_wrap=True)
         return
-    console.print(f"\nTrains as {report.chosen}.", markup=False, highlight=False)
+    console.print(f"\nTrains as {report.chosen}.", markup=False, highlight=False, soft_wrap=True)
+    names = [route.backend for route in report.routes]
+    faster = report.routes[: names.index(report.chosen.route.backend)]
+    if faster:
+        console.print("\nFaster, if it can be had:")
+    for route in faster:
+        for text in (route.reasons, *(f"{result}" for result in route.results)):
+            if text:
+                console.print(text, markup=False, highlight=False, soft_wrap=True)

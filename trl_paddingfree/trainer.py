@@ -15,6 +15,7 @@ from .batch import BatchCounts
 from .check import CheckResult, prove
 from .configs import PaddingFreeOptions
 from .forward import choose_route
+from .noise import silence
 from .steps import StepTrainer
 from .validation import refuse_unflattenable
 
@@ -35,6 +36,7 @@ class PaddingFreeTrainer(StepTrainer):
 
     def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
+        silence()
         # Counts of this process: before the last log, and since
         self.batch_counts, self.new_counts, self.logged_at = BatchCounts(), BatchCounts(), time.perf_counter()
         arguments = inspect.signature(self.trl_trainer.__init__).bind(self, *args, **kwargs).arguments

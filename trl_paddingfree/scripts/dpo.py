@@ -6,6 +6,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..configs import PaddingFreeDPOConfig
 from ..dpo import PaddingFreeDPOTrainer
+from ..noise import silence
 from .training import train
 
 
@@ -23,6 +24,7 @@ def main(args: list[str] | None = None) -> None:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
     """
+    silence()
     train(PaddingFreeDPOTrainer, *make_parser().parse_args_and_config(args))
 
 

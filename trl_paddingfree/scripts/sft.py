@@ -6,6 +6,7 @@ from typing import Any
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..configs import PaddingFreeSFTConfig
+from ..noise import silence
 from ..sft import PaddingFreeSFTTrainer
 from .training import train
 
@@ -45,6 +46,7 @@ def main(args: list[str] | None = None) -> None:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
     """
+    silence()
     script_args, training_args, model_args, dataset_args = make_parser().parse_args_and_config(args)
     if script_args.batch_method is not None:
         training_args.packing = script_args.batch_method == "packing"
