@@ -3,6 +3,7 @@
 import inspect
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .batch import BatchCounts
 from .check import CheckResult, prove
 from .configs import PaddingFreeOptions
 from .forward import choose_route
+from .memory import peak_memory
+from .model_card import describe_method
 from .noise import silence
 from .steps import StepTrainer
 from .validation import refuse_unflattenable
@@ -139,10 +142,11 @@ class PaddingFreeTrainer(StepTrainer):
         super().log(logs, *args, **kwargs)
 
     def _flat_figures(self) -> dict[str, float]:
-        """Figures since the last log, summed over all processes."""
+        """Figures since the last log, summed over all processes; the peak memory of the process that uses most."""
         seconds = time.perf_counter() - self.logged_at
         counts = torch.tensor([self.new_counts.as_tuple()], device=self.accelerator.device)
         computed, real, padded, _ = self.accelerator.gather(counts).sum(0).tolist()
+        memory = torch.tensor([peak_memory(self.accelerator.device)[1]], device=self.accelerator.device)
         self.batch_counts += self.new_counts
         self.new_counts, self.logged_at = BatchCounts(), time.perf_counter()
         if not real:
@@ -152,4 +156,15 @@ class PaddingFreeTrainer(StepTrainer):
             "flat/saved_by_padding_free": 1 - real / padded,
             "flat/saved_by_sharing": 1 - computed / real,
             "flat/tokens_per_second": real / seconds,
+            "flat/peak_memory_gib": self.accelerator.gather(memory).max().item(),
         }
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        flat, tags = self.flat_options is not None, [tags] if isinstance(tags, str) else list(tags or [])
+        super().create_model_card(model_name, dataset_name, [*tags, "padding-free"] if flat else tags)
+        if flat and self.is_world_process_zero():
+            counts = self.batch_counts + self.new_counts
+            share = counts.computed / max(counts.padded, 1)
+            describe_method(Path(self.args.output_dir) / "README.md", self.method, share)

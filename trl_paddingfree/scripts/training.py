@@ -1,16 +1,15 @@
 """What the scripts have in common: loading the data, training, and the closing summary."""
 
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import DatasetDict, load_dataset
 from rich.console import Console
 from rich.table import Table
 from trl import get_dataset, get_peft_config, get_quantization_config
+
+from ..memory import peak_memory
 
 # What `datasets` calls the loader of each kind of file
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -84,14 +83,6 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()
-
-
-def peak_memory(device: torch.device) -> tuple[str, float]:
-    """What was measured, and the most memory in use so far, in GiB."""
-    if device.type == "cuda":
-        return "peak GPU memory", torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return "peak memory of the process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
