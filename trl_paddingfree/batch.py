@@ -185,6 +185,7 @@ class FlatBatch:
         rows = self.input_ids[0][self.row_index]
         return [row[mask].tolist() for row, mask in zip(rows, self.row_mask, strict=True)]
 
+    @torch.compiler.disable  # a graph per dtype, gradient mode and shape would cost more than it saves
     def scored_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """
         Bring one value per scored token back to rows.
