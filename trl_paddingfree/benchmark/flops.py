@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..batch import FlatBatch
-from ..segments import Segments
+from ..prefix_tree import adjacent_prefixes
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,12 @@ class Work:
             causal (`bool`, *optional*, defaults to `False`):
                 Whether to count only the pairs that a causal mask leaves, rather than whole rectangles.
         """
-        lengths, starts = (np.asarray(x) for x in own_tokens(batch.layout.segments))
-        pairs = lengths * starts + (lengths * (lengths + 1) // 2 if causal else lengths * lengths)
-        return cls(batch.counts.distinct, int(pairs.sum()), batch.shift_labels.size(1))
+        rows = [np.asarray(row, dtype=np.int64) for row in batch.to_rows()]
+        order, prefixes = adjacent_prefixes(rows)
+        # In sorted order, what a row does not share with the row before it, it shares with no row before it
+        own = [(len(rows[row]) - prefix, prefix) for row, prefix in zip(order, prefixes, strict=True)]
+        pairs = sum(n * start + (n * (n + 1) // 2 if causal else n * n) for n, start in own)
+        return cls(sum(n for n, _ in own), pairs, batch.shift_labels.size(1))
 
     @classmethod
     def padded(cls, lengths: list[int], scored: int, *, unpadded_attention: bool, compact_head: bool) -> "Work":
@@ -79,13 +82,6 @@ class Work:
         rows, longest = len(lengths), max(lengths)
         pairs = sum(n * n for n in lengths) if unpadded_attention else rows * longest * longest
         return cls(rows * longest, pairs, scored if compact_head else rows * (longest - 1))
-
-
-def own_tokens(segments: Segments) -> tuple[list[int], list[int]]:
-    """Lengths and starts of the segments without the last common token, which each further branch computes anew."""
-    copied = [int(parent != -1) for parent in segments.parents]
-    lengths = [length - copy for length, copy in zip(segments.lengths, copied, strict=True)]
-    return lengths, [start + copy for start, copy in zip(segments.starts, copied, strict=True)]
 
 
 @dataclass(frozen=True)

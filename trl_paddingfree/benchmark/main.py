@@ -46,10 +46,11 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     model.add_argument("--liger", action="store_true", help="Liger kernels in all methods")
     model.add_argument("--torch-compile", action="store_true")
+    model.add_argument("--learning-rate", type=float, help="TRL's default")
     measured = parser.add_argument_group("measurement")
     measured.add_argument("--methods", nargs="+", choices=sorted({m.name for ms in METHODS.values() for m in ms}))
     measured.add_argument("--trl-attention", help="attention of TRL's own methods: the fastest there is")
-    measured.add_argument("--batches", type=int, default=4, help="different batches to train on")
+    measured.add_argument("--batches", type=int, default=4, help="how many of the most typical batches")
     measured.add_argument("--rounds", type=int, default=3, help="times to train on each")
     measured.add_argument("--warmup", type=int, help="rounds that do not count: 1 on a GPU, 0 on the CPU")
     measured.add_argument("--profile", action="store_true", help="also profile a step of each method")
@@ -116,6 +117,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
             precomputed_reference=options.precomputed_reference,
             liger=options.liger,
             torch_compile=options.torch_compile,
+            learning_rate=options.learning_rate,
             seed=options.seed,
         )
         benchmark = Benchmark(settings, options.methods, options.trl_attention)

@@ -86,6 +86,8 @@ class Settings:
             Whether Liger kernels replace the layers' own.
         torch_compile (`bool`):
             Whether the model is compiled.
+        learning_rate (`float` or `None`):
+            Learning rate. TRL's default, if `None`.
         seed (`int`):
             Seed of the weights, of the rows and of their order.
     """
@@ -101,6 +103,7 @@ class Settings:
     precomputed_reference: bool
     liger: bool
     torch_compile: bool
+    learning_rate: float | None
     seed: int
 
     @property
@@ -179,6 +182,8 @@ def _options(method: Method, settings: Settings) -> dict[str, Any]:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
+    if settings.learning_rate is not None:
+        options["learning_rate"] = settings.learning_rate
     if settings.task == "dpo":
         return options | {"precompute_ref_log_probs": settings.precomputed_reference}
     # TRL's padding-free SFT wants truncated rows and no maximum: all rows are truncated before

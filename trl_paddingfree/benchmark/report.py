@@ -97,10 +97,10 @@ def _run_notes(run: dict[str, Any]) -> list[str]:
     packing = run["packing_difference"]
     whole = by_label(run, run["all_batches"]["flops_over_limit"], "{:.2f}")
     lines = [
-        f"- {run['rows']}: {run['batches']} batches of {run['batch_size']}, {run['rounds']} times each, in turn. "
-        f"Losses, gradient norms and metrics {verdict}: largest relative difference {largest:.1e}, allowed "
-        f"{run['tolerance']:.0e}{'' if packing is None else f'; packed rows {packing:.1e}'}. FLOPs / limit over all "
-        f"{run['all_batches']['batches']} batches of the data: {whole}."
+        f"- {run['rows']}: the {run['batches']} most typical batches of {run['batch_size']}, {run['rounds']} times "
+        f"each, in turn. Losses, gradient norms and metrics {verdict}: largest relative difference {largest:.1e}, "
+        f"allowed {run['tolerance']:.0e}{'' if packing is None else f'; packed rows {packing:.1e}'}. "
+        f"FLOPs / limit over all {run['all_batches']['batches']} batches of the data: {whole}."
     ]
     if run["profile"]:
         shares = by_label(run, {name: profile["gather"] for name, profile in run["profile"].items()}, "{:.1%}")

@@ -90,11 +90,11 @@ class Benchmark:
                 Whether to profile one more step of each method afterwards.
         """
         every = rows.batches(self.settings.batch_size, self.settings.seed)
-        batches = every[:num_batches]
-        if not batches:
+        if not every:
             raise ValueError(
                 f"{rows.name} has {len(rows.examples)} examples: one batch needs {self.settings.batch_size}."
             )
+        batches = self._typical(every, num_batches)
         if self.settings.precomputed_reference:
             batches = [self.runners[-1].reference(batch) for batch in batches]
         counted = {runner.method.name: runner.count(batches[0][:2]) for runner in self._same_batches()}
@@ -195,6 +195,15 @@ class Benchmark:
         trees = self._tree_batches(batches)
         nothing = Work(0, 0, 0)
         return sum(map(Work.limit, trees), nothing), sum((Work.limit(tree, causal=True) for tree in trees), nothing)
+
+    def _typical(self, batches: list[Any], number: int) -> list[Any]:
+        """The batches in which padded TRL computes most nearly as many times the limit as in all batches together."""
+        padded = self.runners[0]
+        spent = [self.cost.of(padded.work(padded.trainer.data_collator(batch))) for batch in batches]
+        needed = [self.cost.of(Work.limit(tree)) for tree in self._tree_batches(batches)]
+        overall = sum(spent) / sum(needed)
+        order = sorted(range(len(batches)), key=lambda i: abs(spent[i] / needed[i] - overall))
+        return [batches[i] for i in sorted(order[:number])]
 
     def _all_batches(self, batches: list[Any]) -> dict[str, Any]:
         """Work of every batch of the rows, measured or not: how typical are the measured ones?"""

@@ -1,0 +1,286 @@
+"""The benchmark measures what it says: work against brute force, counts against the counter, wrong losses refused."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.reference_flash import flash_attn_varlen_func
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.benchmark import baseline, main
+from trl_paddingfree.benchmark.flops import StepCost, Work
+from trl_paddingfree.benchmark.measure import TOLERANCES, interleave
+from trl_paddingfree.benchmark.methods import METHODS, Settings
+from trl_paddingfree.benchmark.rows import make_rows, read_lengths
+from trl_paddingfree.benchmark.run import Benchmark
+from trl_paddingfree.benchmark.shapes import SHAPES, make_model
+
+SEEDS = [3, 17]
+VOCAB = SHAPES["tiny"]["vocab_size"]
+# Counts are integers below 2**53: only the solution of three equations in float64 rounds
+COUNT = 1e-9
+# The kernel's softmax is in float32, of values of order one
+FLOAT32 = 1e-5
+
+
+def script():
+    path = Path(__file__).parent.parent / "scripts" / "benchmark.py"
+    spec = importlib.util.spec_from_file_location("benchmark_script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(task, **changed):
+    defaults = {
+        "model": "tiny",
+        "device": "cpu",
+        "dtype": "float32",
+        "tuning": "lora",
+        "batch_size": 4,
+        "max_length": 64,
+        "gradient_checkpointing": False,
+        "precomputed_reference": False,
+        "liger": False,
+        "torch_compile": False,
+        "learning_rate": 1e-3,
+        "seed": 0,
+    }
+    return Settings(task, **{**defaults, **changed})
+
+
+@pytest.fixture(scope="module", params=["dpo", "sft"])
+def benchmark(request):
+    return Benchmark(settings(request.param))
+
+
+def rows(benchmark, seed=0, **kwargs):
+    settings = benchmark.settings
+    return make_rows(settings.task, "uniform:6-60", vocab_size=VOCAB, max_length=64, seed=seed, **kwargs)
+
+
+def test_lengths_come_from_csv_files(tmp_path):
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,chosen,rejected\n5,3,2\n9,1,4\n")
+    assert read_lengths(str(file), "dpo") == ("pairs", [(5, 3, 2), (9, 1, 4)])
+    with pytest.raises(ValueError, match=r"sft needs \('total', 'assistant'\)"):
+        read_lengths(str(file), "sft")
+
+
+def test_a_pair_has_one_prompt_and_rows_are_as_long_as_the_lengths_say(tmp_path):
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,chosen,rejected\n5,3,2\n9,1,40\n16,1,1\n")
+    made = make_rows("dpo", str(file), vocab_size=50, max_length=16).examples
+    assert [[len(ids) for ids in example.values()] for example in made] == [[5, 3, 2], [9, 1, 7]]
+    shared = make_rows("dpo", "equal:20", vocab_size=50, max_length=64, common_prefix=7, pairs_per_prompt=2).examples
+    assert shared[0]["prompt_ids"] == shared[1]["prompt_ids"] != shared[2]["prompt_ids"]
+    assert shared[0]["prompt_ids"][:7] == shared[2]["prompt_ids"][:7]
+    row = make_rows("sft", "equal:20", vocab_size=50, max_length=15).examples[0]
+    assert row["labels"] == [-100] * 10 + row["input_ids"][10:]
+    assert len(row["input_ids"]) == 15
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_limit_is_every_distinct_prefix_once(seed):
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, 2, rng.integers(1, 12)).tolist() for _ in range(9)]
+    batch = FlatBatch.from_rows(sequences, sequences)
+    prefixes = {tuple(row[:n]) for row in sequences for n in range(1, len(row) + 1)}
+    limit = Work.limit(batch, causal=True)
+    assert (limit.tokens, limit.pairs) == (len(prefixes), sum(map(len, prefixes)))
+    assert Work.limit(batch).pairs >= limit.pairs
+    assert limit.tokens == batch.counts.distinct
+    assert limit.tokens <= Work.flat(batch).tokens < limit.tokens + len(sequences)  # one more for each further branch
+
+
+def test_without_anything_shared_the_limit_is_what_a_flat_batch_computes():
+    batch = FlatBatch.from_rows([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]])
+    assert Work.limit(batch) == Work.flat(batch) == Work(tokens=5, pairs=9 + 4, scored=3)
+    assert Work.limit(batch, causal=True) == Work(tokens=5, pairs=6 + 3, scored=3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cost_per_unit_of_work_is_what_the_counter_counts(benchmark, seed):
+    batch = rows(benchmark, seed).batches(4, seed)[0]
+    for runner in benchmark.runners:
+        for examples in runner.arrange([batch, batch])[:1]:
+            work, flops = runner.count(examples)
+            assert benchmark.cost.of(work) == pytest.approx(flops, rel=COUNT), runner.method.name
+
+
+def test_recomputation_is_no_model_flop():
+    # With LoRA, checkpointing also has the gradient of the embeddings computed
+    some = {"tuning": "full", "precomputed_reference": True}
+    with_checkpointing = Benchmark(settings("dpo", gradient_checkpointing=True, **some), methods=["trl", "shared"])
+    cost, model_cost = with_checkpointing.cost, with_checkpointing.model_cost
+    without = Benchmark(settings("dpo", **some), methods=["trl", "shared"]).cost
+    assert model_cost.per_token == pytest.approx(without.per_token, rel=COUNT)
+    assert cost.per_token > 1.2 * model_cost.per_token
+    assert cost.per_scored == pytest.approx(model_cost.per_scored, rel=COUNT)  # TRL's head is not checkpointed
+
+
+def test_three_counts_give_the_cost():
+    cost = StepCost(6.0, 4.0, 10.0)
+    works = [Work(10, 100, 3), Work(20, 400, 5), Work(7, 49, 7)]
+    assert StepCost.solve([(work, int(cost.of(work))) for work in works]).of(Work(1, 1, 1)) == pytest.approx(20)
+
+
+def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
+    result = benchmark.run(rows(benchmark), num_batches=2, rounds=2)
+    names = [method.name for method in METHODS[benchmark.settings.task]]
+    assert list(result["methods"]) == names
+    assert result["agree"]
+    assert all(max(values.values()) <= result["tolerance"] for values in result["differences"].values())
+    losses = {name: result["losses"][name] for name in result["differences"]}
+    assert all(len(set(np.round(values, 6))) > 1 for values in losses.values()), "the methods do not train"
+    for name in result["differences"]:
+        method = result["methods"][name]
+        assert method["speedup"] > 0
+        assert method["useful_mfu"] > 0
+        assert method["expected_over_counted"] == pytest.approx(1, rel=COUNT)
+        assert set(method["parts"]) == {"data", "forward", "backward", "optimizer"}
+    assert result["methods"]["trl"]["speedup"] == 1
+    assert result["methods"]["shared"]["flops_over_limit"] < 1.05
+    assert result["methods"]["trl"]["flops_over_limit"] > 1.2
+    json.dumps(result)
+
+
+def test_no_speed_is_reported_where_a_method_computes_something_else(benchmark, monkeypatch):
+    collator = benchmark.runners[-1].trainer.data_collator
+
+    def wrong(examples):
+        batch = collator(examples)
+        batch["flat_batch"].input_ids[0, 3] += 1
+        return batch
+
+    monkeypatch.setattr(benchmark.runners[-1].trainer, "data_collator", wrong)
+    monkeypatch.setattr(benchmark, "_tree_batches", lambda batches: [collator(b)["flat_batch"] for b in batches])
+    result = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
+    assert not result["agree"]
+    assert max(result["differences"]["shared"].values()) > TOLERANCES["float32"]
+    assert not any("speedup" in method for method in result["methods"].values())
+
+
+def test_every_batch_goes_to_every_method_before_the_next_in_an_order_that_rotates():
+    class Recorder:
+        def __init__(self, name):
+            self.method = type("Method", (), {"name": name})
+
+        def arrange(self, batches):
+            return batches
+
+        def step(self, batch):
+            taken.append((batch, self.method.name))
+
+    taken = []
+    interleave([Recorder(name) for name in "abc"], [1, 2], rounds=2)
+    assert [batch for batch, _ in taken] == [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3
+    assert "".join(name for _, name in taken) == "abc" + "bca" + "bca" + "cab"
+
+
+def test_packing_trains_on_the_same_rows():
+    packing = Benchmark(settings("sft"), methods=["trl", "trl-packing", "flat"])
+    batches = rows(packing).batches(4, 0)[:3]
+    packed = packing.runners[1].arrange(batches)
+    documents = sorted(n for batch in packed for example in batch for n in example["seq_lengths"])
+    assert documents == sorted(len(row["input_ids"]) for batch in batches for row in batch)
+    assert len(packed) < len(batches)
+    assert packing.run(rows(packing), num_batches=3, rounds=1)["packing_difference"] < TOLERANCES["float32"]
+
+
+def test_typical_batches_waste_as_much_as_all():
+    bench = Benchmark(settings("dpo"), methods=["trl", "shared"])
+    batches = rows(bench).batches(4, 0)
+    chosen = bench._all_batches(bench._typical(batches, 5))["flops_over_limit"]["trl"]
+    overall = bench._all_batches(batches)["flops_over_limit"]["trl"]
+    first = bench._all_batches(batches[:5])["flops_over_limit"]["trl"]
+    assert abs(chosen - overall) < abs(first - overall)
+
+
+def test_reference_log_probs_can_come_with_the_rows():
+    result = Benchmark(settings("dpo", precomputed_reference=True, tuning="full")).run(
+        make_rows("dpo", "uniform:6-60", vocab_size=VOCAB, max_length=64), num_batches=1, rounds=2
+    )
+    assert result["agree"]
+    # The reference is the model itself before its first step: the loss starts at the logarithm of two
+    assert result["losses"]["trl"][0] == pytest.approx(np.log(2), abs=1e-4)
+    assert result["losses"]["trl"][1] < result["losses"]["trl"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("llama-3-8b", 8030), ("llama-3.2-1b", 1236), ("qwen2.5-0.5b", 494), ("qwen2.5-7b", 7616), ("smollm2-135m", 135)],
+)
+def test_shapes_are_as_large_as_their_names_say(name, millions):
+    model = make_model(name, torch.bfloat16, "meta")
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=5e-3)
+
+
+def varlen_on_cpu():
+    def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
+        sides = (-1, -1) if window is None else (window - 1, 0)
+        return flash_attn_varlen_func(
+            query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=sides
+        )
+
+    return attend
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_unpadded_attention_is_attention_under_the_mask(monkeypatch, window):
+    monkeypatch.setattr(baseline, "_torch_varlen", varlen_on_cpu)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, heads, 7, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = torch.arange(7) < torch.tensor([7, 2, 5])[:, None]
+    output, _ = baseline.unpadded_varlen(None, query, key, value, mask, sliding_window=window)
+    allowed = mask[:, None, None] & torch.ones(7, 7, dtype=torch.bool).tril()
+    if window:
+        allowed &= ~torch.ones(7, 7, dtype=torch.bool).tril(-window)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed | ~mask[:, None, :, None], enable_gqa=True
+    ).transpose(1, 2)
+    assert (output[mask] - expected[mask]).abs().max() < FLOAT32
+    flat = baseline.unpadded_varlen(
+        None,
+        *(x.transpose(1, 2)[mask].transpose(0, 1)[None] for x in (query, key, value)),
+        None,
+        sliding_window=window,
+        cu_seq_lens_q=torch.tensor([0, 7, 9, 14], dtype=torch.int32),
+        max_length_q=7,
+    )[0]
+    assert (flat[0] - expected[mask]).abs().max() < FLOAT32
+
+
+def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
+    arguments = ["dpo", "--model", "tiny", "--lengths", "uniform:6-40", "--max-length", "64", "--batch-size", "2"]
+    arguments += ["--batches", "1", "--rounds", "1", "--profile", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    result = json.loads((tmp_path / "dpo.json").read_text())
+    assert result["command"].startswith("trl-paddingfree bench dpo --model tiny --lengths uniform:6-40")
+    assert (tmp_path / "dpo.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "dpo.png").stat().st_size > 10_000
+    assert 0 < result["runs"][0]["profile"]["shared"]["gather"] < 1
+    assert result["runs"][0]["profile"]["flat"]["gather"] == 0
+
+    readme = script()
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "dpo.json").rename(tmp_path / "machine" / "dpo.json")
+    assert f"{result['runs'][0]['methods']['shared']['speedup']:.2f}x" in readme.table(tmp_path)
+
+
+def test_the_readme_is_checked_against_the_results(tmp_path, monkeypatch):
+    readme = script()
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text(f"before\n{readme.START}\nstale\n{readme.END}\nafter\n")
+    assert readme.update_readme(check=True) == 1
+    assert "stale" in (tmp_path / "README.md").read_text()
+    assert readme.update_readme(check=False) == 0
+    assert readme.update_readme(check=True) == 0
+    assert (tmp_path / "README.md").read_text().startswith("before\n")
+    assert (tmp_path / "README.md").read_text().endswith("\nafter\n")
+    (tmp_path / "README.md").write_text("no markers")
+    with pytest.raises(ValueError, match="needs the lines"):
+        readme.update_readme(check=False)
