@@ -50,6 +50,14 @@ on the model that you train, and train nothing that it refuses.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
 - Layers that carry state need `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, which run on GPUs. The
   models that are refused for want of them train flat where they are installed.
+
+Defects elsewhere that a setting gets around, with padding and without:
+
+- Llama 4, Mllama: TRL's fused LM head does not find the backbone. Set `model.base_model_prefix = "model"` on the model
+  that you pass to the trainer. Llama 4 also needs `router_aux_loss_coef=0.0`: TRL's router loss asks its configuration
+  for `num_experts`.
+- DBRX: give `attn_config` a `clip_qkv`; without one, clamping queries and keys raises.
+- GPT-J, GPT-Neo: their flash attention is told neither of masks nor of positions. Load them with `"eager"`.
 """
 
 

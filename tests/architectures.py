@@ -81,6 +81,8 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
     for name, value in values.items():
         if name.endswith("_token_id") and isinstance(value, int) and value >= SIZES["vocab_size"]:
             tiny[name] = 0 if name == "pad_token_id" else 1
+        elif "drop" in name and isinstance(value, float):
+            tiny[name] = 0.0
         elif name in ("layer_types", "layers_block_type", "mlp_layer_types") and value:
             tiny[name] = list(dict.fromkeys(value))
     if values.get("kv_lora_rank"):  # latent attention has a key for every head

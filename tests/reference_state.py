@@ -1,0 +1,64 @@
+"""Kernels of layers that carry state, in plain PyTorch: what `causal-conv1d`, `flash-linear-attention` and `mamba-ssm`
+do with the boundaries of a flat row, by running transformers' own functions segment by segment."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+
+# transformers' names of the functions for which it looks for a kernel, with the dimension of the tokens
+_FUNCTIONS = {
+    "causal_conv1d_fn": 2,
+    "torch_chunk_gated_delta_rule": 1,
+    "chunk_kimi_delta_attention": 1,
+    "mamba2_chunk_scan": 1,
+}
+
+
+def by_segment(function: Callable, dim: int) -> Callable:
+    """`function` of one row, called for each segment that `seq_idx` or `cu_seqlens` tell of."""
+
+    @functools.wraps(function)
+    def call(states: torch.Tensor, *args: Any, seq_idx=None, cu_seqlens=None, **kwargs: Any) -> Any:
+        if cu_seqlens is not None:
+            boundaries = cu_seqlens.tolist()
+        elif seq_idx is not None:
+            _, lengths = seq_idx[0].unique_consecutive(return_counts=True)
+            boundaries = [0, *lengths.cumsum(0).tolist()]
+        else:
+            return function(states, *args, **kwargs)
+        total, outputs = states.size(dim), []
+        assert boundaries[-1] == total
+
+        def cut(x: Any, first: int, last: int) -> Any:
+            has_tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.size(dim) == total
+            return x.narrow(dim, first, last - first) if has_tokens else x
+
+        for first, last in zip(boundaries, boundaries[1:], strict=False):
+            sliced = {name: cut(x, first, last) for name, x in kwargs.items()}
+            output = function(*(cut(x, first, last) for x in (states, *args)), **sliced)
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        result = torch.cat(outputs, dim)
+        return (result, None) if isinstance(output, tuple) else result
+
+    return call
+
+
+@contextmanager
+def reference_state_kernels(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context, `model` has kernels that keep the segments of a flat row apart."""
+    module = sys.modules[type(model.get_decoder()).__module__]
+    with ExitStack() as patches:
+        for name, dim in _FUNCTIONS.items():
+            if hasattr(module, name):
+                function = by_segment(getattr(module, name).__wrapped__, dim)
+                patches.enter_context(mock.patch.object(module, name, function))
+        name = "mamba2_split_conv1d_scan_combined"  # the fused kernel of training; without it the parts are called
+        if hasattr(module, name):
+            patches.enter_context(mock.patch.object(module, name, return_value=None))
+        yield

@@ -1,0 +1,241 @@
+"""Architectures that must work: flat and shared, on every route, forward and backward, against padded TRL."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from trl import DPOTrainer, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.architectures import tiny_model
+from tests.reference_flash import reference_flash
+from tests.reference_state import reference_state_kernels
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.check import UnprovenModelError, prove
+from trl_paddingfree.forward import Route, carries_state, choose_route, install
+
+# float32 on CPU (eps = 1.2e-7), relative to the largest entry: gradients are sums of up to 60 tokens' parts, which can
+# cancel to a hundredth of their size. A wrong layout shows in the first or second digit
+TOLERANCE = 1e-4
+# Some gradients are zero but for rounding (the bias of keys under a softmax): what counts then is the rest of the model
+NEGLIGIBLE = 1e-2
+SEED = torch.seed() % 10_000  # fresh, and in the test ids
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+
+# name: model type and options; rows are longer than the window where there is one
+MUST_WORK = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "mixtral": ("mixtral", {"sliding_window": 8}),
+    "granite": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "dbrx": ("dbrx", {}),
+    "falcon": ("falcon", {"new_decoder_architecture": True}),
+    "falcon-multi-query": ("falcon", {"multi_query": True}),
+    "gemma": ("gemma", {}),
+    "olmo": ("olmo", {"clip_qkv": 2.0}),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "phi3": ("phi3", {"sliding_window": 8}),
+    "qwen2": ("qwen2", SLIDING),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
+    "gemma3": ("gemma3_text", {}),
+    "qwen3": ("qwen3", SLIDING),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "cohere": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "exaone4": ("exaone4", {}),
+    "granitemoe": ("granitemoe", {}),
+    "llama4_text": ("llama4_text", {}),
+    "phimoe": ("phimoe", {}),
+    "nemotron": ("nemotron", {}),
+    "seed_oss": ("seed_oss", {}),
+    "apertus": ("apertus", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt", {}),
+    "persimmon": ("persimmon", {"qk_layernorm": True}),
+}
+EAGER_ONLY = ["gemma2", "gpt_oss"]
+CARRY_STATE = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "bamba", "falcon_h1", "lfm2"]
+
+
+def make(name: str, attention: str | None, dtype: torch.dtype = torch.float32):
+    """A model of `MUST_WORK` with TRL's fused head, in training mode without dropout."""
+    model_type, options = MUST_WORK.get(name, (name, {}))
+    model = tiny_model(model_type, attn_implementation=attention, dtype=dtype, seed=SEED, **options)
+    if model_type == "llama4_text":  # as its documentation in this package says
+        model.base_model_prefix = "model"
+    add_fused_lm_head(model)
+    return model.train(model_type != "phimoe")  # it draws its experts at random in training
+
+
+def tree(seed: int) -> list[list[int]]:
+    """Rows of different lengths that share prefixes in pairs, in threes, and not at all."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(1, 96, (n,), generator=rng).tolist()
+
+    prompt, other = draw(11), draw(4)
+    pairs = [prompt + draw(9), other + draw(3), prompt + draw(4), other + draw(13)]
+    return [*pairs, pairs[0][:15] + draw(2), draw(2)]
+
+
+def log_probs_and_gradients(model, **inputs):
+    model.zero_grad()
+    log_probs = model(**inputs, fused_lm_head=True, use_cache=False).log_probs
+    weights = torch.linspace(0.5, 1.5, log_probs.numel(), dtype=log_probs.dtype).view_as(log_probs)
+    (log_probs * weights).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return log_probs.detach(), gradients
+
+
+def assert_equals_padded(model, route: Route, prefix_sharing: bool, tolerance: float = TOLERANCE) -> None:
+    """Log-probabilities and the gradient of every parameter, flat against padded."""
+    rows = tree(SEED)
+    labels = [[-100 if i < 3 else token for i, token in enumerate(row)] for row in rows]
+    width = max(map(len, rows))
+    padded = {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+        "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels]),
+    }
+    expected, expected_gradients = log_probs_and_gradients(model, **padded)
+    install(model, route)
+    batch = FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing)
+    assert batch.layout.segments.is_shared == prefix_sharing
+    actual, gradients = log_probs_and_gradients(model, **padded, flat_batch=batch)
+    assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance
+    assert gradients.keys() == expected_gradients.keys()
+    scales = {name: gradient.abs().max() for name, gradient in expected_gradients.items()}
+    least = NEGLIGIBLE * max(scales.values())
+    wrong = {
+        name: float((gradients[name] - gradient).abs().max() / scales[name])
+        for name, gradient in expected_gradients.items()
+        if (gradients[name] - gradient).abs().max() > tolerance * max(scales[name], least)
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MUST_WORK)
+def test_architecture_equals_padded(name, attention, prefix_sharing):
+    if name in EAGER_ONLY and attention == "sdpa":
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            make(name, attention)
+        return
+    model = make(name, attention)
+    route = choose_route(model)
+    assert route.backend == ("mask" if "falcon" in name else "segment")
+    if prefix_sharing:  # recomputation must meet the same layout
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equals_padded(model, route, prefix_sharing)
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@pytest.mark.parametrize("name", [name for name in MUST_WORK if name != "llama4_text"])
+def test_architecture_equals_padded_with_flash_attention(name, prefix_sharing):
+    # GPT-2's own code for flash attention looks for an `nn.Linear` in float32, which it does not have
+    dtype = torch.float64 if name == "gpt2" else torch.float32
+    with reference_flash():
+        model = make(name, "flash_attention_2", dtype)
+        route = choose_route(model)
+        if "falcon" in name:
+            assert route.backend == "positions"
+            prefix_sharing = False
+        assert_equals_padded(model, route, prefix_sharing)
+
+
+@pytest.mark.parametrize("attention", [None, "flash_attention_2"])
+@pytest.mark.parametrize("name", CARRY_STATE)
+def test_architecture_with_state_trains_flat_where_its_kernels_are(name, attention, caplog):
+    with reference_flash() if attention else nullcontext():
+        model = make(name, attention)
+        assert carries_state(model)
+        with reference_state_kernels(model):
+            result, failed = prove(model, choose_route(model), prefix_sharing=True)
+            assert not failed
+            assert not result.prefix_sharing
+            assert_equals_padded(model, result.route, prefix_sharing=False)
+    messages = [record.message for record in caplog.records if "shared prefixes" in record.message]
+    assert len(messages) <= 1
+
+
+@pytest.mark.parametrize("name", CARRY_STATE)
+def test_architecture_with_state_is_refused_without_its_kernels_by_their_name(name):
+    model = make(name, None)
+    with pytest.raises(UnprovenModelError, match="pip install causal-conv1d"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "rwkv", "recurrent_gemma", "minimax", "xlstm"])
+def test_architecture_that_ignores_boundaries_is_refused_with_the_reason(name):
+    model = make(name, None)
+    with pytest.raises(UnprovenModelError, match="do not ask where a sequence begins"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("name", ["bart", "roberta", "openai-gpt"])
+def test_architecture_that_cannot_be_told_is_refused_with_the_reason(name):
+    reason = {"bart": "no `position_ids`", "roberta": "positions from 2", "openai-gpt": "no 4-D mask"}[name]
+    model = make(name, None)
+    with pytest.raises(UnprovenModelError, match=reason):
+        prove(model, choose_route(model))
+
+
+def test_backbone_that_trl_does_not_find_is_refused_with_the_remedy():
+    model = tiny_model("llama4_text")
+    with pytest.raises(ValueError, match="base_model_prefix = 'model'"):
+        choose_route(model)
+
+
+@pytest.mark.parametrize("trainer_class", [DPOTrainer, SFTTrainer])
+@pytest.mark.parametrize("name", ["falcon", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text", "nemotron"])
+def test_architecture_trains_like_padded_trl(name, trainer_class, tokenizer):
+    from tests.equivalence import assert_same, run
+    from tests.tiny import conversations, preference_data
+    from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer
+    from trl_paddingfree.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
+
+    dpo = trainer_class is DPOTrainer
+    ours_class, ours_config = (
+        (PaddingFreeDPOTrainer, PaddingFreeDPOConfig) if dpo else (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
+    )
+    data = (preference_data if dpo else conversations)(12, SEED)
+    options = {
+        "train_dataset": data,
+        "steps": 2,
+        "max_length": 64,
+        # TRL's router loss looks for a `num_experts` that the configuration of Llama 4 does not have
+        "router_aux_loss_coef": 0.0 if name == "llama4_text" else None,
+        "trainer_kwargs": {"processing_class": tokenizer, **({"ref_model": make(name, None)} if dpo else {})},
+    }
+    config_class = next(base for base in ours_config.__mro__ if base.__module__.startswith("trl."))
+    padded = run(trainer_class, config_class, model=make(name, None), **options)
+    ours = run(ours_class, ours_config, model=make(name, None), prefix_sharing=True, **options)
+    assert ours.trainer.flat_check.prefix_sharing
+    assert_same(padded, ours)
+
+
+@pytest.mark.models
+def test_the_table_of_models_is_up_to_date():
+    from scripts.models import MODEL_TYPES, markdown, table, verdicts
+
+    written = verdicts((Path(__file__).parents[1] / "docs" / "models.md").read_text())
+    now = verdicts(markdown(table(MODEL_TYPES)))
+    changed = {name: (written.get(name), now.get(name)) for name in written | now if written.get(name) != now.get(name)}
+    assert not changed, "run `python scripts/models.py --output docs/models.md` and read the difference"
