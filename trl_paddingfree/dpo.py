@@ -79,6 +79,11 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
         log_dropped(dataset_name, dataset, prepared, args.max_length)
         return prepared
 
+    def compute_ref_log_probs(self, model, inputs):
+        if self.unproven:
+            self.prove_placed(model)
+        return super().compute_ref_log_probs(model, inputs)
+
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL computes these inside its `__init__`, right after it has given the models their fused heads
         if self.flat_options is not None:

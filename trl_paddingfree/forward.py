@@ -51,7 +51,12 @@ class Route:
         }[self.backend]
 
 
-def choose_route(model: PreTrainedModel, backend: str = "auto", dtype: torch.dtype | None = None) -> Route:
+def choose_route(
+    model: PreTrainedModel,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Route:
     """
     Choose how `model` computes flat batches.
 
@@ -62,6 +67,8 @@ def choose_route(model: PreTrainedModel, backend: str = "auto", dtype: torch.dty
             `"auto"`, or the name of one backend, which is then used or refused.
         dtype (`torch.dtype`, *optional*):
             The dtype that attention will run in. Defaults to the model's.
+        device (`torch.device`, *optional*):
+            The device that attention will run on. Defaults to the model's.
 
     Raises:
         `ValueError`: If the backend that was asked for cannot serve this model, with every reason.
@@ -74,7 +81,7 @@ def choose_route(model: PreTrainedModel, backend: str = "auto", dtype: torch.dty
             f"({model.base_model_prefix!r}), and TRL's fused LM head does not find it, with padding or without. Set "
             "`model.base_model_prefix = 'model'` before you make the trainer."
         )
-    reasons = _reasons_against(model, previous, dtype or model.dtype)
+    reasons = _reasons_against(model, previous, dtype or model.dtype, device or model.device)
     if backend == "auto":
         backend = next((name for name in reasons if not reasons[name]), "mask")
     if backend not in reasons:
@@ -95,7 +102,9 @@ def _is_kernel(previous: str) -> bool:
     return "flash" in previous or "/" in previous
 
 
-def _reasons_against(model: PreTrainedModel, previous: str, dtype: torch.dtype) -> dict[str, list[str]]:
+def _reasons_against(
+    model: PreTrainedModel, previous: str, dtype: torch.dtype, device: torch.device
+) -> dict[str, list[str]]:
     """Why each backend cannot serve a model loaded with the attention implementation `previous`, fastest first."""
     reasons: dict[str, list[str]] = {name: [] for name in (*BACKENDS, "positions", "mask")}
     if not seams.takes_attention_function(model):
@@ -113,8 +122,8 @@ def _reasons_against(model: PreTrainedModel, previous: str, dtype: torch.dtype) 
             )
     if previous != "sdpa":
         reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
-    if model.device.type != "cuda":
-        reasons["varlen"].append(f"the model is on {model.device.type}, the kernel needs CUDA")
+    if device.type != "cuda":
+        reasons["varlen"].append(f"the model is on {device.type}, the kernel needs CUDA")
     if dtype not in (torch.float16, torch.bfloat16):
         reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
     if previous == "flex_attention":

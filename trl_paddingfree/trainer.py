@@ -13,9 +13,9 @@ from transformers.utils import logging
 from trl.trainer.utils import get_config_model_id
 
 from .batch import BatchCounts
-from .check import CheckResult, prove
+from .check import CheckResult, UnprovenModelError, prove
 from .configs import PaddingFreeOptions
-from .forward import choose_route
+from .forward import Route, choose_route, install
 from .memory import peak_memory
 from .model_card import describe_method
 from .noise import silence
@@ -36,6 +36,7 @@ class PaddingFreeTrainer(StepTrainer):
     example_name: str  # what a batch holds
     flat_config: Any  # our config and collator classes for it
     flat_collator: Any
+    unproven: bool = False  # whether the start-up check is still to come
 
     def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
@@ -77,15 +78,13 @@ class PaddingFreeTrainer(StepTrainer):
         """
         if self.flat_check is not None:
             return
-        started = time.perf_counter()
-        sharing = self.flat_options.prefix_sharing
-        results = [self._prove(model, sharing) for model in self.flat_models()]
-        if sharing and not all(result.prefix_sharing for result in results):
-            results = [self._prove(model, False) for model in self.flat_models()]
-        self.flat_check = results[0]
-        logger.warning(
-            f"Padding-free, {self.flat_check}. The start-up check took {time.perf_counter() - started:.1f} s."
-        )
+        if all(map(self._is_placed, self.flat_models())):
+            self.flat_check = self._prove_all(self.flat_options.prefix_sharing)
+        else:  # the engine shards and places the weights when training starts: the check waits for it
+            for model in self.flat_models():
+                install(self.flat_base(model), self._route(model))
+            self.flat_check = CheckResult(self._route(self.model), self.flat_options.prefix_sharing)
+            self.unproven = True
         if not isinstance(self.data_collator, self.flat_collator):
             self.data_collator = self.flat_collator(**vars(self.data_collator))
         # A copy: the user's own collator may serve another trainer
@@ -93,12 +92,34 @@ class PaddingFreeTrainer(StepTrainer):
             self.data_collator, padding_free=True, prefix_sharing=self.flat_check.prefix_sharing
         )
 
-    def _prove(self, model: Any, prefix_sharing: bool) -> CheckResult:
-        base, backend = self.flat_base(model), self.flat_options.flat_attention
+    def _is_placed(self, model: Any) -> bool:
+        """Whether `model` can be called now. DeepSpeed's own engines can, the models that it has yet to take cannot."""
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        if plugin is not None and plugin.zero_stage == 3:
+            return model is not self.model
+        return self.flat_base(model).device.type == self.accelerator.device.type
+
+    def _route(self, model: Any) -> Route:
         dtype = {(True, False): torch.bfloat16, (False, True): torch.float16}.get((self.args.bf16, self.args.fp16))
+        device = self.flat_base(model).device
+        device = self.accelerator.device if device.type == "cpu" else device
+        return choose_route(self.flat_base(model), self.flat_options.flat_attention, dtype, device)
+
+    def _prove_all(self, sharing: bool, *models: Any) -> CheckResult:
+        """Prove every model, and turn sharing off for all of them if one cannot."""
+        started = time.perf_counter()
+        models = models or tuple(self.flat_models())
+        results = [self._prove(model, sharing) for model in models]
+        if sharing and not all(result.prefix_sharing for result in results):
+            results = [self._prove(model, False) for model in models]
+        logger.warning(f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s.")
+        return results[0]
+
+    def _prove(self, model: Any, prefix_sharing: bool) -> CheckResult:
+        base, fallback = self.flat_base(model), self.flat_options.flat_attention == "auto"
         with self.accelerator.autocast():
             result, failed = prove(
-                base, choose_route(base, backend, dtype), prefix_sharing=prefix_sharing, fallback=backend == "auto"
+                base, self._route(model), prefix_sharing=prefix_sharing, fallback=fallback, call=model
             )
         if failed:
             tried = "\n    ".join(map(str, failed))
@@ -106,6 +127,17 @@ class PaddingFreeTrainer(StepTrainer):
                 f"{type(base).__name__} trains as «{result}», because the start-up check failed as\n    {tried}"
             )
         return result
+
+    def prove_placed(self, model: Any) -> None:
+        """The check of models that had no weights to call when the trainer was made, before they compute anything."""
+        self.unproven = False
+        planned = self.flat_check
+        self.flat_check = self._prove_all(self.flat_options.prefix_sharing, model, *self.flat_models()[1:])
+        if planned is not None and planned.prefix_sharing and not self.flat_check.prefix_sharing:
+            raise UnprovenModelError(
+                f"{type(self.flat_base(model)).__name__} cannot share prefixes, which was found out after the first "
+                "batches had been laid out: set `prefix_sharing=False`."
+            )
 
     def flat_base(self, model: Any) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
@@ -129,6 +161,8 @@ class PaddingFreeTrainer(StepTrainer):
         return total
 
     def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.unproven:
+            self.prove_placed(model)
         if model.training:
             slots = inputs["input_ids"].numel()
             flat = self.flat_options is not None
