@@ -135,12 +135,11 @@ def _torch_varlen() -> Callable:
     """`torch.nn.attention.varlen.varlen_attn` as `(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # The kernel takes fewer key heads than query heads; only releases that have this flag want to be told
     parameters = inspect.signature(varlen_attn).parameters
     gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
-        if not gqa:
-            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         left = -1 if window is None else window - 1
         return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **gqa)
 
