@@ -158,6 +158,14 @@ def _add_quickstart(add: Callable) -> None:
     command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
+def loaded(name: str, load: Callable[[], Any]) -> Any:
+    """What `load` gives; if it cannot, an error that says of what `name` is not the name."""
+    try:
+        return load()
+    except OSError as error:
+        raise OSError(f"{name!r} is no file or folder here, and the hub does not give it: {error}") from error
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print a result for programs."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
@@ -178,8 +186,8 @@ def inspect(args: argparse.Namespace) -> int:
         raise ValueError(f"`--batch_size {args.batch_size}` must be at least 1.")
     progress = Console(stderr=True)
     report = measure(
-        load_rows(args.dataset, args.dataset_config, args.dataset_train_split),
-        AutoTokenizer.from_pretrained(args.tokenizer),
+        loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split)),
+        loaded(args.tokenizer, lambda: AutoTokenizer.from_pretrained(args.tokenizer)),
         [args.batch_size * factor for factor in (1, 2, 4, 8)],
         max_length=args.max_length or None,
         truncation_mode=args.truncation_mode,
@@ -205,7 +213,7 @@ def check(args: argparse.Namespace) -> int:
     from .diagnose import check_model
     from .tables import print_routes
 
-    report = check_model(args.model, args.dtype, args.attn_implementation)
+    report = loaded(args.model, lambda: check_model(args.model, args.dtype, args.attn_implementation))
     if args.json:
         print_json(report.as_dict())
     else:

@@ -25,7 +25,8 @@ from .small_model import make_model, make_tokenizer
 from .stdlib_data import instruction_data, preference_data
 from .watched_run import Run, train
 
-PADDED, OURS = "TRL, padded", "padding-free"
+PADDED, OURS = "trl_padded", "padding_free"
+LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
 TRAINERS: dict[str, dict[str, tuple[type, type]]] = {
     "dpo": {OURS: (PaddingFreeDPOTrainer, PaddingFreeDPOConfig), PADDED: (DPOTrainer, DPOConfig)},
     "sft": {OURS: (PaddingFreeSFTTrainer, PaddingFreeSFTConfig), PADDED: (SFTTrainer, SFTConfig)},
@@ -117,7 +118,7 @@ def compare(model: str, data: Dataset, args: argparse.Namespace, console: Consol
         runs[name] = train(
             *classes,
             console,
-            f"{task.upper()}, {name}",
+            f"{task.upper()}, {LABELS[name]}",
             model=model,
             train_dataset=data,
             peft_config=LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None,
@@ -155,23 +156,36 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"{summary['task'].upper()}, {summary['steps']} steps on the same batches", title_justify="left"
     )
-    for column in ("", PADDED, OURS, ""):
+    for column in ("", LABELS[PADDED], LABELS[OURS], ""):
         table.add_column(column, justify="left" if not column else "right")
 
     def saved(name: str) -> str:
-        values = summary[name]
-        return f"{1 - values[OURS] / values[PADDED]:.0%} less"
+        saving = 1 - summary[name][OURS] / summary[name][PADDED]
+        return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
 
+    speed_up = summary["speed_up"]
+    speed = f"{speed_up:.1f}x faster" if speed_up >= 1 else f"{1 / speed_up:.1f}x slower"
     for title, name, form, remark in (
         ("first loss", "first_loss", "{:.5f}", ""),
         ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
-        ("time", "seconds", "{:.1f} s", f"{summary['speed_up']:.1f}x faster"),
+        ("time", "seconds", "{:.1f} s", speed),
         ("tokens computed", "tokens_computed", "{:,}", saved("tokens_computed")),
         ("peak memory", "peak_memory_gib", "{:.2f} GiB", saved("peak_memory_gib")),
     ):
         table.add_row(title, form.format(summary[name][PADDED]), form.format(summary[name][OURS]), remark)
     console.print(table)
     console.print(f"How: {summary['method']}.")
+
+
+def draw(runs: dict[str, Run], summary: dict[str, Any], path: Path) -> None:
+    """The comparison as a chart."""
+    bars = {"time": "seconds", "tokens": "tokens_computed", "memory": "peak_memory_gib"}
+    plot_runs(
+        {LABELS[name]: runs[name].losses for name in (PADDED, OURS)},
+        {title: {LABELS[name]: value for name, value in summary[key].items()} for title, key in bars.items()},
+        summary["task"].upper(),
+        path,
+    )
 
 
 def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, str]:
@@ -218,9 +232,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_summary(summary, console)
         console.print(f"\nAsked:    {question}\nAnswered: {answer}\n", markup=False)
-    figures = {"time": summary["seconds"], "tokens": summary["tokens_computed"], "memory": summary["peak_memory_gib"]}
     try:
-        plot_runs({name: runs[name].losses for name in (PADDED, OURS)}, figures, task.upper(), output_dir / "chart.png")
+        draw(runs, summary, output_dir / "chart.png")
         console.print(f"Chart: {output_dir / 'chart.png'}")
     except ImportError as error:
         console.print(f"No chart: {error}", markup=False)

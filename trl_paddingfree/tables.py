@@ -35,7 +35,7 @@ def print_waste(report: WasteReport) -> None:
     if report.max_length is not None:
         console.print(
             f"max_length {report.max_length}: {report.num_truncated:,} {unit} truncated, {report.num_dropped:,} "
-            "dropped, because nothing to learn from is left."
+            "dropped for having nothing left to learn from."
         )
     console.print(
         "slots, tokens, computed: of a mean batch, with padding, without, and with shared prefixes. padding: share of "
