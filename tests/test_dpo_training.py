@@ -484,7 +484,10 @@ def step_flops(trainer, pairs):
 
 def test_one_flat_step_costs_what_its_sequences_cost_one_by_one(tokenizer):
     def make():
-        return {"model": make_model(num_hidden_layers=3), "ref_model": make_model(), "processing_class": tokenizer}
+        models = {"model": make_model(num_hidden_layers=3), "ref_model": make_model()}
+        for model in models.values():  # the counter knows nothing of SDPA on a CPU
+            model.set_attn_implementation("eager")
+        return {**models, "processing_class": tokenizer}
 
     trainers = {layout: make_trainer(layout, make, preference_data(12, SEED)) for layout in ("padded", *LAYOUTS)}
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -502,7 +505,8 @@ def test_one_flat_step_costs_what_its_sequences_cost_one_by_one(tokenizer):
                     ref_model.lm_head(ref_model.model(input_ids).last_hidden_state[:, -scored - 1 : -1])
                 model.lm_head(model.model(input_ids).last_hidden_state[:, -scored - 1 : -1]).sum().backward()
     one_by_one = counter.get_total_flops()
-    assert 0.9 * one_by_one < flops["flat"] <= 1.01 * one_by_one
+    # TRL's fused head multiplies into a buffer of its own, which the counter does not see
+    assert 0.97 * one_by_one < flops["flat"] <= 1.01 * one_by_one
     assert flops["shared"] < 0.85 * one_by_one
     assert flops["padded"] > 1.3 * one_by_one
 
