@@ -11,6 +11,7 @@ out=$(mkdir -p "${1:?name a folder for the results}" && cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TQDM_DISABLE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 lengths=${TRL_PADDINGFREE_DATA:-}/lengths
 seconds=${SECONDS_FOR_ALL:-570}

@@ -67,6 +67,11 @@ def baseline_attention(device: str, dtype: torch.dtype) -> str:
         return "sdpa"
     if importlib.util.find_spec("flash_attn"):
         return "flash_attention_2"
+    return register_unpadded()
+
+
+def register_unpadded() -> str:
+    """Make [`unpadded_varlen`] an attention implementation, and return its name."""
     AttentionInterface.register(UNPADDED, unpadded_varlen)
     AttentionMaskInterface.register(UNPADDED, AttentionMaskInterface()["flash_attention_2"])
     return UNPADDED

@@ -92,15 +92,19 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 def _run_notes(run: dict[str, Any]) -> list[str]:
     """Whether the methods agree on some rows, and how typical the measured batches are."""
-    largest = max(max(values.values()) for values in run["differences"].values())
-    verdict = "agree" if run["agree"] else "DISAGREE: no speed is reported"
+    largest = {
+        name: max(values[name] for values in run["differences"].values() if name in values)
+        for name in next(iter(run["differences"].values()))
+    }
+    figures = ", ".join(f"{name} {value:.0e} (allowed {run['allowed'][name]:.0e})" for name, value in largest.items())
+    verdict = "agree" if run["agree"] else "DO NOT AGREE, no speed is reported"
     packing = run["packing_difference"]
     whole = by_label(run, run["all_batches"]["flops_over_limit"], "{:.2f}")
     lines = [
         f"- {run['rows']}: the {run['batches']} most typical batches of {run['batch_size']}, {run['rounds']} times "
-        f"each, in turn. Losses, gradient norms and metrics {verdict}: largest relative difference {largest:.1e}, "
-        f"allowed {run['tolerance']:.0e}{'' if packing is None else f'; packed rows {packing:.1e}'}. "
-        f"FLOPs / limit over all {run['all_batches']['batches']} batches of the data: {whole}."
+        f"each, in turn. All figures {verdict}; largest relative differences: {figures}"
+        f"{'' if packing is None else f', loss of the packed rows {packing:.0e}'}. "
+        f"FLOPs / limit over {run['all_batches']['batches']} batches of the data: {whole}."
     ]
     if run["profile"]:
         shares = by_label(run, {name: profile["gather"] for name, profile in run["profile"].items()}, "{:.1%}")
