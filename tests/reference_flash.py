@@ -4,7 +4,7 @@ Slow and obvious: one matrix of scores per segment, masked by comparing position
 kernel (which arguments it passes, and which it drops) is transformers' own code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -54,6 +54,26 @@ def flash_attn_varlen_func(
     return torch.cat(outputs)
 
 
+def torch_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """The kernel that ships in PyTorch under flash-attn's arguments, for tests on a GPU."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = (window_size[0], 0 if causal else window_size[1])
+    return varlen_attn(q, k, v, *lengths, scale=softmax_scale, window_size=window, enable_gqa=q.size(1) != k.size(1))
+
+
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
     """The same of `(B, L, H, D)` queries, each row a segment."""
     rows, length_q, length_k = len(q), q.size(1), k.size(1)
@@ -91,20 +111,24 @@ def _attend(q, k, v, scale, causal, window_size, softcap, s_aux):
     return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
 
-def _lazy_imports(implementation, *args, **kwargs):
-    if implementation not in AttentionInterface().valid_keys():  # hub kernels are registered as they are loaded
+def _register(implementation: str) -> None:
+    """Hub kernels are registered as they are loaded."""
+    if implementation not in AttentionInterface().valid_keys():
         AttentionInterface.register(implementation, AttentionInterface()["flash_attention_2"])
         AttentionMaskInterface.register(implementation, AttentionMaskInterface()["flash_attention_2"])
-    pad, unpad = modeling_flash_attention_utils._pad_input, modeling_flash_attention_utils._unpad_input
-    return flash_attn_func, flash_attn_varlen_func, None, pad, unpad
 
 
 @contextmanager
-def reference_flash() -> Iterator[None]:
-    """Within this context, models load with `attn_implementation="flash_attention_2"`, and this file is the kernel."""
+def reference_flash(kernel: Callable = flash_attn_varlen_func) -> Iterator[None]:
+    """Within this context, models load with `attn_implementation="flash_attention_2"`, and `kernel` is the kernel."""
     utils = modeling_flash_attention_utils
+
+    def lazy_imports(implementation, *args, **kwargs):
+        _register(implementation)
+        return flash_attn_func, kernel, None, utils._pad_input, utils._unpad_input
+
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(utils, "_lazy_imports", _lazy_imports))
+        patches.enter_context(mock.patch.object(utils, "_lazy_imports", lazy_imports))
         patches.enter_context(mock.patch.object(utils, "_loaded_implementation", None))
         patches.enter_context(mock.patch.object(PreTrainedModel, "_flash_attn_import_error", return_value=None))
         for module in (modeling_falcon, modeling_gpt_neo, modeling_gptj):  # they import it only where flash-attn is
