@@ -11,7 +11,7 @@ import torch
 from tests.reference_flash import flash_attn_varlen_func
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main
-from trl_paddingfree.benchmark.flops import StepCost, Work
+from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
 from trl_paddingfree.benchmark.measure import interleave, tolerances
 from trl_paddingfree.benchmark.methods import METHODS, Settings
 from trl_paddingfree.benchmark.rows import make_rows, read_lengths
@@ -109,6 +109,23 @@ def test_the_cost_per_unit_of_work_is_what_the_counter_counts(benchmark, seed):
         for examples in runner.arrange([batch, batch])[:1]:
             work, flops = runner.count(examples)
             assert benchmark.cost.of(work) == pytest.approx(flops, rel=COUNT), runner.method.name
+
+
+def test_a_training_step_costs_what_its_matrices_say():
+    cost = Benchmark(settings("dpo", tuning="full", precomputed_reference=True), methods=["trl", "shared"]).cost
+    shape = SHAPES["tiny"]
+    layers, hidden, inner = shape["num_hidden_layers"], shape["hidden_size"], shape["intermediate_size"]
+    keys = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    linear = layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner)
+    assert cost.per_token == pytest.approx(6 * linear, rel=COUNT)  # forward, and two gradients
+    assert cost.per_pair == pytest.approx(14 * layers * hidden, rel=COUNT)  # two products, and five in the backward
+    assert cost.per_scored == pytest.approx(8 * hidden * VOCAB, rel=COUNT)  # TRL's head computes its logits twice
+
+
+def test_products_that_add_up_are_counted_in_place_and_out_of_place():
+    a, b, total = torch.ones(3, 5), torch.ones(5, 7), torch.zeros(3, 7)
+    assert count_flops(lambda: total.addmm_(a, b)) == count_flops(lambda: torch.addmm(total, a, b)) == 2 * 3 * 5 * 7
+    assert count_flops(lambda: torch.addmm(total, a, b, out=total)) == 2 * 3 * 5 * 7
 
 
 def test_recomputation_is_no_model_flop():

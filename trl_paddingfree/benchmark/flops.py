@@ -121,6 +121,11 @@ def _varlen_flops(matmuls: int, query: torch.Tensor, cu_seqlens_q: torch.Tensor,
 
 
 @_raw
+def _addmm(total, a, b, *args: Any, out_val=None, **kwargs: Any) -> int:
+    return 2 * a.size(0) * a.size(1) * b.size(1)
+
+
+@_raw
 def _cpu_forward(query, key, value, *args: Any, out_val=None, **kwargs: Any) -> int:
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
@@ -141,10 +146,15 @@ def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, 
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """Formulas for the attention kernels that some versions of PyTorch's counter do not know."""
+    """
+    Formulas for what PyTorch's counter does not know, or not on every version: attention kernels, and the sums of
+    products in TRL's head, which are in place on the CPU and have another output dtype on GPUs.
+    """
     import torch.nn.attention.varlen  # noqa: F401  (registers the operators)
 
     return {
+        torch.ops.aten.addmm: _addmm,
+        torch.ops.aten.addmm_: _addmm,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_forward,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_backward,
         torch.ops.torch_attn._varlen_attn: _varlen_forward,

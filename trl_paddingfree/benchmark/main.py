@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,14 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
     """
     import datasets
     import torch
+    from transformers.utils import logging
 
     from .methods import Settings
     from .run import Benchmark, release
 
     datasets.disable_progress_bars()
+    logging.set_verbosity_error()  # several trainers per run repeat what each says about its tokenizer
+    warnings.simplefilter("ignore", FutureWarning)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     warmup = options.warmup if options.warmup is not None else int(device == "cuda")
     if not options.lengths and not options.dataset:
