@@ -1,9 +1,9 @@
-"""Side by side with TRL, and the table of results in the README.
+"""Side by side with TRL, and the tables of results in the README.
 
     python scripts/benchmark.py dpo --model smollm2-135m --lengths lengths.csv --output results
     python scripts/benchmark.py --collators                 # time to collate 64 rows of 4,096 tokens
     python scripts/benchmark.py --chart results/dpo.json    # draw a chart again
-    python scripts/benchmark.py --readme [--check]          # write the README's table from docs/benchmarks, or check it
+    python scripts/benchmark.py --readme [--check]          # write the README's tables from docs/benchmarks, or check it
 
 A length file has the columns prompt,chosen,rejected (dpo) or total,assistant (sft), in tokens.
 """
@@ -26,42 +26,70 @@ def results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def table(folder: Path) -> str:
-    """The README's table: for every machine and every set of rows, our best against TRL's methods."""
+def speedup(method: dict[str, Any], result: dict[str, Any]) -> str:
+    """A speed-up; on a CPU also the one in core time, which other processes on the machine do not disturb."""
+    if "speedup" not in method:
+        return "losses disagree"
+    core = "" if "gpu" in result["environment"] else f" ({method['core_speedup']:.2f}x)"
+    return f"{method['speedup']:.2f}x{core}"
+
+
+def table(folder: Path, crossover: bool) -> list[str]:
+    """The claim, or the rows where there is little to gain, as a table."""
     from trl_paddingfree.benchmark.environment import machine_name
     from trl_paddingfree.benchmark.shapes import display_name
 
-    heads = ["", "rows", "padding-free", "with shared prefixes", "FLOPs", "of the limit's"]
+    heads = ["machine, model", "rows", "padding-free", "with shared prefixes", "FLOPs", "FLOPs / limit"]
     lines = ["| " + " | ".join(heads) + " |", "|-|-|-:|-:|-:|-:|"]
     for path, result in results(folder):
+        if Path(path).name.startswith("crossover") != crossover:
+            continue
         settings = result["settings"]
+        machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
         for run in result["runs"]:
             methods = run["methods"]
-            where = (
-                f"[{machine_name(result['environment'])}, {display_name(settings['model'])}](docs/benchmarks/{path})"
-            )
-            flops = methods["shared"]["flops"] / methods["trl"]["flops"]
-            lines.append(
-                f"| {where} | {settings['task'].upper()}, {run['rows']}, batch {run['batch_size']} "
-                f"| {methods['flat']['speedup']:.2f}x | {methods['shared']['speedup']:.2f}x "
-                f"| {flops:.0%} | {methods['shared']['flops_over_limit']:.1%} |"
-            )
-    return "\n".join(lines)
+            ours = methods.get("shared", methods["flat"])
+            cells = [
+                f"[{machine}](docs/benchmarks/{Path(path).with_suffix('.md')})",
+                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}",
+                speedup(methods["flat"], result),
+                speedup(methods["shared"], result) if "shared" in methods else "",
+                f"{ours['flops'] / methods['trl']['flops']:.0%}",
+                f"{ours['flops_over_limit']:.3f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
-def with_table(readme: str, content: str) -> str:
-    """The README with `content` between the markers."""
+def content(folder: Path) -> str:
+    """What the README says of the results."""
+    return "\n".join(
+        [
+            "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time), and "
+            "floating-point operations relative to padded TRL's and to the fewest possible.",
+            "",
+            *table(folder, crossover=False),
+            "",
+            "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
+            "",
+            *table(folder, crossover=True),
+        ]
+    )
+
+
+def with_table(readme: str, generated: str) -> str:
+    """The README with `generated` between the markers."""
     if START not in readme or END not in readme:
-        raise ValueError(f"README.md needs the lines {START} and {END}, between which the table goes.")
+        raise ValueError(f"README.md needs the lines {START} and {END}, between which the tables go.")
     before, rest = readme.split(START, 1)
-    return f"{before}{START}\n{content}\n{END}{rest.split(END, 1)[1]}"
+    return f"{before}{START}\n{generated}\n{END}{rest.split(END, 1)[1]}"
 
 
 def update_readme(check: bool) -> int:
-    """Write the table into the README, or fail if it is not what the results say."""
+    """Write the tables into the README, or fail if it is not what the results say."""
     path = ROOT / "README.md"
     current = path.read_text()
-    updated = with_table(current, table(ROOT / "docs" / "benchmarks"))
+    updated = with_table(current, content(ROOT / "docs" / "benchmarks"))
     if check and updated != current:
         print("README.md is not what docs/benchmarks says: run `python scripts/benchmark.py --readme`.")
         return 1

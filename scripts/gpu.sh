@@ -58,8 +58,8 @@ within 150 bash -c "bench sft $eight --batches 6 --rounds 2 --name sft --lengths
 
 # Where there is little to gain: small batches, equal rows, a model that keeps no GPU busy
 within 60 bash -c "bench dpo --model llama-3.2-1b --tuning lora --max-length 1024 --batches 3 --rounds 2 \
-    --batch-size 1 2 4 --name small-batches --lengths $(rows pref_ultrafeedback_1000 uniform:60-1000) equal:512"
-within 40 bash -c "bench dpo --model tiny --max-length 1024 --batches 4 --rounds 3 --name host-bound \
+    --batch-size 1 2 4 --name crossover-small-batches --lengths $(rows pref_ultrafeedback_1000 uniform:60-1000) equal:512"
+within 40 bash -c "bench dpo --model tiny --max-length 1024 --batches 4 --rounds 3 --name crossover-host-bound \
     --batch-size 8 --lengths $(rows pref_ultrafeedback_1000 uniform:60-1000) equal:128"
 
 echo "--- $SECONDS s in all; results in $out"
