@@ -3,7 +3,7 @@
     python scripts/benchmark.py dpo --model smollm2-135m --lengths lengths.csv --output results
     python scripts/benchmark.py --collators                 # time to collate 64 rows of 4,096 tokens
     python scripts/benchmark.py --chart results/dpo.json    # draw a chart again
-    python scripts/benchmark.py --readme [--check]          # write the README's tables from docs/benchmarks, or check it
+    python scripts/benchmark.py --readme [--check]          # write the README's tables from docs/benchmarks
 
 A length file has the columns prompt,chosen,rejected (dpo) or total,assistant (sft), in tokens.
 """
@@ -48,11 +48,11 @@ def table(folder: Path, crossover: bool) -> list[str]:
         machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
         for run in result["runs"]:
             methods = run["methods"]
-            ours = methods.get("shared", methods["flat"])
+            ours = methods["shared" if "shared" in methods else "flat"]
             cells = [
                 f"[{machine}](docs/benchmarks/{Path(path).with_suffix('.md')})",
                 f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}",
-                speedup(methods["flat"], result),
+                speedup(methods["flat"], result) if "flat" in methods else "",
                 speedup(methods["shared"], result) if "shared" in methods else "",
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops_over_limit']:.3f}",
