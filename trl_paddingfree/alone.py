@@ -50,7 +50,9 @@ def check_rows(vocab_size: int, window: int | None) -> list[np.ndarray]:
 
     prompt = tokens(9)
     rows = [np.concatenate([prompt, tokens(7 + reach)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
-    rows[2][9] = (rows[0][9] + 1) % vocab_size  # the branches part right after the prompt
+    # Branches part right after the prompt and rows at their first token, also where each token is replaced by the next
+    rows[2][9] = (rows[0][9] + 2) % vocab_size
+    rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
     return rows
 
 
