@@ -18,8 +18,8 @@ class PaddingFreeOptions:
             `False` for SFT.
         flat_attention (`str`, *optional*, defaults to `"auto"`):
             How attention is computed over flat batches: `"auto"` picks the fastest exact way for the model, its
-            `attn_implementation`, device and dtype; `"flash"`, `"varlen"`, `"segment"` and `"mask"` ask for one of
-            them, which is then used or refused.
+            `attn_implementation`, device and dtype; `"flash"`, `"varlen"`, `"segment"`, `"positions"` and `"mask"`
+            ask for one of them, which is then used or refused.
         arrange_micro_batches (`str`, *optional*, defaults to `"none"`):
             Which examples of an optimizer step share a micro-batch. `"none"`: as the sampler draws them. `"tokens"`:
             every micro-batch gets about the same work, so that processes do not wait for each other. `"prefix"`:
@@ -44,8 +44,8 @@ class PaddingFreeOptions:
     flat_attention: str = field(
         default="auto",
         metadata={
-            "help": "How attention is computed over flat batches: 'auto', 'flash', 'varlen', 'segment' or 'mask'.",
-            "choices": ["auto", "flash", "varlen", "segment", "mask"],
+            "help": "How attention is computed over flat batches.",
+            "choices": ["auto", "flash", "varlen", "segment", "positions", "mask"],
         },
     )
     arrange_micro_batches: str = field(
