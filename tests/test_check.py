@@ -3,7 +3,7 @@
 import copy
 import logging
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -11,10 +11,12 @@ import torch
 from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.models.bamba import modeling_bamba
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.architectures import tiny_model
 from tests.reference_flash import flash_attn_varlen_func, reference_flash
+from tests.reference_state import reference_state_kernels
 from trl_paddingfree import attention, forward
 from trl_paddingfree.alone import RowsAlone
 from trl_paddingfree.batch import FlatBatch
@@ -167,6 +169,19 @@ def test_a_state_that_passes_on_is_caught(monkeypatch):
     assert not result.passed
 
 
+def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):
+    """Mamba layers take a fused kernel in training, and another in evaluation."""
+    model = make("bamba")
+    size = model.config.hidden_size
+    with reference_state_kernels(model):
+        assert check_flat(model, SEGMENT, prefix_sharing=False).passed
+        mix = lambda states, *args, **kwargs: states[..., :size].cumsum(1)  # noqa: E731
+        monkeypatch.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", mix)
+        result = check_flat(model, SEGMENT, prefix_sharing=False)
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+
+
 def one_token_off(by):
     """Attention whose segments see `by` more keys than theirs: 1, the last token of the row before; -1, one too few."""
 
@@ -251,7 +266,7 @@ def quantized(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["plain", "bfloat16", "lora", "checkpointed", "devices", "4bit"])
+@pytest.mark.parametrize("kind", ["plain", "bfloat16", "autocast", "lora", "checkpointed", "devices", "4bit"])
 def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, request, monkeypatch):
     if kind == "4bit":
         model = request.getfixturevalue("quantized")
@@ -260,6 +275,7 @@ def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, reques
         model = make(dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
         wrap = {"lora": lora, "checkpointed": checkpointed, "devices": on_several_devices}.get(kind, lambda m: m)
         model = wrap(model)
+    autocast = torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext()
     model.train()
     model.get_input_embeddings().eval()  # training modes differ between modules, and stay so
     for parameter in model.parameters():
@@ -278,7 +294,8 @@ def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, reques
         )
 
     before = state()
-    result, failed = prove(model, choose_route(model), prefix_sharing=True)
+    with autocast:
+        result, failed = prove(model, choose_route(model), prefix_sharing=True)
     assert result.prefix_sharing
     assert not failed
     after = state()

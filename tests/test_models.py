@@ -178,7 +178,7 @@ def test_architecture_with_state_trains_flat_where_its_kernels_are(name, attenti
 @pytest.mark.parametrize("name", CARRY_STATE)
 def test_architecture_with_state_is_refused_without_its_kernels_by_their_name(name):
     model = make(name, None)
-    with pytest.raises(UnprovenModelError, match="pip install causal-conv1d"):
+    with pytest.raises(UnprovenModelError, match="pip install (causal-conv1d|mamba-ssm)"):
         prove(model, choose_route(model))
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from . import seams
 from .batch import IGNORE_INDEX
 from .collate import flatten
+from .forward import is_state_layer
 
 # Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
 # and models tried (576 runs of 2 and 32 layers), the larger of two draws was exceeded by half at most
@@ -27,10 +28,14 @@ Call = Callable[..., Any]
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's training mode and the random state are as before afterwards."""
+    """
+    Evaluation mode without gradients. Afterwards every module's training mode and the random state are as before.
+
+    Layers that carry state are in training mode, where some of them take another kernel, and draw nothing.
+    """
     modes = [(module, module.training) for module in model.modules()]
     for module, _ in modes:
-        module.training = seams.spoilt_by_evaluation(module)
+        module.training = seams.spoilt_by_evaluation(module) or is_state_layer(module)
     devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
     try:
         with torch.no_grad(), torch.random.fork_rng(sorted(devices)):

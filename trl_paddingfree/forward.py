@@ -217,13 +217,18 @@ def _flat_backbone(model: PreTrainedModel, route: Route, batch: FlatBatch, score
             handle.remove()
 
 
-def carries_state(model: PreTrainedModel) -> bool:
+def is_state_layer(module: torch.nn.Module) -> bool:
     """
-    Whether layers of `model` hand a state from token to token, beside attention: it cannot share prefixes.
+    Whether `module` hands a state from token to token.
 
     Every such layer that can keep the sequences of a flat row apart begins with a short convolution.
     """
-    return any(isinstance(module, torch.nn.Conv1d) for module in model.get_decoder().modules())
+    return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+
+
+def carries_state(model: PreTrainedModel) -> bool:
+    """Whether any layer of `model` hands a state from token to token, beside attention: it cannot share prefixes."""
+    return any(map(is_state_layer, model.get_decoder().modules()))
 
 
 def needs_boundaries(model: PreTrainedModel, route: Route) -> bool:
