@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py dpo --model smollm2-135m --lengths lengths.csv --output results
     python scripts/benchmark.py --collators                 # time to collate 64 rows of 4,096 tokens
-    python scripts/benchmark.py --chart results/dpo.json    # draw a chart again
+    python scripts/benchmark.py --render results/dpo.json   # write the table and draw the chart again
     python scripts/benchmark.py --readme [--check]          # write the README's tables from docs/benchmarks
 
 A length file has the columns prompt,chosen,rejected (dpo) or total,assistant (sft), in tokens.
@@ -97,13 +97,11 @@ def update_readme(check: bool) -> int:
     return 0
 
 
-def draw(path: Path) -> int:
-    """Draw the chart of a result again."""
-    from trl_paddingfree.benchmark.chart import chart
-    from trl_paddingfree.benchmark.report import conditions
+def render(path: Path) -> int:
+    """Write the table of a result and draw its chart again."""
+    from trl_paddingfree.benchmark.report import write
 
-    result = json.loads(path.read_text())
-    chart(result, path.with_suffix(".png"), conditions(result))
+    write(json.loads(path.read_text()), path.parent, path.stem)
     return 0
 
 
@@ -111,8 +109,8 @@ def main(args: list[str]) -> int:
     """Run one of the commands above."""
     if "--readme" in args:
         return update_readme("--check" in args)
-    if "--chart" in args:
-        return draw(Path(args[args.index("--chart") + 1]))
+    if "--render" in args:
+        return render(Path(args[args.index("--render") + 1]))
     if "--collators" in args:
         from trl_paddingfree.benchmark.collators import time_collators
 

@@ -132,7 +132,5 @@ def write(result: dict[str, Any], folder: Path, name: str) -> list[Path]:
         chart(result, folder / f"{name}.png", conditions(result))
         files.append(folder / f"{name}.png")
     except ImportError:
-        print(
-            "No chart: matplotlib is not installed. `python scripts/benchmark.py --chart RESULT.json` draws it later."
-        )
+        print("No chart: matplotlib is not installed. `python scripts/benchmark.py --render RESULT.json` draws it.")
     return files

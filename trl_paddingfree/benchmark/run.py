@@ -3,7 +3,7 @@
 import gc
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -192,8 +192,7 @@ class Benchmark:
     def _limits(self, batches: list[Any]) -> tuple[Work, Work]:
         """The least work for the batches: with whole rectangles of query-key pairs, and with causal pairs only."""
         trees = self._tree_batches(batches)
-        nothing = Work(0, 0, 0)
-        return sum(map(Work.limit, trees), nothing), sum((Work.limit(tree, causal=True) for tree in trees), nothing)
+        return total(map(Work.limit, trees)), total(Work.limit(tree, causal=True) for tree in trees)
 
     def _typical(self, batches: list[Any], number: int) -> list[Any]:
         """The batches in which padded TRL computes most nearly as many times the limit as in all batches together."""
@@ -206,9 +205,8 @@ class Benchmark:
 
     def _all_batches(self, batches: list[Any]) -> dict[str, Any]:
         """Work of every batch of the rows, measured or not: how typical are the measured ones?"""
-        nothing = Work(0, 0, 0)
         work = {
-            runner.method.name: sum((runner.work(runner.trainer.data_collator(batch)) for batch in batches), nothing)
+            runner.method.name: total(runner.work(runner.trainer.data_collator(batch)) for batch in batches)
             for runner in self._same_batches()
         }
         limit, _ = self._limits(batches)
@@ -219,9 +217,14 @@ class Benchmark:
         }
 
 
+def total(work: Iterable[Work]) -> Work:
+    """All work together."""
+    return sum(work, Work(0, 0, 0))
+
+
 def counts(steps: list[Step], cost: StepCost, limit: Work) -> dict[str, Any]:
     """What one round computes, and against the least possible."""
-    work = sum((step.work for step in steps), Work(0, 0, 0))
+    work = total(step.work for step in steps)
     return {
         "tokens": work.tokens,
         "tokens_over_limit": work.tokens / limit.tokens,
