@@ -155,11 +155,28 @@ def test_segments_with_different_first_positions_are_caught(monkeypatch):
     assert not result.passed
 
 
-def test_a_window_that_does_not_reach_attention_is_caught_and_the_mask_serves():
-    model = make("phimoe", sliding_window=8)
+@pytest.mark.parametrize("window", [8, 2047])
+def test_a_window_that_does_not_reach_attention_is_caught_however_wide_it_is(window):
+    """PhiMoE makes masks with its window, and does not tell attention of it."""
+    model = make("phimoe", sliding_window=window)
     result, failed = prove(model, choose_route(model))
     assert [r.route.backend for r in failed] == ["segment", "segment"]
     assert (result.route.backend, result.prefix_sharing) == ("mask", True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("mistral", "sliding_window"), ("gemma3_text", "sliding_window"), ("llama4_text", "attention_chunk_size")],
+)
+def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
+    model = make(model_type, **{name: 2048})
+    model.base_model_prefix = "model"
+    seen = set()
+    model.base_model.register_forward_pre_hook(lambda *_: seen.add(getattr(model.config, name)))
+    assert prove(model, choose_route(model))[0].prefix_sharing
+    assert seen == {8}
+    assert getattr(model.config, name) == 2048
+    assert {vars(module)[name] for module in model.modules() if vars(module).get(name)} <= {2048}
 
 
 def test_a_state_that_passes_on_is_caught(monkeypatch):
@@ -357,7 +374,7 @@ def test_refusal_names_the_model_the_figures_and_what_to_do():
 
 
 def test_an_explicit_route_is_used_or_refused():
-    model = make("phimoe", sliding_window=8)
+    model = make("phimoe", sliding_window=2047)
     with pytest.raises(UnprovenModelError):
         prove(model, choose_route(model, "segment"), fallback=False)
     assert installed_route(model).backend == "segment"

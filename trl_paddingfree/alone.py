@@ -20,8 +20,9 @@ NOISE_FACTOR = 4.0
 # However large the noise, an error of more than about half the digits, relative to what a token of context does, is not
 # rounding: padding itself may change a model's answers, and then agreement within its noise means nothing
 HALF_DIGITS_FACTOR = 3.0
-# Rows long enough to cross a sliding window are tried up to this window; wider ones are taken at their word
-LONGEST_WINDOW = 256
+# What limits how far a token sees, in layers and configurations, and how far it sees while rows are tried: to meet the
+# limits of real models, rows would have to be thousands of tokens long
+_LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale"), 8
 
 Call = Callable[..., Any]
 
@@ -45,16 +46,32 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def check_rows(vocab_size: int, window: int | None) -> list[np.ndarray]:
+@contextmanager
+def narrowed(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context, sliding windows and chunks are shorter than the rows that are tried."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = [config for module in models for config in (module.config, module.config.get_text_config())]
+    holders = {id(holder): holder for holder in (*configs, *model.modules())}.values()
+    limits = [(holder, name, vars(holder).get(name)) for holder in holders for name in _LIMITS]
+    limits = [(holder, name, value) for holder, name, value in limits if isinstance(value, int) and value > _NARROW]
+    for holder, name, _ in limits:
+        setattr(holder, name, _NARROW)
+    try:
+        yield
+    finally:
+        for holder, name, value in limits:
+            setattr(holder, name, value)
+
+
+def check_rows(vocab_size: int) -> list[np.ndarray]:
     """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
     rng = np.random.default_rng(0)  # of our own: the training's random state stays as it is
-    reach = window if window is not None and window <= LONGEST_WINDOW else 0
 
     def tokens(n):
         return rng.integers(0, vocab_size, n)
 
     prompt = tokens(9)
-    rows = [np.concatenate([prompt, tokens(7 + reach)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
+    rows = [np.concatenate([prompt, tokens(7)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
     # Branches part right after the prompt and rows at their first token, also where each token is replaced by the next
     rows[2][9] = (rows[0][9] + 2) % vocab_size
     rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
@@ -104,9 +121,9 @@ class RowsAlone:
     def __init__(self, model: PreTrainedModel, call: Call | None = None):
         config = model.config.get_text_config()
         self.vocab_size = config.vocab_size
-        self.rows = check_rows(self.vocab_size, getattr(config, "sliding_window", None))
+        self.rows = check_rows(self.vocab_size)
         self.log_probs: Callable[..., list[torch.Tensor]] = partial(_log_probs, model, call=call)
-        with undisturbed(model):
+        with undisturbed(model), narrowed(model):
             self.alone = [self.log_probs([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))
             # Another width is another draw: kernels choose their tiles by it

@@ -17,7 +17,7 @@ from functools import partial
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .alone import Call, RowsAlone, root_mean_square, undisturbed
+from .alone import Call, RowsAlone, narrowed, root_mean_square, undisturbed
 from .forward import Route, carries_state, fallback_route, install
 from .models import obstacles
 
@@ -103,7 +103,7 @@ def check_flat(
     reference = reference or RowsAlone(model, call)
     log_probs = partial(reference.log_probs, prefix_sharing=prefix_sharing)
     install(model, route)
-    with undisturbed(model):
+    with undisturbed(model), narrowed(model):
         try:
             flat = log_probs(reference.rows)
             movements = []
