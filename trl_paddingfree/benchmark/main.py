@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,36 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """
     os.environ.setdefault("TQDM_DISABLE", "1")
     given = list(sys.argv[1:] if args is None else args)
-    options = make_parser(prog).parse_args(given)
+    parser = make_parser(prog)
+    options = parser.parse_args(given)
+    if not options.lengths and not options.dataset:
+        parser.error("one of --lengths and --dataset must say which rows to train on")
     from .report import markdown, write
 
     result: dict[str, Any] = {}
-    for result in run(options, ["trl-paddingfree", "bench", *given]):
-        if options.output:
-            write(result, options.output, options.name or options.task)
+    with quiet():
+        for result in run(options, ["trl-paddingfree", "bench", *given]):
+            if options.output:
+                write(result, options.output, options.name or options.task)
     print(markdown(result))
     return 0 if all(measured["agree"] for measured in result["runs"]) else 1
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within this context, transformers only speaks of errors: many trainers would all say the same."""
+    import datasets
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -93,20 +115,13 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
 
     Yields the result as it grows, after each source: what was measured is safe if a later source fails.
     """
-    import datasets
     import torch
-    from transformers.utils import logging
 
     from .methods import Settings
     from .run import Benchmark, release
 
-    datasets.disable_progress_bars()
-    logging.set_verbosity_error()  # several trainers per run repeat what each says about its tokenizer
-    warnings.simplefilter("ignore", FutureWarning)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     warmup = options.warmup if options.warmup is not None else int(device == "cuda")
-    if not options.lengths and not options.dataset:
-        raise ValueError("`--lengths` or `--dataset` must say which rows to train on.")
     result: dict[str, Any] = {}
     for batch_size in options.batch_size:
         settings = Settings(
