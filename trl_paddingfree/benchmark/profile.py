@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from .measure import Runner
@@ -30,7 +31,8 @@ def profile_step(runner: Runner, examples: list[dict[str, Any]], longest: int = 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         runner.step(examples)
-    events = profiler.key_averages()
+    # Kernels are listed too, but their time already counts for the operations that launched them
+    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CPU]
     own, whole = ("self_device_time_total", "device_time_total") if cuda else ("self_cpu_time_total", "cpu_time_total")
     total = sum(getattr(event, own) for event in events)
     ranked = sorted(events, key=lambda event: -getattr(event, own))
