@@ -1,12 +1,9 @@
 """The command line: `trl-paddingfree`, or `python -m trl_paddingfree`."""
 
 import argparse
-import importlib
 import json
-import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .noise import silence
@@ -47,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # These have parsers of their own, with options of the hundreds
     if given and given[0] in TRAINING:
-        return launch(given[0], given[1:])
+        return train(given[0], given[1:])
     if given and given[0] == "bench":
         return bench(given[1:])
     args = make_parser().parse_args(given)
@@ -56,8 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if args.traceback:
             raise
-        sys.stderr.write(f"trl-paddingfree {args.command}: {error}\n")
-        return WRONG_USE
+        return refuse(args.command, error)
+
+
+def refuse(command: str, error: Exception) -> int:
+    """Say why a command cannot be carried out."""
+    sys.stderr.write(f"trl-paddingfree {command}: {error}\n")
+    return WRONG_USE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -202,9 +204,9 @@ def inspect(args: argparse.Namespace) -> int:
     if args.plot:
         try:
             plot_waste(report, args.plot)
-            progress.print(f"Chart: {args.plot}")
+            progress.print(f"Chart: {args.plot}", soft_wrap=True)
         except ImportError as error:
-            progress.print(f"No chart: {error}", markup=False)
+            progress.print(f"No chart: {error}", markup=False, soft_wrap=True)
     return OK
 
 
@@ -259,52 +261,11 @@ def bench(argv: list[str]) -> int:
     return benchmark(argv or SMALL_BENCHMARK, prog="trl-paddingfree bench")
 
 
-def launch(script: str, argv: list[str]) -> int:
-    """
-    Run a training script through `accelerate launch`.
+def train(script: str, argv: list[str]) -> int:
+    """`trl-paddingfree dpo` and `trl-paddingfree sft`."""
+    from .launch import launch
 
-    Options that the script does not know are those of `accelerate launch`, on the command line and in the YAML file of
-    `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
-
-    Args:
-        script (`str`):
-            `"dpo"` or `"sft"`.
-        argv (`list[str]`):
-            Options of the script and of `accelerate launch`.
-    """
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
-
-    module = f"trl_paddingfree.scripts.{script}"
-    parser = importlib.import_module(module).make_parser(prog=f"trl-paddingfree {script}")
-    *_, from_config, from_command_line = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
-    launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
-    script_args = without(argv, from_command_line)
     try:
-        launch_command(launch_command_parser().parse_args([*launch_args, "--module", module, *script_args]))
-    except subprocess.CalledProcessError as error:  # the script has said what went wrong
-        return error.returncode
-    return OK
-
-
-def without(items: Iterable[str], subsequence: Iterable[str]) -> list[str]:
-    """
-    `items` less an ordered subsequence of them.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.cli import without
-    >>> without(["--beta", "1", "--num_processes", "2", "--seed", "2"], ["--num_processes", "2"])
-    ['--beta', '1', '--seed', '2']
-
-    ```
-    """
-    left, rest = deque(subsequence), []
-    for item in items:
-        if left and item == left[0]:
-            left.popleft()
-        else:
-            rest.append(item)
-    return rest
+        return launch(script, argv)
+    except (ValueError, OSError) as error:  # configurations refuse some values
+        return refuse(script, error)

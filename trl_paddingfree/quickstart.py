@@ -234,9 +234,9 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"\nAsked:    {question}\nAnswered: {answer}\n", markup=False)
     try:
         draw(runs, summary, output_dir / "chart.png")
-        console.print(f"Chart: {output_dir / 'chart.png'}")
+        console.print(f"Chart: {output_dir / 'chart.png'}", soft_wrap=True)
     except ImportError as error:
-        console.print(f"No chart: {error}", markup=False)
+        console.print(f"No chart: {error}", markup=False, soft_wrap=True)
     if not summary["equal"]:
         console.print(
             f"The losses differ by {summary['loss_difference']:.1e}, which is more than rounding "

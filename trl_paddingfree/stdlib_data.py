@@ -4,6 +4,7 @@ import ast
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from datasets import Dataset
@@ -14,12 +15,17 @@ _LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "
 _SHORTEST = 20
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
+@cache
+def docstrings() -> tuple[tuple[str, str], ...]:
     """
     Pairs of a question about a function or class of the standard library, and its docstring.
 
     Read from source, without importing anything, in the order of the files.
     """
+    return tuple(_all_docstrings())
+
+
+def _all_docstrings() -> Iterator[tuple[str, str]]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
