@@ -57,6 +57,7 @@ Defects elsewhere that a setting gets around, with padding and without:
   that you pass to the trainer. Llama 4 also needs `router_aux_loss_coef=0.0`: TRL's router loss asks its configuration
   for `num_experts`.
 - DBRX: give `attn_config` a `clip_qkv`; without one, clamping queries and keys raises.
+- Falcon: its flash attention reads `position_ids` and nothing else. Load it with `"sdpa"` to share prefixes.
 - GPT-J, GPT-Neo: their flash attention is told neither of masks nor of positions. Load them with `"eager"`.
 """
 

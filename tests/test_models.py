@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import is_flash_attn_2_available
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.architectures import tiny_model
-from tests.reference_flash import reference_flash
+from tests.reference_flash import reference_flash, torch_varlen_func
 from tests.reference_state import reference_state_kernels
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.check import UnprovenModelError, prove
@@ -158,6 +159,27 @@ def test_architecture_equals_padded_with_flash_attention(name, prefix_sharing):
             assert route.backend == "positions"
             prefix_sharing = False
         assert_equals_padded(model, route, prefix_sharing)
+
+
+# PyTorch's kernel, which stands in where flash-attn is not installed, has neither soft-capping nor sinks
+NO_STAND_IN = ["gemma2", "gpt_oss"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, attention) for attention in (None, "flash_attention_2") for name in MUST_WORK if name != "llama4_text"],
+)
+def test_architecture_passes_the_check_with_the_kernels_of_a_gpu(name, attention):
+    installed = is_flash_attn_2_available()
+    if attention and not installed and name in NO_STAND_IN:
+        pytest.skip("needs flash-attn")
+    with reference_flash(torch_varlen_func) if attention and not installed else nullcontext():
+        model = make(name, attention, torch.bfloat16).cuda()
+        result, failed = prove(model, choose_route(model))
+    assert not failed
+    assert result.prefix_sharing == (result.route.backend != "positions")
+    assert result.route.backend in (("flash", "positions") if attention else ("varlen", "segment", "mask"))
 
 
 @pytest.mark.parametrize("attention", [None, "flash_attention_2"])
