@@ -3,6 +3,7 @@
 import inspect
 import json
 import textwrap
+import time
 
 import pytest
 
@@ -114,5 +115,6 @@ def test_memory_is_that_of_the_peak_above_the_start():
     with watch_memory(run):
         block = bytearray(size)
         block[:: 2**12] = b"x" * len(block[:: 2**12])  # memory counts once it is written to
+        time.sleep(0.2)  # dozens of samples, also on a busy machine
         del block
     assert 0.9 * size < run.memory * 2**30 < 1.5 * size
