@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.architectures import MODEL_TYPES, tiny_model  # noqa: E402
 from tests.reference_flash import reference_flash  # noqa: E402
+from tests.reference_state import reference_state_kernels  # noqa: E402
 from trl_paddingfree import seams  # noqa: E402
 from trl_paddingfree.alone import RowsAlone  # noqa: E402
 from trl_paddingfree.check import CheckResult, check_flat  # noqa: E402
@@ -48,8 +50,8 @@ on the model that you train, and train nothing that it refuses.
 - The figures are, for each way to compute attention, the largest difference of log-probabilities from the same rows one
   by one (root mean square, in nats), and the most that the model's own rounding explains.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
-- Layers that carry state need `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, which run on GPUs. The
-  models that are refused for want of them train flat where they are installed.
+- Layers that carry state need `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, which run on GPUs. "With
+  them": what the check says where plain PyTorch stands in for these kernels.
 
 Defects elsewhere that a setting gets around, with padding and without:
 
@@ -81,17 +83,34 @@ def check(model_type: str, attention: str | None) -> dict[str, str]:
             reference = RowsAlone(model)
         except Exception as error:
             return {"verdict": f"TRL cannot train it: {first_line(error)}"}
-        results, route = [], choose_route(model)
-        for candidate in dict.fromkeys((route, fallback_route(route))):
-            layouts = (False,) if carries_state(model) or candidate.backend == "positions" else (True, False)
-            results += [check_flat(model, candidate, prefix_sharing=x, reference=reference) for x in layouts]
-        figures = {backend: figure([r for r in results if r.route.backend == backend]) for backend in ROUTES}
-        passed = next((result for result in results if result.passed), None)
-        if passed is None:
+        results = every_way(model, reference)
+        verdict = first_passing(results)
+        if not verdict:
             reasons = obstacles(model, [result.failure for result in results])
-            return {"verdict": "refused: " + " ".join(reasons), **figures}
-    way = {"mask": "explicit mask, ", "positions": "by positions, "}.get(passed.route.backend, "")
-    return {"verdict": way + ("flat and shared" if passed.prefix_sharing else "flat") + note, **figures}
+            verdict = "refused: " + " ".join(reasons)
+            if "pip install" in verdict:
+                with reference_state_kernels(model):
+                    verdict += f" With them: {first_passing(every_way(model, reference)) or 'refused'}."
+    figures = {backend: figure([r for r in results if r.route.backend == backend]) for backend in ROUTES}
+    return {"verdict": verdict + note, **figures}
+
+
+def every_way(model: PreTrainedModel, reference: RowsAlone) -> list[CheckResult]:
+    """The check on every way that the trainers would try, in their order."""
+    results, route = [], choose_route(model)
+    for candidate in dict.fromkeys((route, fallback_route(route))):
+        layouts = (False,) if carries_state(model) or candidate.backend == "positions" else (True, False)
+        results += [check_flat(model, candidate, prefix_sharing=x, reference=reference) for x in layouts]
+    return results
+
+
+def first_passing(results: list[CheckResult]) -> str:
+    """How the model would train; empty if it would not."""
+    for result in results:
+        if result.passed:
+            way = {"mask": "explicit mask, ", "positions": "by positions, "}.get(result.route.backend, "")
+            return way + ("flat and shared" if result.prefix_sharing else "flat")
+    return ""
 
 
 def figure(results: list[CheckResult]) -> str:
