@@ -31,6 +31,17 @@ class BatchCounts:
             Slots of the padded batch, `R * L`.
         distinct (`int`):
             Nodes of the tree that the rows form: the fewest tokens any method can compute.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import BatchCounts, FlatBatch
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> batch.counts
+    BatchCounts(computed=6, real=7, padded=8, distinct=5)
+    >>> batch.counts + BatchCounts(computed=2, real=2, padded=2, distinct=2)
+    BatchCounts(computed=8, real=9, padded=10, distinct=7)
+
+    ```
     """
 
     computed: int = 0

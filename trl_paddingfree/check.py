@@ -49,6 +49,20 @@ class CheckResult:
             Largest `error` that passes.
         failure (`str`):
             The error that the model raised instead of an answer; empty if it answered.
+
+    Examples:
+    ```python
+    >>> from trl.trainer.utils import add_fused_lm_head
+    >>> from trl_paddingfree.check import check_flat
+    >>> from trl_paddingfree.forward import choose_route
+    >>> from trl_paddingfree.small_model import make_model, make_tokenizer
+    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
+    >>> add_fused_lm_head(model)
+    >>> result = check_flat(model, choose_route(model), prefix_sharing=True)
+    >>> result.passed, result.prefix_sharing, result.route.backend
+    (True, True, 'segment')
+
+    ```
     """
 
     route: Route
@@ -133,7 +147,26 @@ def _why_not_to_share(model: PreTrainedModel, route: Route) -> str:
 
 
 class UnprovenModelError(ValueError):
-    """A model computes a flat batch differently from its rows one by one, on every route."""
+    """
+    A model computes a flat batch differently from its rows one by one, on every route.
+
+    Examples:
+    ```python
+    >>> from transformers import MambaConfig, MambaForCausalLM
+    >>> from trl.trainer.utils import add_fused_lm_head
+    >>> from trl_paddingfree import UnprovenModelError
+    >>> from trl_paddingfree.check import prove
+    >>> from trl_paddingfree.forward import choose_route
+    >>> model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2))
+    >>> add_fused_lm_head(model)
+    >>> try:
+    ...     prove(model, choose_route(model))
+    ... except UnprovenModelError as error:
+    ...     print(str(error).splitlines()[-1])
+    Set `padding_free=False` to train it with padding, or load it with another `attn_implementation`.
+
+    ```
+    """
 
 
 def prove(

@@ -36,17 +36,26 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
 
     Examples:
     ```python
-    from peft import LoraConfig
-    from trl import DPOConfig
-    from trl_paddingfree import PaddingFreeDPOTrainer
+    >>> from datasets import Dataset
+    >>> from peft import LoraConfig
+    >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+    >>> from trl_paddingfree.small_model import make_model, make_tokenizer
+    >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
+    >>> tokenizer = make_tokenizer(["one two three eleven"])
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> args = PaddingFreeDPOConfig("out", max_steps=1, **options)
+    >>> trainer = PaddingFreeDPOTrainer(
+    ...     model=make_model(tokenizer),  # or the name of one on the hub
+    ...     args=args,
+    ...     train_dataset=dataset,
+    ...     processing_class=tokenizer,
+    ...     peft_config=LoraConfig(),
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, shared prefixes)'
 
-    trainer = PaddingFreeDPOTrainer(
-        model="Qwen/Qwen3-0.6B",
-        args=DPOConfig(padding_free=True),
-        train_dataset=dataset,
-        peft_config=LoraConfig(),
-    )
-    trainer.train()
     ```
     """
 

@@ -34,15 +34,24 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
 
     Examples:
     ```python
-    from trl import SFTConfig
-    from trl_paddingfree import PaddingFreeSFTTrainer
+    >>> from datasets import Dataset
+    >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+    >>> from trl_paddingfree.small_model import make_model, make_tokenizer
+    >>> dataset = Dataset.from_list([{"text": "one two"}, {"text": "one two three four five"}] * 4)
+    >>> tokenizer = make_tokenizer(dataset["text"])
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> args = PaddingFreeSFTConfig("out", max_steps=1, **options)
+    >>> trainer = PaddingFreeSFTTrainer(
+    ...     model=make_model(tokenizer),  # or the name of one on the hub
+    ...     args=args,
+    ...     train_dataset=dataset,
+    ...     processing_class=tokenizer,
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, no shared prefixes)'
 
-    trainer = PaddingFreeSFTTrainer(
-        model="Qwen/Qwen3-0.6B",
-        args=SFTConfig(padding_free=True, max_length=1024),
-        train_dataset=dataset,
-    )
-    trainer.train()
     ```
     """
 
