@@ -13,7 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests import equivalence
 from tests.tiny import make_model, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
-from trl_paddingfree.attention import FlatMask, GatherKeyValue, _torch_varlen
+from trl_paddingfree.attention import FlatMask
 from trl_paddingfree.benchmark.baseline import baseline_attention
 from trl_paddingfree.benchmark.measure import count_syncs
 from trl_paddingfree.forward import choose_route, install
@@ -93,39 +93,6 @@ def test_varlen_is_as_close_to_float32_as_padded_bfloat16(model_type, overrides,
     ):
         error = (f.grad.float() - expected.grad).abs().max()
         assert error <= budget(p.grad.float(), expected.grad), f"gradient of {name}"
-
-
-def oracle(query, key, value, layout, window=None):
-    """Attention under the dense mask, in the inputs' dtype."""
-    allowed = torch.from_numpy(layout.segments.dense_mask()).to(query.device)
-    if window is not None:
-        positions = torch.from_numpy(layout.segments.position_ids).to(query.device)
-        allowed &= positions[None] > positions[:, None] - window
-    key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-    scores = torch.einsum("thd,shd->hts", query, key) * query.size(-1) ** -0.5
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), value)
-
-
-@pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("window", [None, 16])
-def test_a_segment_with_more_keys_than_queries_is_aligned_to_the_bottom_right(window, heads):
-    layout = make_batch(SEEDS[0])[1].layout
-    assert any(k > q for q, k in zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
-    torch.manual_seed(0)
-    size = layout.segments.num_tokens
-    states = [torch.randn(size, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, heads, heads)]
-    dtypes = (torch.bfloat16, torch.bfloat16, torch.float64)
-    ours, low, high = ([x.clone().to(dtype).requires_grad_() for x in states] for dtype in dtypes)
-    gathered = [ours[0], GatherKeyValue.apply(ours[1], layout), GatherKeyValue.apply(ours[2], layout)]
-    longest = (layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
-    output = _torch_varlen()(*gathered, layout.cu_seqlens_q, layout.cu_seqlens_k, *longest, None, window)
-    expected, rounded = oracle(*high, layout, window), oracle(*low, layout, window)
-    assert (output.double() - expected).abs().max() <= budget(rounded.double(), expected)
-    gradient = torch.randn_like(output)
-    for x in (output, rounded, expected):
-        x.backward(gradient.to(x.dtype))
-    for a, b, c in zip(ours, low, high, strict=True):
-        assert (a.grad.double() - c.grad).abs().max() <= budget(b.grad.double(), c.grad)
 
 
 def backbone(model, batch):
