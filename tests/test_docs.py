@@ -211,9 +211,8 @@ def test_the_chinese_readme_is_in_step():
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_links_lead_somewhere(language):
     text = LANGUAGES[language]
-    headings = {
-        re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    }
+    headings = [heading.lower() for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    anchors = [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings]
     for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("#"):
             assert target[1:] in anchors
