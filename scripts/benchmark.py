@@ -86,15 +86,17 @@ def with_table(readme: str, generated: str) -> str:
 
 
 def update_readme(check: bool) -> int:
-    """Write the tables into the README, or fail if it is not what the results say."""
-    path = ROOT / "README.md"
-    current = path.read_text()
-    updated = with_table(current, content(ROOT / "docs" / "benchmarks"))
-    if check and updated != current:
-        print("README.md is not what docs/benchmarks says: run `python scripts/benchmark.py --readme`.")
-        return 1
-    path.write_text(updated)
-    return 0
+    """Write the tables into the READMEs of all languages, or fail if one is not what the results say."""
+    generated, stale = content(ROOT / "docs" / "benchmarks"), False
+    for path in sorted(ROOT.glob("README*.md")):
+        current = path.read_text(encoding="utf-8")
+        updated = with_table(current, generated)
+        if check and updated != current:
+            print(f"{path.name} is not what docs/benchmarks says: run `python scripts/benchmark.py --readme`.")
+            stale = True
+        elif not check:
+            path.write_text(updated, encoding="utf-8")
+    return int(stale)
 
 
 def render(path: Path) -> int:
