@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
@@ -216,6 +217,8 @@ def run(args: argparse.Namespace) -> int:
         `int`: Exit code: 0 if the losses are equal up to rounding, else 1.
     """
     console, output_dir = Console(stderr=args.json), Path(args.output_dir)
+    if args.model is None:
+        torch.set_num_threads(1)  # in a model this small, threads wait for each other, for long on a busy machine
     output_dir.mkdir(parents=True, exist_ok=True)
     if args.dataset_name is None:
         data = preference_data(args.seed)
