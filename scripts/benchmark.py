@@ -61,6 +61,15 @@ def table(folder: Path, crossover: bool) -> list[str]:
     return lines
 
 
+def chart(folder: Path) -> list[str]:
+    """The chart of the first result that has one."""
+    drawn = (path for path, _ in results(folder) if not Path(path).name.startswith("crossover"))
+    charts = (Path(path).with_suffix(".png") for path in drawn if (folder / path).with_suffix(".png").exists())
+    return (
+        [f"![Speed-up over padded TRL](docs/benchmarks/{path.as_posix()})", ""] if (path := next(charts, None)) else []
+    )
+
+
 def content(folder: Path) -> str:
     """What the README says of the results."""
     return "\n".join(
@@ -70,6 +79,7 @@ def content(folder: Path) -> str:
             "",
             *table(folder, crossover=False),
             "",
+            *chart(folder),
             "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
             "",
             *table(folder, crossover=True),

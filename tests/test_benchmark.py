@@ -297,6 +297,9 @@ def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     (tmp_path / "dpo.json").rename(tmp_path / "machine" / "dpo.json")
     assert f"{result['runs'][0]['methods']['shared']['speedup']:.2f}x" in readme.content(tmp_path)
     assert [len(readme.table(tmp_path, crossover=crossover)) for crossover in (False, True)] == [3, 2]
+    assert "docs/benchmarks/machine/dpo.png" not in readme.content(tmp_path)
+    (tmp_path / "dpo.png").rename(tmp_path / "machine" / "dpo.png")
+    assert "](docs/benchmarks/machine/dpo.png)" in readme.content(tmp_path)
 
 
 def test_the_readme_is_checked_against_the_results(tmp_path, monkeypatch):

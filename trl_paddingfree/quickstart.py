@@ -71,7 +71,8 @@ def start_from_scratch(data: Dataset, args: argparse.Namespace, console: Console
         "max_steps": args.sft_steps,
         "per_device_train_batch_size": SFT_BATCH_SIZE,
         "max_length": args.max_length,
-        "learning_rate": 2e-3,
+        "learning_rate": 3e-3,
+        "adam_beta2": 0.95,
         "lr_scheduler_type": "cosine",
         "warmup_steps": args.sft_steps // 10,
         "seed": args.seed,
@@ -201,7 +202,7 @@ def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, 
         )
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
-    answer = tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+    answer = tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True).strip()
     return prompt if isinstance(prompt, str) else prompt[-1]["content"], answer
 
 

@@ -12,14 +12,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     """
     A byte-level BPE tokenizer with a chat template.
 
     Args:
         texts (`Iterable[str]`):
             What to train it on.
-        vocab_size (`int`, *optional*, defaults to `4096`):
+        vocab_size (`int`, *optional*, defaults to `2048`):
             Most tokens that it may have.
 
     Examples:
@@ -50,7 +50,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTo
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: int) -> LlamaForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
     """
     A Llama with random weights.
 
@@ -59,8 +59,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: int) 
             Its tokenizer.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the weights.
-        **sizes (`int`):
-            Fields of [`~transformers.LlamaConfig`] to set, in place of about 3 million parameters' worth.
+        **sizes:
+            Fields of [`~transformers.LlamaConfig`] to set, in place of about 2 million parameters' worth.
 
     Examples:
     ```python
@@ -73,11 +73,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: int) 
     """
     set_seed(seed)
     defaults: dict[str, Any] = {
-        "hidden_size": 192,
+        "hidden_size": 256,
         "intermediate_size": 512,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.06,  # 1 / sqrt(hidden_size): few steps have to do
     }
     config = LlamaConfig(
         vocab_size=len(tokenizer),
