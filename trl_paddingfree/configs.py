@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from trl import DPOConfig, SFTConfig
 
+from .noise import silence
+
 
 @dataclass
 class PaddingFreeOptions:
@@ -84,6 +86,10 @@ class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
     ```
     """
 
+    def __post_init__(self):
+        silence()
+        super().__post_init__()
+
 
 @dataclass
 class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
@@ -104,3 +110,7 @@ class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
         default=False,
         metadata={"help": "Whether to compute a prefix that several rows of a micro-batch share once."},
     )
+
+    def __post_init__(self):
+        silence()
+        super().__post_init__()
