@@ -6,6 +6,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# One fresh seed per run of the suite, the same in all worker processes; set it to repeat a run
+os.environ.setdefault("TRL_PADDINGFREE_SEED", str(int.from_bytes(os.urandom(2), "little")))
+
 import datasets  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
