@@ -332,6 +332,9 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
     assert result.returncode == 0, result.stderr
     assert "Trained by padding-free (segment, shared prefixes)" in result.stdout
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert result.stderr.count("Padding-free, segment: one sdpa call per segment, shared prefixes: exact") == 1
+    for noise in ("FutureWarning", "temporarily unavailable", "Traceback"):
+        assert noise not in result.stderr
 
 
 def test_the_figures_and_the_card_of_a_run_name_the_method(tmp_path):
