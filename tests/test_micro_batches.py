@@ -93,8 +93,6 @@ def test_rearranged_dpo_steps_train_the_same(model_dir, arrange, seed):
     arranged = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, arrange_micro_batches=arrange)
     same_training(plain, arranged)
     assert isinstance(arranged.trainer._get_train_sampler(), StepSampler)
-    if arrange == "prefix":
-        assert arranged.trainer.total_counts().computed < plain.trainer.total_counts().computed
 
 
 @pytest.mark.parametrize("arrange", ["tokens", "prefix"])
