@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py dpo --model smollm2-135m --lengths lengths.csv --output results
     python scripts/benchmark.py --collators                 # time to collate 64 rows of 4,096 tokens
+    python scripts/benchmark.py --imbalance lengths/*.csv   # what processes wait for each other, before and after
     python scripts/benchmark.py --render results/dpo.json   # write the table and draw the chart again
     python scripts/benchmark.py --readme [--check]          # write the README's tables from docs/benchmarks
 
@@ -9,6 +10,7 @@ A length file has the columns prompt,chosen,rejected (dpo) or total,assistant (s
 """
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,12 +119,27 @@ def render(path: Path) -> int:
     return 0
 
 
+def imbalance(sources: list[str]) -> int:
+    """Write how long processes wait for each other on some lengths, as drawn and as arranged."""
+    from trl_paddingfree.benchmark.imbalance import imbalance_table, measure_imbalance
+
+    measured = [measure_imbalance(source, processes) for source in sources for processes in (2, 8)]
+    command = "python scripts/benchmark.py --imbalance " + shlex.join(sources)
+    folder = ROOT / "docs" / "benchmarks"
+    (folder / "imbalance.json").write_text(json.dumps({"command": command, "measured": measured}, indent=1) + "\n")
+    (folder / "imbalance.md").write_text(table := imbalance_table(measured, command))
+    print(table)
+    return 0
+
+
 def main(args: list[str]) -> int:
     """Run one of the commands above."""
     if "--readme" in args:
         return update_readme("--check" in args)
     if "--render" in args:
         return render(Path(args[args.index("--render") + 1]))
+    if "--imbalance" in args:
+        return imbalance(args[args.index("--imbalance") + 1 :])
     if "--collators" in args:
         from trl_paddingfree.benchmark.collators import time_collators
 

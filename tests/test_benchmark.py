@@ -12,6 +12,7 @@ from tests.reference_flash import flash_attn_varlen_func
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main
 from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
+from trl_paddingfree.benchmark.imbalance import imbalance_table, measure_imbalance
 from trl_paddingfree.benchmark.measure import interleave, tolerances
 from trl_paddingfree.benchmark.methods import METHODS, Settings
 from trl_paddingfree.benchmark.rows import make_rows, read_lengths
@@ -315,3 +316,21 @@ def test_the_readme_is_checked_against_the_results(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="needs the lines"):
         readme.update_readme(check=False)
+
+
+@pytest.mark.parametrize("columns", [("prompt", "chosen", "rejected"), ("total", "assistant")], ids=len)
+def test_arranged_micro_batches_have_more_even_work(tmp_path, columns):
+    lengths = np.random.default_rng(SEEDS[0]).lognormal(5, 1, (512, len(columns))).astype(int) + 2
+    file = tmp_path / "lengths.csv"
+    file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in lengths)]))
+    measured = measure_imbalance(str(file), num_processes=4)
+    assert 1 <= measured["arranged"]["time"] < measured["drawn"]["time"]
+    assert 1 <= measured["arranged"]["memory"] < measured["drawn"]["memory"]
+    assert f"| lengths | 4 | {measured['drawn']['time']:.2f} |" in imbalance_table([measured], "command")
+
+
+def test_rows_of_one_length_leave_no_process_waiting(tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("total,assistant\n" + 256 * "40,20\n")
+    measured = measure_imbalance(str(file), num_processes=4)
+    assert measured["drawn"] == measured["arranged"] == {"time": 1.0, "memory": 1.0}

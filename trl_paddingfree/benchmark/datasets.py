@@ -56,7 +56,7 @@ def truncated(row: dict[str, Any], max_length: int) -> dict[str, Any]:
     """A DPO row as TRL's collator truncates it. SFT rows are truncated when they are prepared."""
     if "prompt_ids" not in row:
         return row
-    rest = max_length - len(row["prompt_ids"])
+    rest = max(max_length - len(row["prompt_ids"]), 0)
     return {
         "prompt_ids": row["prompt_ids"],
         "chosen_ids": row["chosen_ids"][:rest],

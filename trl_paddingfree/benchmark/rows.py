@@ -9,7 +9,7 @@ import gzip
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -41,6 +41,20 @@ class Rows:
         return [[self.examples[i] for i in order[first : first + batch_size]] for first in starts]
 
 
+def _open(path: Path) -> TextIO:
+    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+
+
+def task_of(source: str) -> str:
+    """The task, `"dpo"` or `"sft"`, whose columns a CSV file of lengths has."""
+    with _open(Path(source)) as file:
+        columns = set(csv.DictReader(file).fieldnames or ())
+    task = next((task for task, names in COLUMNS.items() if columns.issuperset(names)), None)
+    if task is None:
+        raise ValueError(f"`lengths={source!r}` has the columns {sorted(columns)}, and a task needs one of {COLUMNS}.")
+    return task
+
+
 def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
     """
     Read row lengths.
@@ -67,7 +81,7 @@ def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
             return source, [(a, a - a // 2) for a, _ in drawn]
         return source, [(min(a, b) // 2, a - min(a, b) // 2, b - min(a, b) // 2) for a, b in drawn]
     path = Path(source)
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    with _open(path) as file:
         reader = csv.DictReader(file)
         if missing := set(COLUMNS[task]) - set(reader.fieldnames or ()):
             raise ValueError(

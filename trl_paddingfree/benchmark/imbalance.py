@@ -1,0 +1,93 @@
+"""How long processes wait for each other, as examples are drawn and after `arrange_micro_batches="tokens"`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..sampling import StepSampler, by_tokens, example_tokens, example_work, imbalance, truncated
+from .rows import read_lengths, task_of
+
+HIDDEN_SIZE = 4096  # of the model that the quadratic term of attention is weighed for: an 8B Llama
+
+
+def measure_imbalance(
+    source: str, num_processes: int, batch_size: int = 4, accumulation: int = 4, max_length: int = 2048, seed: int = 0
+) -> dict[str, Any]:
+    """
+    Imbalance of one epoch in random order, prefixes shared for preference data.
+
+    Args:
+        source (`str`):
+            See [`~trl_paddingfree.benchmark.rows.read_lengths`].
+        num_processes (`int`):
+            Processes.
+        batch_size (`int`, *optional*, defaults to `4`):
+            Examples per micro-batch.
+        accumulation (`int`, *optional*, defaults to `4`):
+            Micro-batches per optimizer step and process.
+        max_length (`int`, *optional*, defaults to `2048`):
+            Longest row.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the order.
+
+    Returns:
+        `dict[str, Any]`: What was measured, and for the orders `"drawn"` and `"arranged"`: `"time"`, of a step over
+        that of evenly spread work; and `"memory"`, tokens of the largest micro-batch over those of the mean one.
+    """
+    task = task_of(source)
+    name, drawn = read_lengths(source, task)
+    if task == "dpo":
+        lengths = truncated(np.array(drawn, dtype=np.int64), max_length, "keep_start")
+    else:
+        lengths = np.minimum(np.array(drawn, dtype=np.int64)[:, :1], max_length)
+    work = example_work(lengths, True, HIDDEN_SIZE)
+    tokens = example_tokens(lengths, True)
+    step_size = batch_size * num_processes * accumulation
+    order = np.random.default_rng(seed).permutation(len(work))
+    order = order[: len(order) // step_size * step_size].tolist()
+    arranged = list(StepSampler(order, step_size, by_tokens(work, batch_size, num_processes)))
+    return {
+        "rows": name,
+        "processes": num_processes,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "max_length": max_length,
+        "steps": len(order) // step_size,
+        **{
+            label: {
+                "time": imbalance(work[indices], batch_size, num_processes),
+                "memory": largest_over_mean(tokens[indices], batch_size),
+            }
+            for label, indices in (("drawn", order), ("arranged", arranged))
+        },
+    }
+
+
+def largest_over_mean(tokens: Sequence[int] | np.ndarray, batch_size: int) -> float:
+    """Tokens of the largest micro-batch over those of the mean one."""
+    micro_batches = np.asarray(tokens).reshape(-1, batch_size).sum(1)
+    return float(micro_batches.max() / micro_batches.mean())
+
+
+def imbalance_table(measured: Sequence[dict[str, Any]], command: str) -> str:
+    """The measurements as a Markdown table."""
+    first = measured[0]
+    lines = [
+        "# Balance of processes",
+        "",
+        f"{first['batch_size']} examples per micro-batch, {first['accumulation']} micro-batches per step and process, "
+        f"rows of at most {first['max_length']} tokens, one epoch in random order, prefixes of pairs shared, work of a "
+        f'model of hidden size {HIDDEN_SIZE}. "Drawn": `arrange_micro_batches="none"`; "arranged": `"tokens"`.',
+        "",
+        "- **time**: processes wait for the slowest after every micro-batch. Time of a step, over what it would be if "
+        "all work were spread evenly.",
+        "- **memory**: tokens of the largest micro-batch of the epoch, over those of the mean one.",
+        "",
+        "| rows | processes | time, drawn | time, arranged | memory, drawn | memory, arranged |",
+        "|-|-:|-:|-:|-:|-:|",
+    ]
+    for one in measured:
+        figures = [one[order][key] for key in ("time", "memory") for order in ("drawn", "arranged")]
+        lines.append(f"| {one['rows']} | {one['processes']} | " + " | ".join(f"{x:.2f}" for x in figures) + " |")
+    return "\n".join([*lines, "", "```", command, "```", ""])
