@@ -1,87 +1,10 @@
-"""Real processes on the CPU (gloo): many train what one trains, stop together, and resume each other's runs."""
+"""Several real processes on the CPU (gloo) train what one trains, and stop together."""
 
-import json
-import os
-import random
-import signal
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from tests import distributed_run
-from tests.equivalence import TOLERANCE
-
-pytestmark = pytest.mark.distributed
-ROOT = Path(__file__).parent.parent
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-TIMEOUT = 240  # seconds for one launch, most of which is importing
-# Figures that are averages over micro-batches weigh tokens anew when another process holds the example
-PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
-
-FSDP = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_reshard_after_forward: true
-mixed_precision: 'no'
-use_cpu: true
-"""
-
-
-def command(ranks, task, model, output, options, fsdp=False):
-    run = ["-m", "tests.distributed_run", task, model, str(output / "result.json"), json.dumps(options)]
-    output.mkdir(exist_ok=True)
-    if fsdp:
-        config = output / "fsdp.yaml"
-        config.write_text(FSDP)
-        launch = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(ranks)]
-        return [sys.executable, "-m", *launch, "--main_process_port", "0", *run]
-    if ranks > 1:
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        return [sys.executable, "-m", *torchrun, *run]
-    return [sys.executable, *run]
-
-
-def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-
-
-def launch(*args, **kwargs):
-    process = subprocess.run(
-        command(*args, **kwargs), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads((args[3] / "result.json").read_text())
-
-
-def alone(task, model, output, options):
-    """The same run in this process."""
-    output.mkdir(exist_ok=True)
-    distributed_run.main(task, model, str(output / "result.json"), json.dumps(options))
-    return json.loads((output / "result.json").read_text())
-
-
-def assert_same_run(one, many, one_dir=None, many_dir=None, only=""):
-    expected = {(e["step"], name): value for e in one["log"] for name, value in e.items() if name.startswith(only)}
-    actual = {(entry["step"], name): value for entry in many["log"] for name, value in entry.items()}
-    ignored = ("flat/", "runtime", "per_second", "flos", *PER_MICRO_BATCH)
-    names = [key for key in expected if not any(part in key[1] for part in ignored)]
-    assert names
-    for key in names:
-        assert actual[key] == pytest.approx(expected[key], rel=TOLERANCE, abs=TOLERANCE), key
-    if one_dir is not None:
-        (file,) = (path.name for path in one_dir.glob("*.safetensors"))
-        weights = load_file(many_dir / file)
-        for name, weight in load_file(one_dir / file).items():
-            assert (weights[name] - weight).abs().max() <= TOLERANCE * (1 + weight.abs().max()), name
+from tests.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
 
 
 def test_two_processes_train_what_one_trains(model_dir, tmp_path):
@@ -124,9 +47,38 @@ def test_four_processes_train_what_one_trains(model_dir, tmp_path):
 def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path, task, options):
     options = {**options, "max_steps": 2}
     one = alone(task, model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    two = launch(2, task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2}, fsdp=True)
+    two = launch(2, task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2}, engine="fsdp")
     assert (two["world"], two["engine"]) == (2, "FSDP")
     assert_same_run(one, two)
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("task", "options"), [("dpo", {"lora": True}), ("sft", {"prefix_sharing": True})])
+def test_zero_trains_what_one_process_trains(model_dir, tmp_path, task, options, engine):
+    pytest.importorskip("deepspeed")
+    options = {**options, "max_steps": 2}
+    one = alone(task, model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
+    two = launch(2, task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2}, engine=engine)
+    assert (two["world"], two["engine"]) == (2, "DEEPSPEED")
+    assert_same_run(one, two)
+
+
+def test_reference_log_probs_can_be_precomputed_by_two_processes(model_dir, tmp_path):
+    """Nine evaluation pairs: the last batch has one for one process, and none for the other."""
+    options = {"max_steps": 2, "evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "on_disk": True}
+    options |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    during = launch(2, "dpo", model_dir, tmp_path / "during", options)
+    before = launch(2, "dpo", model_dir, tmp_path / "before", {**options, "precompute_ref_log_probs": True})
+    # Before training every pair is a tie, which rounding breaks
+    assert_same_run(during, before, tmp_path / "during", tmp_path / "before", ignore=["accuracies"])
+
+
+def test_a_process_may_have_nothing_to_score(model_dir, tmp_path):
+    """Every second micro-batch, and so every one of the second process, is all prompt."""
+    options = {"max_steps": 3, "train_sampling_strategy": "sequential", "unscored": True}
+    one = alone("sft", model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
+    two = launch(2, "sft", model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2})
+    assert_same_run(one, two, tmp_path / "1", tmp_path / "2")
 
 
 def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path):
@@ -141,40 +93,3 @@ def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path)
     )
     assert process.returncode != 0
     assert "this process fails on purpose" in process.stderr
-
-
-def test_a_killed_run_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_path):
-    """Also on another number of processes than it was killed on."""
-    common = {
-        "max_steps": 6,
-        "gradient_accumulation_steps": 2,
-        "arrange_micro_batches": "tokens",
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
-    options = {**common, "per_device_train_batch_size": 4}
-    uninterrupted = alone("dpo", model_dir, tmp_path / "whole", options)
-    killed = tmp_path / "killed"
-    process = subprocess.Popen(
-        command(1, "dpo", model_dir, killed, options),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + TIMEOUT
-    while not (killed / "checkpoint-2" / "trainer_state.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(random.Random(SEED).random() * 0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    # The checkpoint being written when the process died may be incomplete: resume from the newest whole one
-    whole = [path for path in killed.glob("checkpoint-*") if (path / "trainer_state.json").exists()]
-    newest = max(whole, key=lambda path: int(path.name.split("-")[1]))
-    resumed = alone("dpo", model_dir, tmp_path / "resumed", {**options, "resume": str(newest)})
-    assert_same_run(uninterrupted, resumed, tmp_path / "whole", tmp_path / "resumed")
-    two = {**common, "per_device_train_batch_size": 2, "resume": str(killed / "checkpoint-2")}
-    assert_same_run(
-        uninterrupted, launch(2, "dpo", model_dir, tmp_path / "two", two), tmp_path / "whole", tmp_path / "two"
-    )

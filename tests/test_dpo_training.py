@@ -333,7 +333,6 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(with_lora, tmp_path):
 # Speed options
 
 
-@pytest.mark.slow
 def test_compiled_training_is_the_same(tokenizer):
     def make():
         return {

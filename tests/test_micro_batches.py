@@ -163,3 +163,15 @@ def test_a_streaming_data_set_cannot_be_arranged(model_dir):
             train_dataset=stream,
             arrange_micro_batches="tokens",
         )
+
+
+def test_two_ways_to_arrange_at_once_are_refused(model_dir):
+    with pytest.raises(ValueError, match="both decide which examples share a micro-batch"):
+        run(
+            PaddingFreeSFTTrainer,
+            PaddingFreeSFTConfig,
+            model=model_dir,
+            train_dataset=conversations(8, SEED),
+            train_sampling_strategy="batch_rebalance",
+            arrange_micro_batches="tokens",
+        )

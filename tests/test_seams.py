@@ -49,6 +49,8 @@ PRIVATE = {
     ),
     "transformers:Trainer._get_train_sampler": (),
     "transformers:Trainer._prepare_inputs": ("inputs",),
+    "transformers:Trainer._save_checkpoint": ("model", "trial"),
+    "transformers:Trainer._save_rng_state": ("output_dir",),
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
     "trl:DPOTrainer._name": None,
     "trl:SFTTrainer._name": None,
@@ -85,11 +87,14 @@ EXTENDED = {
     "_get_train_sampler",
     "_precompute_ref_logps",
     "_prepare_dataset",
+    "_save_checkpoint",
+    "_save_rng_state",
     "compute_loss",
     "compute_ref_log_probs",
     "create_model_card",
     "get_train_dataloader",
     "log",
+    "train",
     "training_step",
 }
 

@@ -22,6 +22,7 @@ class StepTrainer(Trainer):
     part_weight: float = 1.0  # share of a micro-batch that is being computed
     flat_options: Any = None  # the PaddingFreeOptions; `None`: the trainer is TRL's own
     flat_check: Any = None  # the CheckResult of the start-up check
+    step_sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
     train_dataset: Any
     data_collator: Any
     model: Any
@@ -71,6 +72,12 @@ class StepTrainer(Trainer):
                 f"`arrange_micro_batches={options.arrange_micro_batches!r}` needs a data set of known length to look "
                 "ahead in, and a streaming one has none: leave it out, or load the data set without `streaming`."
             )
+        if options.arrange_micro_batches != "none" and self.args.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                f"`arrange_micro_batches={options.arrange_micro_batches!r}` and "
+                "`train_sampling_strategy='batch_rebalance'` both decide which examples share a micro-batch: leave one "
+                "of them out."
+            )
         limit = options.max_tokens_per_micro_batch
         if limit and options.oversized_examples == "error" and isinstance(self.train_dataset, Dataset):
             tokens = example_tokens(self.example_lengths(), self.flat_check.prefix_sharing)
@@ -94,17 +101,25 @@ class StepTrainer(Trainer):
             hidden_size = self.model.config.get_text_config().hidden_size
             work = example_work(self.example_lengths(), self.flat_check.prefix_sharing, hidden_size)
             arrange = by_tokens(work, batch_size, processes)
-        return StepSampler(sampler, batch_size * processes * self.args.gradient_accumulation_steps, arrange)
+        step_size = batch_size * processes * self.args.gradient_accumulation_steps
+        self.step_sampler = StepSampler(sampler, step_size, arrange)
+        return self.step_sampler
 
     def get_train_dataloader(self):
-        if self.flat_options is None or self.flat_options.max_tokens_per_micro_batch is None:
+        if self.flat_options is None:
             return super().get_train_dataloader()
-        collator = self.data_collator  # evaluation keeps no activations and needs no parts
-        self.data_collator = replace(collator, max_tokens=self.flat_options.max_tokens_per_micro_batch)
+        collator = self.data_collator
+        if limit := self.flat_options.max_tokens_per_micro_batch:
+            # In training only: evaluation keeps no activations and needs no parts
+            self.data_collator = replace(collator, max_tokens=limit)
         try:
-            return super().get_train_dataloader()
+            loader: Any = super().get_train_dataloader()
         finally:
             self.data_collator = collator
+        if self.step_sampler is not None:
+            # accelerate finds its own samplers only: a run that several processes resume would go on at epoch 0
+            loader.set_sampler(self.step_sampler)
+        return loader
 
     def training_step(self, model, inputs, *args, **kwargs):
         parts, weights = inputs.pop("parts", [inputs]), inputs.pop("part_weights", [1.0])

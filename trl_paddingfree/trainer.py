@@ -14,6 +14,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .batch import BatchCounts
 from .check import CheckResult, UnprovenModelError, prove
+from .checkpoints import checkpoint_to_resume, state_file
 from .configs import PaddingFreeOptions
 from .forward import Route, choose_route, install
 from .memory import peak_memory
@@ -159,6 +160,19 @@ class PaddingFreeTrainer(StepTrainer):
         if self.flat_options is None:  # TRL counts the real tokens of padded batches
             total = replace(total, real=self._total_train_tokens)  # type: ignore[attr-defined]
         return total
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:  # a checkpoint that is written anew is not whole until it is whole again
+            state_file(self.args.output_dir, self.state.global_step).unlink(missing_ok=True)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
+        self.accelerator.wait_for_everyone()
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.unproven:
