@@ -113,5 +113,5 @@ def test_only_whole_checkpoints_are_resumed(tmp_path):
     newest = str(tmp_path / "checkpoint-9")
     assert checkpoint_to_resume("true", str(tmp_path)) == checkpoint_to_resume(True, str(tmp_path)) == newest
     assert checkpoint_to_resume(str(tmp_path / "checkpoint-2"), str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    with pytest.raises(ValueError, match=r"checkpoint-10' is no complete checkpoint.*'.*checkpoint-9' is complete"):
+    with pytest.raises(ValueError, match=r"checkpoint-10'` is no complete checkpoint.*'.*checkpoint-9' is complete"):
         checkpoint_to_resume(str(tmp_path / "checkpoint-10"), str(tmp_path))
