@@ -2,7 +2,8 @@
 
     python scripts/benchmark.py dpo --model smollm2-135m --lengths lengths.csv --output results
     python scripts/benchmark.py --collators                 # time to collate 64 rows of 4,096 tokens
-    python scripts/benchmark.py --imbalance lengths/*.csv   # what processes wait for each other, before and after
+    python scripts/benchmark.py --arranging lengths/*.csv   # what `arrange_micro_batches` changes
+    python scripts/benchmark.py --packing lengths/*.csv     # what packing changes against padding-free batches
     python scripts/benchmark.py --render results/dpo.json   # write the table and draw the chart again
     python scripts/benchmark.py --readme [--check]          # write the README's tables from docs/benchmarks
 
@@ -119,16 +120,34 @@ def render(path: Path) -> int:
     return 0
 
 
-def imbalance(sources: list[str]) -> int:
-    """Write how long processes wait for each other on some lengths, as drawn and as arranged."""
-    from trl_paddingfree.benchmark.imbalance import imbalance_table, measure_imbalance
+def arranging(sources: list[str]) -> int:
+    """Write what arranging micro-batches changes on some lengths."""
+    from trl_paddingfree.benchmark.arranging import arranging_report, measure_imbalance, measure_meetings
+    from trl_paddingfree.benchmark.rows import task_of
 
-    measured = [measure_imbalance(source, processes) for source in sources for processes in (2, 8)]
-    command = "python scripts/benchmark.py --imbalance " + shlex.join(sources)
+    imbalances = [measure_imbalance(source, processes) for source in sources for processes in (2, 8)]
+    pairs = [source for source in sources if task_of(source) == "dpo"]
+    meetings = [measure_meetings(source, step_size) for source in pairs for step_size in (32, 128)]
+    command = "python scripts/benchmark.py --arranging " + shlex.join(sources)
+    result = {"command": command, "imbalances": imbalances, "meetings": meetings}
+    return write_report("arranging", result, arranging_report(imbalances, meetings, command))
+
+
+def packing(sources: list[str]) -> int:
+    """Write what packing changes on some lengths."""
+    from trl_paddingfree.benchmark.packing import measure_packing, packing_report
+
+    measured = [measure_packing(source) for source in sources]
+    command = "python scripts/benchmark.py --packing " + shlex.join(sources)
+    return write_report("packing", {"command": command, "measured": measured}, packing_report(measured, command))
+
+
+def write_report(name: str, result: dict[str, Any], report: str) -> int:
+    """Write what depends on no machine: NAME.json and NAME.md in docs/benchmarks."""
     folder = ROOT / "docs" / "benchmarks"
-    (folder / "imbalance.json").write_text(json.dumps({"command": command, "measured": measured}, indent=1) + "\n")
-    (folder / "imbalance.md").write_text(table := imbalance_table(measured, command))
-    print(table)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(report)
+    print(report)
     return 0
 
 
@@ -138,8 +157,10 @@ def main(args: list[str]) -> int:
         return update_readme("--check" in args)
     if "--render" in args:
         return render(Path(args[args.index("--render") + 1]))
-    if "--imbalance" in args:
-        return imbalance(args[args.index("--imbalance") + 1 :])
+    if "--arranging" in args:
+        return arranging(args[args.index("--arranging") + 1 :])
+    if "--packing" in args:
+        return packing(args[args.index("--packing") + 1 :])
     if "--collators" in args:
         from trl_paddingfree.benchmark.collators import time_collators
 

@@ -29,8 +29,8 @@ from tests.reference_flash import reference_flash  # noqa: E402
 from tests.reference_state import reference_state_kernels  # noqa: E402
 from trl_paddingfree import seams  # noqa: E402
 from trl_paddingfree.alone import RowsAlone  # noqa: E402
-from trl_paddingfree.check import CheckResult, check_flat  # noqa: E402
-from trl_paddingfree.forward import carries_state, choose_route, fallback_route  # noqa: E402
+from trl_paddingfree.check import CheckResult, check_flat, layouts  # noqa: E402
+from trl_paddingfree.forward import choose_route, routes_from  # noqa: E402
 from trl_paddingfree.models import obstacles  # noqa: E402
 
 SECONDS = 120  # per model; the slowest takes one
@@ -97,10 +97,10 @@ def check(model_type: str, attention: str | None) -> dict[str, str]:
 
 def every_way(model: PreTrainedModel, reference: RowsAlone) -> list[CheckResult]:
     """The check on every way that the trainers would try, in their order."""
-    results, route = [], choose_route(model)
-    for candidate in dict.fromkeys((route, fallback_route(route))):
-        layouts = (False,) if carries_state(model) or candidate.backend == "positions" else (True, False)
-        results += [check_flat(model, candidate, prefix_sharing=x, reference=reference) for x in layouts]
+    results = []
+    for candidate in routes_from(choose_route(model)):
+        ways = layouts(model, candidate.backend)
+        results += [check_flat(model, candidate, prefix_sharing=x, reference=reference) for x in ways]
     return results
 
 

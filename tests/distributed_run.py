@@ -71,7 +71,8 @@ def main(task: str, model: str, output: str, options: str) -> None:
         folder = os.path.dirname(output)
         with args.main_process_first():
             train_dataset = from_disk(train_dataset, os.path.join(folder, "train"))
-            kwargs["eval_dataset"] = from_disk(kwargs["eval_dataset"], os.path.join(folder, "eval"))
+            if evaluate:
+                kwargs["eval_dataset"] = from_disk(kwargs["eval_dataset"], os.path.join(folder, "eval"))
     trainer = trainer_class(model=model, args=args, train_dataset=train_dataset, **kwargs)
     if fail_on_rank is not None:
         step = trainer.training_step

@@ -11,8 +11,8 @@ import torch
 from tests.reference_flash import flash_attn_varlen_func
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main
+from trl_paddingfree.benchmark.arranging import arranging_report, measure_imbalance, measure_meetings
 from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
-from trl_paddingfree.benchmark.imbalance import imbalance_table, measure_imbalance
 from trl_paddingfree.benchmark.measure import interleave, tolerances
 from trl_paddingfree.benchmark.methods import METHODS, Settings
 from trl_paddingfree.benchmark.rows import make_rows, read_lengths
@@ -326,7 +326,6 @@ def test_arranged_micro_batches_have_more_even_work(tmp_path, columns):
     measured = measure_imbalance(str(file), num_processes=4)
     assert 1 <= measured["arranged"]["time"] < measured["drawn"]["time"]
     assert 1 <= measured["arranged"]["memory"] < measured["drawn"]["memory"]
-    assert f"| lengths | 4 | {measured['drawn']['time']:.2f} |" in imbalance_table([measured], "command")
 
 
 def test_rows_of_one_length_leave_no_process_waiting(tmp_path):
@@ -334,3 +333,15 @@ def test_rows_of_one_length_leave_no_process_waiting(tmp_path):
     file.write_text("total,assistant\n" + 256 * "40,20\n")
     measured = measure_imbalance(str(file), num_processes=4)
     assert measured["drawn"] == measured["arranged"] == {"time": 1.0, "memory": 1.0}
+
+
+def test_pairs_of_one_prompt_share_it_when_they_meet(tmp_path):
+    """With all pairs in one step, the four of a prompt of 100 tokens meet: 99 of their 880 tokens are computed once."""
+    file = tmp_path / "lengths.csv"
+    file.write_text("prompt,chosen,rejected\n" + 64 * "100,10,10\n")
+    measured = measure_meetings(str(file), step_size=64)
+    assert measured["arranged"] == pytest.approx((100 + 8 * 10 + 7) / 880)
+    assert measured["arranged"] < measured["drawn"] < 1
+    balance = measure_imbalance(str(file), num_processes=2, accumulation=1)
+    report = arranging_report([balance], [measured], "command")
+    assert f"| {measured['rows']} | 64 | {measured['drawn']:.3f} |" in report

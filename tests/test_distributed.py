@@ -39,10 +39,25 @@ def test_four_processes_train_what_one_trains(model_dir, tmp_path):
     assert_same_run(one, four, tmp_path / "1", tmp_path / "4")
 
 
+def test_processes_split_micro_batches_into_parts_of_their_own(model_dir, tmp_path):
+    """Into different numbers of parts, of different numbers of pairs: all metrics are those of padded batches."""
+    options = {"lora": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trl = launch(2, "dpo", model_dir, tmp_path / "trl", {**options, "padding_free": False})
+    two = launch(2, "dpo", model_dir, tmp_path / "2", {**options, "max_tokens_per_micro_batch": 90})
+    assert_same_run(trl, two, tmp_path / "trl", tmp_path / "2", ignore=())
+    computed, whole = (sum(e.get("flat/computed_tokens", 0) for e in run["log"]) for run in (two, trl))
+    assert computed > whole == 0
+
+
 @pytest.mark.parametrize(
     ("task", "options"),
-    [("dpo", {}), ("dpo", {"lora": True}), ("sft", {"prefix_sharing": True})],
-    ids=["dpo", "dpo-lora", "sft"],
+    [
+        ("dpo", {}),
+        ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
+        ("dpo", {"precompute_ref_log_probs": True, "on_disk": True}),
+        ("sft", {"prefix_sharing": True}),
+    ],
+    ids=["dpo", "dpo-lora-parts", "dpo-precomputed", "sft"],
 )
 def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path, task, options):
     options = {**options, "max_steps": 2}
@@ -53,7 +68,9 @@ def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path, task, options
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize(("task", "options"), [("dpo", {"lora": True}), ("sft", {"prefix_sharing": True})])
+@pytest.mark.parametrize(
+    ("task", "options"), [("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}), ("sft", {"prefix_sharing": True})]
+)
 def test_zero_trains_what_one_process_trains(model_dir, tmp_path, task, options, engine):
     pytest.importorskip("deepspeed")
     options = {**options, "max_steps": 2}

@@ -1,12 +1,15 @@
 """The flat forward against each row run alone: logits, gradients, counts."""
 
 import copy
+import types
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.tiny import make_model
@@ -109,12 +112,13 @@ def test_calls_without_a_flat_batch_are_untouched():
 def test_installing_again_changes_the_route_and_nothing_else():
     model = make_model()
     add_fused_lm_head(model)
+    install(model, choose_route(model))
     before = model.forward
     for route in (choose_route(model), choose_route(model, "mask"), choose_route(model, "segment")):
         install(model, route)
         assert installed_route(model) == route
         assert route.previous == "sdpa"
-        assert model.forward.previous_forward == before
+        assert model.forward == before
 
 
 def test_a_backend_that_was_asked_for_is_used_or_refused_with_every_reason():
@@ -153,3 +157,42 @@ def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_batch(reen
         model.enable_input_require_grads()
     for a, b in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_a_second_trainer_and_mixed_precision_find_the_route():
+    """Trainers add their head to the same instance, accelerate wraps its forward, and models may share a config."""
+    model = make_model()
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+    wrapped = model.forward
+    assert choose_route(model) == installed_route(model) == Route("segment", "sdpa")
+    install(model, choose_route(model, "mask"))
+    assert model.forward == wrapped
+    assert installed_route(model) == Route("mask", "sdpa")
+    add_fused_lm_head(model)
+    assert installed_route(model) is None
+    install(model, choose_route(model))
+    assert installed_route(model) == Route("segment", "sdpa")
+    sibling = type(model)(model.config)
+    assert choose_route(sibling) == Route("segment", "sdpa")
+
+
+def test_neftune_noise_has_the_size_of_rows():
+    """Uniform noise of at most alpha / sqrt(length * hidden size): the longest of many draws is near that."""
+    model = make_model()
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    embeddings, seen = model.get_input_embeddings(), []
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
+    inputs = padded([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8)
+    flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8, prefix_sharing=False)
+    model.train()
+    for kwargs in (inputs, {**inputs, "flat_batch": flat_batch}):
+        model(**kwargs, fused_lm_head=True)
+    bound = 5.0 / (6 * model.config.hidden_size) ** 0.5
+    for noise in seen:
+        assert 0.9 * bound < noise.abs().max() <= bound * (1 + 1e-5)
+    assert embeddings.neftune_noise_alpha == 5.0

@@ -9,12 +9,12 @@ import time
 import psutil
 import pytest
 
-from tests.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
+from tests.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
 from trl_paddingfree.checkpoints import checkpoint_to_resume, is_whole
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Counts and sums that TRL and transformers start anew when a run is resumed
-RESTARTED = ("num_tokens", "train_loss")
+RESTARTED = (*PER_MICRO_BATCH, "num_tokens", "train_loss")
 
 
 def start(*args):

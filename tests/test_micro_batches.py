@@ -26,11 +26,11 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
 
 
-def same_training(a, b):
+def same_training(a, b, ignored=PER_MICRO_BATCH):
     assert len(a.log_history) == len(b.log_history)
     for one, other in zip(a.log_history, b.log_history, strict=True):
         for name in one:
-            if not any(part in name for part in ("flat/", "runtime", "per_second", "flos", *PER_MICRO_BATCH)):
+            if not any(part in name for part in ("flat/", "runtime", "per_second", "flos", *ignored)):
                 assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
     for name, weight in a.weights.items():
         assert (b.weights[name] - weight).abs().max() <= TOLERANCE * (1 + weight.abs().max()), name
@@ -118,7 +118,7 @@ def test_a_token_budget_trains_the_same_as_padded_trl(model_dir, accumulation):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     ours = run(Watched, PaddingFreeDPOConfig, **common, **options, max_tokens_per_micro_batch=130)
-    same_training(padded, ours)
+    same_training(padded, ours, ignored=())
     assert max(seen) <= 130
     assert len(seen) > 3 * accumulation
 
@@ -128,7 +128,27 @@ def test_a_token_budget_for_sft_trains_the_same(model_dir):
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
     plain = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options)
     ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, max_tokens_per_micro_batch=100)
-    same_training(plain, ours)
+    same_training(plain, ours, ignored=())
+    assert ours.trainer.total_counts() == plain.trainer.total_counts()  # nothing is shared, and no part is repeated
+
+
+def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model_dir):
+    """Models without `accepts_loss_kwargs` are not told how many tokens a step has."""
+
+    class Mean(PaddingFreeSFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+    common = {"model": model_dir, "train_dataset": conversations(32, SEED), "max_length": 64}
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
+    plain = run(Mean, PaddingFreeSFTConfig, **common, **options)
+    ours = run(Mean, PaddingFreeSFTConfig, **common, **options, max_tokens_per_micro_batch=100)
+    same_training(plain, ours, ignored=())
+    trainer = plain.trainer
+    trainer.flat_options.arrange_micro_batches = "tokens"
+    with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
+        trainer.check_micro_batches()
 
 
 def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):
@@ -175,3 +195,27 @@ def test_two_ways_to_arrange_at_once_are_refused(model_dir):
             train_sampling_strategy="batch_rebalance",
             arrange_micro_batches="tokens",
         )
+
+
+def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
+    class Mine(PaddingFreeDPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss, _ = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            return loss
+
+    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
+    common["per_device_train_batch_size"] = 8
+    plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
+    same_training(plain, run(Mine, PaddingFreeDPOConfig, **common), ignored=())
+    same_training(plain, run(Mine, PaddingFreeDPOConfig, **common, max_tokens_per_micro_batch=130), ignored=())
+
+
+def test_a_collator_brings_no_token_budget_of_its_own(model_dir):
+    """A budget moves examples, which has to be checked: it comes from the configuration."""
+    from trl_paddingfree import PreferenceCollator
+
+    collator = PreferenceCollator(0, max_tokens=10)
+    common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
+    result = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, trainer_kwargs={"data_collator": collator})
+    assert result.trainer.data_collator.max_tokens is None
+    assert collator.max_tokens == 10

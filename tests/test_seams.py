@@ -52,6 +52,10 @@ PRIVATE = {
     "transformers:Trainer._save_checkpoint": ("model", "trial"),
     "transformers:Trainer._save_rng_state": ("output_dir",),
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
+    "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
+        "module",
+        "params_and_buffers_to_ignore",
+    ),
     "trl:DPOTrainer._name": None,
     "trl:SFTTrainer._name": None,
     "trl:DPOTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
@@ -71,7 +75,9 @@ INSTANCE = {
     "trl:SFTTrainer._metrics",
     "trl:DPOTrainer._tokenizer",
     "trl:SFTTrainer._tokenizer",
+    "trl:DPOTrainer._total_train_tokens",
     "trl:SFTTrainer._total_train_tokens",
+    "transformers:Trainer._train_batch_size",
 }
 # Read by the benchmark only, which says so itself where they are missing
 BENCHMARK = {

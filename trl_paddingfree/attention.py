@@ -202,6 +202,15 @@ def _dispatch(backend: Backend, previous: str, module, query, key, value, attent
     return seams.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 
 
+# The attention implementation that each of ours was registered over
+_REPLACED: dict[str, str] = {}
+
+
+def replaced_attention(name: str) -> str:
+    """The attention implementation that `name` stands over, or `name` if it is not one of ours."""
+    return _REPLACED.get(name, name)
+
+
 def register_attention(previous: str, backend: str) -> str:
     """
     Register an attention implementation that computes flat batches with `backend` and all else as before.
@@ -219,6 +228,7 @@ def register_attention(previous: str, backend: str) -> str:
     name = (
         f"paddingfree-{backend.replace('flash', 'fa')}-over-{previous.replace('sdpa', 'torch').replace('flash', 'fa')}"
     )
+    _REPLACED[name] = previous
     AttentionInterface.register(name, partial(_dispatch, BACKENDS[backend], previous))
     AttentionMaskInterface.register(name, seams.mask_function(previous))
     return name

@@ -11,14 +11,15 @@ log-probability, as root mean squares over scored tokens:
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .alone import Call, RowsAlone, narrowed, root_mean_square, undisturbed
-from .forward import Route, carries_state, fallback_route, install
+from .forward import Route, carries_state, install, routes_from
 from .models import obstacles
 
 logger = logging.get_logger(__name__)
@@ -169,6 +170,11 @@ class UnprovenModelError(ValueError):
     """
 
 
+def layouts(model: PreTrainedModel, backend: str) -> tuple[bool, ...]:
+    """Whether to share prefixes, in the order in which to try: not where state, or positions alone, tell rows apart."""
+    return (False,) if backend == "positions" or carries_state(model) else (True, False)
+
+
 def prove(
     model: PreTrainedModel,
     route: Route,
@@ -176,6 +182,7 @@ def prove(
     prefix_sharing: bool = True,
     fallback: bool = True,
     call: Call | None = None,
+    agree: Callable[[bool], bool] = bool,
 ) -> tuple[CheckResult, list[CheckResult]]:
     """
     Find the first way to compute flat batches that is exact, and install it.
@@ -194,6 +201,8 @@ def prove(
             Whether to try another route if `route` fails.
         call (`Callable`, *optional*):
             See [`RowsAlone`].
+        agree (`Callable`, *optional*):
+            Gives whether a check passed on all processes, from whether it passed on this one.
 
     Returns:
         `tuple[CheckResult, list[CheckResult]]`: The result that passed, and those that failed before it.
@@ -207,12 +216,12 @@ def prove(
         prefix_sharing = False
     reference = RowsAlone(model, call)
     failed: list[CheckResult] = []
-    for candidate in dict.fromkeys((route, fallback_route(route)) if fallback else (route,)):
-        for shared in (True, False) if prefix_sharing and candidate.backend != "positions" else (False,):
+    for candidate in routes_from(route) if fallback else [route]:
+        for shared in layouts(model, candidate.backend) if prefix_sharing else (False,):
             result = check_flat(model, candidate, prefix_sharing=shared, call=call, reference=reference)
-            if result.passed:
+            if agree(result.passed):
                 return result, failed
-            failed.append(result)
+            failed.append(replace(result, failure="not exact on another process") if result.passed else result)
     tried = "\n    ".join(map(str, failed))
     reasons = "".join(f"{reason}\n" for reason in obstacles(model, [result.failure for result in failed]))
     raise UnprovenModelError(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +14,13 @@ EXIT_CODES = """\
 exit codes:
   0  done; of `check`, `bench` and `quickstart` also: exact
   1  the answer is no: a model that is refused, losses that differ
-  2  wrong arguments, or something that cannot be loaded"""
+  2  wrong arguments, or something that cannot be loaded
+  `dpo` and `sft` end with the exit code of the training script"""
 # Small enough for two minutes on two cores
 SMALL_BENCHMARK = ["dpo", "--lengths", "uniform:16-256", "--batch-size", "4", "--batches", "1", "--rounds", "1"]
 TRAINING = ("dpo", "sft")
+# Errors of arguments, of names, and of packages that are missing
+LOADING = (ValueError, OSError, ImportError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(given)
     try:
         return args.run(args)
-    except (ValueError, OSError, ImportError) as error:
+    except LOADING as error:
         if args.traceback:
             raise
         return refuse(args.command, error)
@@ -162,10 +166,21 @@ def _add_quickstart(add: Callable) -> None:
 
 def loaded(name: str, load: Callable[[], Any]) -> Any:
     """What `load` gives; if it cannot, an error that says of what `name` is not the name."""
+    from datasets.exceptions import DatasetsError
+
     try:
         return load()
+    except DatasetsError as error:  # a file that is there, and is not what its name says
+        raise ValueError(f"{name!r} cannot be read: {error}. {error.__cause__ or ''}") from error
     except OSError as error:
         raise OSError(f"{name!r} is no file or folder here, and the hub does not give it: {error}") from error
+
+
+def at_least(least: int, **values: int) -> None:
+    """Refuse values of options that are too small."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"`--{name} {value}` must be at least {least}.")
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -184,8 +199,8 @@ def inspect(args: argparse.Namespace) -> int:
     from .tables import print_waste
     from .waste import measure
 
-    if args.batch_size < 1:
-        raise ValueError(f"`--batch_size {args.batch_size}` must be at least 1.")
+    at_least(1, batch_size=args.batch_size)
+    at_least(0, max_length=args.max_length, sample=args.sample)
     progress = Console(stderr=True)
     report = measure(
         loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split)),
@@ -248,6 +263,8 @@ def quickstart(args: argparse.Namespace) -> int:
 
     from .quickstart import run
 
+    at_least(1, steps=args.steps, sft_steps=args.sft_steps, batch_size=args.batch_size, max_length=args.max_length)
+    one_gpu()
     if args.model is None:  # what is tokenized, saved and loaded here takes no time
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
@@ -258,14 +275,27 @@ def bench(argv: list[str]) -> int:
     """`trl-paddingfree bench`."""
     from .benchmark import main as benchmark
 
-    return benchmark(argv or SMALL_BENCHMARK, prog="trl-paddingfree bench")
+    one_gpu()
+    try:
+        return benchmark(argv or SMALL_BENCHMARK, prog="trl-paddingfree bench")
+    except LOADING as error:
+        return refuse("bench", error)
+
+
+def one_gpu() -> None:
+    """Leave this process one GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them."""
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
 def train(script: str, argv: list[str]) -> int:
     """`trl-paddingfree dpo` and `trl-paddingfree sft`."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     from .launch import launch
 
     try:
         return launch(script, argv)
-    except (ValueError, OSError) as error:  # configurations refuse some values
+    except LOADING as error:  # configurations refuse some values
         return refuse(script, error)
+    except ChildFailedError:  # the process that failed has said why
+        return NO

@@ -158,7 +158,6 @@ def collate_parts(
     tokens = [collate([example])["flat_batch"].counts.computed for example in examples]
     parts = split_by_tokens(tokens, max_tokens)
     whole["parts"] = [collate([examples[i] for i in part]) for part in parts]
-    whole["part_weights"] = [len(part) / len(examples) for part in parts]
     return whole
 
 

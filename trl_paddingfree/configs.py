@@ -19,9 +19,9 @@ class PaddingFreeOptions:
             Whether to compute a prefix that several rows of a micro-batch share once. Defaults to `True` for DPO and
             `False` for SFT.
         flat_attention (`str`, *optional*, defaults to `"auto"`):
-            How attention is computed over flat batches: `"auto"` picks the fastest exact way for the model, its
-            `attn_implementation`, device and dtype; `"flash"`, `"varlen"`, `"segment"`, `"positions"` and `"mask"`
-            ask for one of them, which is then used or refused.
+            How attention is computed over flat batches: `"auto"` takes the fastest way for the model, its
+            `attn_implementation`, device and dtype that the start-up check finds exact; `"flash"`, `"varlen"`,
+            `"segment"`, `"positions"` and `"mask"` ask for one of them, which is then used or refused.
         arrange_micro_batches (`str`, *optional*, defaults to `"none"`):
             Which examples of an optimizer step share a micro-batch. `"none"`: as the sampler draws them. `"tokens"`:
             every micro-batch gets about the same work, so that processes do not wait for each other. `"prefix"`:

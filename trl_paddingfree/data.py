@@ -13,6 +13,9 @@ from .scripts.training import load_data
 # One of these sets of columns makes a data set instruction data, by TRL's names
 _INSTRUCTION_COLUMNS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"})
 
+# TRL's own preparation of each task's data
+PREPARE = {"dpo": seams.prepare_preferences, "sft": seams.prepare_instructions}
+
 
 def task_of(columns: Sequence[str]) -> str:
     """
@@ -95,7 +98,7 @@ def tokenize(
         `tuple[Dataset, list[list[int]]]`: The rows that the collator gets, and for each row of `dataset` the lengths of
         its sequences before truncation, in tokens.
     """
-    prepare = {"dpo": seams.prepare_preferences, "sft": seams.prepare_instructions}[task]
+    prepare = PREPARE[task]
     whole = prepare(dataset, tokenizer, max_length=None, truncation_mode=truncation_mode)
     if task == "dpo":
         columns = [[len(ids) for ids in whole[name]] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,8 +14,8 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .alone import RowsAlone
 from .attention import BACKENDS
-from .check import CheckResult, UnprovenModelError, check_flat, prove
-from .forward import carries_state, choose_route
+from .check import CheckResult, UnprovenModelError, check_flat, layouts, prove
+from .forward import choose_route
 
 PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("flash-attn", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
@@ -121,8 +122,8 @@ def try_routes(model: PreTrainedModel) -> list[RouteReport]:
         except ValueError as error:
             reports.append(RouteReport(backend, reasons=str(error)))
             continue
-        layouts = (False,) if backend == "positions" or carries_state(model) else (True, False)
-        results = [check_flat(model, route, prefix_sharing=shared, reference=reference) for shared in layouts]
+        ways = layouts(model, backend)
+        results = [check_flat(model, route, prefix_sharing=shared, reference=reference) for shared in ways]
         reports.append(RouteReport(backend, tuple(results)))
     return reports
 
@@ -164,11 +165,13 @@ def check_model(name: str, dtype: str = "auto", attn_implementation: str | None 
     )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def package_versions() -> dict[str, str | None]:
+    """Versions of what matters; `None` for what is not installed."""
+    found: dict[str, str | None] = dict.fromkeys((*PACKAGES, *OPTIONAL_PACKAGES))
+    for name in found:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def environment() -> dict[str, Any]:
@@ -192,7 +195,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)},
+        "packages": package_versions(),
         "cpu_threads": torch.get_num_threads(),
         "gpus": gpus,
         "attention": {

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import torch
 from trl import DPOTrainer
 
 from .collate import PreferenceCollator
@@ -75,6 +76,18 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
     def coupled_by(self) -> list[str]:
         coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch
         return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
+
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        chosen, rejected = inputs["completion_mask"][:, 1:].sum(1).chunk(2)
+        pairs, (chosen_tokens, rejected_tokens) = len(chosen), torch.stack([chosen.sum(), rejected.sum()]).tolist()
+        per_pair = ("loss", *(f"rewards/{x}" for x in ("chosen", "rejected", "accuracies", "margins")))
+        return {
+            **dict.fromkeys((*per_pair, "logps/chosen", "logps/rejected"), pairs),
+            "logits/chosen": chosen_tokens,
+            "mean_token_accuracy": chosen_tokens,
+            "logits/rejected": rejected_tokens,
+            "entropy": chosen_tokens + rejected_tokens,
+        }
 
     def example_lengths(self) -> np.ndarray:
         return truncated(super().example_lengths(), self.args.max_length, self.args.truncation_mode)

@@ -5,6 +5,7 @@ TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)
 """
 
 import functools
+import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from . import seams
-from .attention import BACKENDS, BOUNDARIES, FlatMask, register_attention
+from .attention import BACKENDS, BOUNDARIES, FlatMask, register_attention, replaced_attention
 from .batch import FlatBatch
 from .layout import FlatLayout
 
@@ -73,8 +74,7 @@ def choose_route(
     Raises:
         `ValueError`: If the backend that was asked for cannot serve this model, with every reason.
     """
-    route = installed_route(model)
-    previous = route.previous if route else seams.attn_implementation(model)
+    previous = replaced_attention(seams.attn_implementation(model))
     if model.base_model is model:
         raise ValueError(
             f"{type(model).__name__} keeps its backbone under another name than its `base_model_prefix` "
@@ -82,19 +82,20 @@ def choose_route(
             "`model.base_model_prefix = 'model'` before you make the trainer."
         )
     reasons = _reasons_against(model, previous, dtype or model.dtype, device or model.device)
-    if backend == "auto":
-        backend = next((name for name in reasons if not reasons[name]), "mask")
-    if backend not in reasons:
+    if backend != "auto" and backend not in reasons:
         raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, reasons))}.")
-    if reasons[backend]:
-        listed = "\n    ".join(reasons[backend])
+    wanted = reasons if backend == "auto" else [backend]
+    if (found := next((name for name in wanted if not reasons[name]), None)) is None:
+        listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
-    return Route(backend, previous)
+    return Route(found, previous)
 
 
-def fallback_route(route: Route) -> Route:
-    """The route that asks least of a model: its own attention, told of sequences the way transformers knows."""
-    return Route("positions" if _is_kernel(route.previous) else "mask", route.previous)
+def routes_from(route: Route) -> list[Route]:
+    """`route`, and slower ones that ask less of a model: its own attention, per segment, or told of sequences."""
+    slower = ["segment"] if route.backend == "varlen" else []
+    slower.append("positions" if _is_kernel(route.previous) else "mask")
+    return list(dict.fromkeys([route, *(Route(backend, route.previous) for backend in slower)]))
 
 
 def _is_kernel(previous: str) -> bool:
@@ -134,7 +135,12 @@ def _reasons_against(
 
 def installed_route(model: PreTrainedModel) -> Route | None:
     """The route that [`install`] gave `model`, or `None`."""
-    return getattr(model.forward, "route", None)
+    forward = model.forward
+    while forward is not None:  # mixed precision may have wrapped ours
+        if hasattr(forward, "takes_flat_batch"):
+            return model.flat_route
+        forward = getattr(forward, "__wrapped__", None)
+    return None
 
 
 def install(model: PreTrainedModel, route: Route) -> None:
@@ -144,25 +150,27 @@ def install(model: PreTrainedModel, route: Route) -> None:
     The model must have TRL's fused LM head. Calls without a `flat_batch` go to the forward and the attention that were
     there before. Nothing outside this instance changes.
     """
-    previous_forward = getattr(model.forward, "previous_forward", model.forward)
-    if route.backend in BACKENDS:
-        seams.set_attn_implementation(model, register_attention(route.previous, route.backend))
-    elif installed_route(model):
-        seams.set_attn_implementation(model, route.previous)
+    is_installed = installed_route(model) is not None
+    attention = register_attention(route.previous, route.backend) if route.backend in BACKENDS else route.previous
+    seams.set_attn_implementation(model, attention)
+    model.flat_route, model.needs_boundaries = route, needs_boundaries(model, route)
+    if is_installed:
+        return
+    previous_forward = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
     @torch.compiler.disable(recursive=False)
     def forward(self: Any, *args: Any, flat_batch: FlatBatch | None = None, **kwargs: Any) -> Any:
         if flat_batch is None:
             return previous_forward(*args, **kwargs)
-        return flat_forward(self, previous_forward, route, flat_batch, **kwargs)
+        return flat_forward(self, previous_forward, flat_batch, **kwargs)
 
-    forward.__dict__.update(route=route, previous_forward=previous_forward)
+    forward.takes_flat_batch = True
     model.forward = types.MethodType(forward, model)
 
 
 def flat_forward(
-    model: Any, previous_forward: Any, route: Route, batch: FlatBatch, *, fused_lm_head: bool = False, **kwargs: Any
+    model: Any, previous_forward: Any, batch: FlatBatch, *, fused_lm_head: bool = False, **kwargs: Any
 ) -> Any:
     """
     Compute a flat batch and answer in rows.
@@ -173,7 +181,7 @@ def flat_forward(
     """
     labels = kwargs.get("labels")
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
-    with _flat_backbone(model, route, batch, scored_only=fused_lm_head):
+    with _flat_backbone(model, batch, scored_only=fused_lm_head), _noise_of_rows(model, batch):
         flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if not fused_lm_head:
             outputs = previous_forward(**flat_kwargs)
@@ -193,12 +201,12 @@ def flat_forward(
 
 
 @contextmanager
-def _flat_backbone(model: PreTrainedModel, route: Route, batch: FlatBatch, scored_only: bool) -> Iterator[None]:
+def _flat_backbone(model: Any, batch: FlatBatch, scored_only: bool) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
 
     def give_layout(module, args, kwargs):
-        mask = layout_mask(route, batch.layout, model.config.get_text_config(), model.dtype)
-        boundaries = layout_boundaries(batch.layout) if needs_boundaries(model, route) else {}
+        mask = layout_mask(model.flat_route, batch.layout, model.config.get_text_config(), model.dtype)
+        boundaries = layout_boundaries(batch.layout) if model.needs_boundaries else {}
         return args, {**kwargs, **boundaries, "attention_mask": mask, "use_cache": False}
 
     def keep_scored(module, args, outputs):
@@ -215,6 +223,21 @@ def _flat_backbone(model: PreTrainedModel, route: Route, batch: FlatBatch, score
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _noise_of_rows(model: Any, batch: FlatBatch) -> Iterator[None]:
+    """Within this context, NEFTune's noise has the size that it has in rows: it shrinks with the length of an axis."""
+    embeddings = model.get_input_embeddings()
+    alpha = getattr(embeddings, "neftune_noise_alpha", None)
+    if alpha is None:
+        yield
+        return
+    embeddings.neftune_noise_alpha = alpha * math.sqrt(batch.input_ids.size(1) / batch.row_index.size(1))
+    try:
+        yield
+    finally:
+        embeddings.neftune_noise_alpha = alpha
 
 
 def is_state_layer(module: torch.nn.Module) -> bool:

@@ -162,7 +162,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="left" if not column else "right")
 
     def saved(name: str) -> str:
-        saving = 1 - summary[name][OURS] / summary[name][PADDED]
+        padded = summary[name][PADDED]
+        saving = 1 - summary[name][OURS] / padded if padded else 0.0
         return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
 
     speed_up = summary["speed_up"]

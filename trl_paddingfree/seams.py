@@ -1,6 +1,7 @@
-"""Every private name of transformers and TRL that this package touches, each with the reason why.
+"""What the package wants of private names of transformers and TRL, each with the reason why.
 
-`tests/test_seams.py` fails by name when an upgrade moves one of them. Public names are imported where they are used.
+`tests/test_seams.py` lists all of them, also those that the trainers extend or read on themselves, and fails by name
+when an upgrade moves one. Public names are imported where they are used.
 """
 
 import sys

@@ -147,7 +147,7 @@ class Segments:
         """
         `(T, T)` bool: whether query `i` attends to key `j`, from the definition of a path.
 
-        Quadratic and slow: the oracle of the tests, and the mask of models that no attention function reaches.
+        Quadratic and slow: what tests compare with.
         """
         mask = np.zeros((self.num_tokens, self.num_tokens), dtype=bool)
         for i, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):

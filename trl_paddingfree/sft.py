@@ -5,6 +5,7 @@ from typing import Any
 
 from trl import SFTTrainer
 
+from .batch import IGNORE_INDEX
 from .collate import LanguageModelingCollator
 from .configs import PaddingFreeSFTConfig
 from .trainer import PaddingFreeTrainer
@@ -64,6 +65,16 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
     @functools.wraps(SFTTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any):
         self.start(args, kwargs)
+
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
+        return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), scored)
+
+    def weighed_by_micro_batch(self) -> list[str]:
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func):
+            return [f"{type(self.flat_base(self.model)).__name__}, whose loss is a mean over each micro-batch"]
+        alone = self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices
+        return ["`average_tokens_across_devices=False`"] if alone else []
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)

@@ -1,11 +1,14 @@
 """The examples of one optimizer step: which of them share a micro-batch, and how many tokens run at once."""
 
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import DistributedType
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from pyarrow.compute import list_value_length
@@ -27,7 +30,9 @@ class StepTrainer(Trainer):
     data_collator: Any
     model: Any
     args: Any
-    # What TRL's trainers set
+    # What Trainer and TRL's trainers set
+    _train_batch_size: int
+    _total_train_tokens: int
     _metrics: Any
     aux_loss_enabled: Any
     router_aux_loss_coef: Any
@@ -36,6 +41,10 @@ class StepTrainer(Trainer):
         """Options under which an example's loss depends on which others share its micro-batch."""
         aux_loss = f"`router_aux_loss_coef={self.router_aux_loss_coef}`"
         return [aux_loss] if self.aux_loss_enabled else []
+
+    def weighed_by_micro_batch(self) -> list[str]:
+        """Options under which the weight of an example in a step depends on its micro-batch, or on its process."""
+        return []
 
     def example_lengths(self) -> np.ndarray:
         """`(examples, 3)` or `(examples, 1)` int64: lengths of what each training example holds, after truncation."""
@@ -62,7 +71,8 @@ class StepTrainer(Trainer):
             f"max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}": options.max_tokens_per_micro_batch,
         }
         for name in (name for name, used in moving.items() if used):
-            if reasons := self.coupled_by():
+            weighed = self.weighed_by_micro_batch() if name.startswith("arrange") else []
+            if reasons := self.coupled_by() + weighed:
                 raise ValueError(
                     f"`{name}` changes which examples share a micro-batch, and with {', '.join(reasons)} the loss of "
                     "an example depends on the others: leave one of them out."
@@ -94,7 +104,8 @@ class StepTrainer(Trainer):
             return sampler
         if isinstance(sampler, RandomSampler):  # what accelerate would put in its place, had it found it
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
-        batch_size, processes = self.args.train_batch_size, self.accelerator.num_processes
+        # `auto_find_batch_size` leaves the size in `args` as it was
+        batch_size, processes = self._train_batch_size, self.accelerator.num_processes
         if self.flat_options.arrange_micro_batches == "prefix":
             arrange = by_prefix(self.example_prefixes())
         else:
@@ -121,36 +132,78 @@ class StepTrainer(Trainer):
             loader.set_sampler(self.step_sampler)
         return loader
 
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        """What the loss, under the name "loss", and each metric of a part of a micro-batch is a mean over: how many."""
+        raise NotImplementedError
+
     def training_step(self, model, inputs, *args, **kwargs):
-        parts, weights = inputs.pop("parts", [inputs]), inputs.pop("part_weights", [1.0])
+        parts = inputs.pop("parts", [inputs])
         if self.flat_options is not None and self.flat_options.max_tokens_per_micro_batch:
             idle = self._most_parts(len(parts)) - len(parts)
-            # Processes gather weights and metrics together: those with fewer parts repeat one that counts for nothing
+            # Where weights are sharded, processes gather them together: those with fewer parts repeat one for nothing
             parts += idle * [{**parts[-1], "attention_mask": torch.zeros_like(parts[-1]["attention_mask"])}]
-            weights += idle * [0.0]
-        if len(parts) == 1:
-            return super().training_step(model, inputs, *args, **kwargs)
-        return self._step_in_parts(model, parts, weights, *args, **kwargs)
+            self.count(inputs, parts)
+            if len(parts) > 1:
+                return self._step_in_parts(model, parts, idle, *args, **kwargs)
+        else:
+            self.count(inputs, parts)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Take note of a micro-batch and of the parts that it is computed in."""
 
     def _most_parts(self, num_parts: int) -> int:
         """The most parts that any process has."""
+        if self.accelerator.num_processes == 1:
+            return num_parts
         return int(self.accelerator.gather(torch.tensor([num_parts], device=self.accelerator.device)).max())
 
-    def _step_in_parts(self, model, parts, weights, num_items_in_batch=None):
-        """One micro-batch as several forward and backward passes: same loss, same gradients, metrics by weight."""
-        metrics = self._metrics["train"]
-        logged = {name: len(values) for name, values in metrics.items()}
+    def _step_in_parts(self, model, parts, idle, num_items_in_batch=None):
+        """One micro-batch as several forward and backward passes, with its loss, its gradients and its metrics."""
+        sizes = [self.part_sizes(part) for part in parts]
+        for counted in sizes[len(parts) - idle :]:
+            counted.update(dict.fromkeys(counted, 0))
+        examples = max(sum(counted["loss"] for counted in sizes), 1)
+        metrics, sums, tokens_before = self._metrics["train"], defaultdict(float), self._total_train_tokens
         sync_gradients, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
-        for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        for i, (part, counted) in enumerate(zip(parts, sizes, strict=True)):
             last = i == len(parts) - 1
             # A loss that is normalized by the tokens of the whole step adds up by itself
-            self.part_weight = weight if num_items_in_batch is None else float(weight > 0)
+            weight = counted["loss"] / examples
+            self.part_weight = weight if num_items_in_batch is None else float(i < len(parts) - idle)
             self.accelerator.gradient_state._set_sync_gradients(sync_gradients and last)
-            with nullcontext() if last else self.accelerator.no_sync(model):
+            # DeepSpeed goes by the flag above, and has a `no_sync` that refuses some of its stages
+            holds = last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            logged = {name: len(values) for name, values in metrics.items()}
+            with self._own_metrics(), nullcontext() if holds else self.accelerator.no_sync(model):
                 loss += super().training_step(model, part, num_items_in_batch)
+            for name in (name for name, values in metrics.items() if len(values) > logged.get(name, 0)):
+                value, size = metrics[name].pop(), counted.get(name, 0)
+                sums[name] += value * size
+                sums["number of " + name] += size
         self.part_weight = 1.0
-        for name, values in metrics.items():
-            start = logged.get(name, 0)
-            if len(values) - start == len(parts):
-                values[start:] = [sum(w * value for w, value in zip(weights, values[start:], strict=True))]
+        self._add_metrics(sums, tokens_before)
         return loss
+
+    @contextmanager
+    def _own_metrics(self) -> Iterator[None]:
+        """Within this context, TRL's metrics are those of this process: parts differ in size from those of others."""
+        accelerator: Any = self.accelerator
+        accelerator.gather = accelerator.gather_for_metrics = lambda tensor: tensor
+        try:
+            yield
+        finally:
+            del accelerator.gather, accelerator.gather_for_metrics
+
+    def _add_metrics(self, sums: dict[str, float], tokens_before: int) -> None:
+        """Log the metrics of a micro-batch, from weighted sums over its parts."""
+        names = sorted(sums)
+        values = [*(sums[name] for name in names), float(self._total_train_tokens - tokens_before)]
+        tensor = torch.tensor([values], dtype=torch.float64, device=self.accelerator.device)
+        *totals, tokens = self.accelerator.gather(tensor).sum(0).tolist()
+        total = dict(zip(names, totals, strict=True))
+        metrics = self._metrics["train"]
+        for name in (name for name in names if "number of " + name in total):
+            metrics[name].append(total[name] / max(total["number of " + name], 1))
+        self._total_train_tokens = tokens_before + int(tokens)
+        metrics["num_tokens"] = [self._total_train_tokens]

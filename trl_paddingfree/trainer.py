@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,10 @@ class PaddingFreeTrainer(StepTrainer):
             self.data_collator = self.flat_collator(**vars(self.data_collator))
         # A copy: the user's own collator may serve another trainer
         self.data_collator = replace(
-            self.data_collator, padding_free=True, prefix_sharing=self.flat_check.prefix_sharing
+            self.data_collator,
+            padding_free=True,
+            prefix_sharing=self.flat_check.prefix_sharing,
+            max_tokens=None,
         )
 
     def _is_placed(self, model: Any) -> bool:
@@ -101,7 +105,7 @@ class PaddingFreeTrainer(StepTrainer):
         return self.flat_base(model).device.type == self.accelerator.device.type
 
     def _route(self, model: Any) -> Route:
-        dtype = {(True, False): torch.bfloat16, (False, True): torch.float16}.get((self.args.bf16, self.args.fp16))
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         device = self.flat_base(model).device
         device = self.accelerator.device if device.type == "cpu" else device
         return choose_route(self.flat_base(model), self.flat_options.flat_attention, dtype, device)
@@ -113,27 +117,43 @@ class PaddingFreeTrainer(StepTrainer):
         results = [self._prove(model, sharing) for model in models]
         if sharing and not all(result.prefix_sharing for result in results):
             results = [self._prove(model, False) for model in models]
-        logger.warning(f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s.")
+        if self.is_world_process_zero():
+            logger.warning(
+                f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
+            )
         return results[0]
 
     def _prove(self, model: Any, prefix_sharing: bool) -> CheckResult:
         base, fallback = self.flat_base(model), self.flat_options.flat_attention == "auto"
-        with self.accelerator.autocast():
+        # FSDP2 casts weights and inputs instead
+        with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
             result, failed = prove(
-                base, self._route(model), prefix_sharing=prefix_sharing, fallback=fallback, call=model
+                base,
+                self._route(model),
+                prefix_sharing=prefix_sharing,
+                fallback=fallback,
+                call=model,
+                agree=self._all_agree,
             )
-        if failed:
+        if failed and self.is_world_process_zero():
             tried = "\n    ".join(map(str, failed))
             logger.warning(
                 f"{type(base).__name__} trains as «{result}», because the start-up check failed as\n    {tried}"
             )
         return result
 
+    def _all_agree(self, passed: bool) -> bool:
+        """Whether a check passed on all processes: they have to take the same route."""
+        return bool(self.accelerator.gather(torch.tensor([passed], device=self.accelerator.device)).all())
+
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
-        self.unproven = False
+        models = [model]
+        if self.flat_base(model) is self.flat_base(self.model):
+            self.unproven = False
+            models += self.flat_models()[1:]
         planned = self.flat_check
-        self.flat_check = self._prove_all(self.flat_options.prefix_sharing, model, *self.flat_models()[1:])
+        self.flat_check = self._prove_all(self.flat_options.prefix_sharing, *models)
         if planned is not None and planned.prefix_sharing and not self.flat_check.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.flat_base(model)).__name__} cannot share prefixes, which was found out after the first "
@@ -177,12 +197,18 @@ class PaddingFreeTrainer(StepTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.unproven:
             self.prove_placed(model)
-        if model.training:
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.part_weight == 1:
+            return loss
+        return (self.part_weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else self.part_weight * loss
+
+    def count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        if self.flat_options is None:
             slots = inputs["input_ids"].numel()
-            flat = self.flat_options is not None
-            self.new_counts += inputs["flat_batch"].counts if flat else BatchCounts(slots, 0, slots, 0)
-            return self.part_weight * super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[operator]
-        return super().compute_loss(model, inputs, *args, **kwargs)
+            self.new_counts += BatchCounts(slots, 0, slots, 0)
+        else:
+            computed = sum(part["flat_batch"].counts.computed for part in parts)
+            self.new_counts += replace(inputs["flat_batch"].counts, computed=computed)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.flat_options is not None and self.model.training and "loss" in logs:

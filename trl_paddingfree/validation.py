@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import PeftModel, PromptLearningConfig
 from transformers import ProcessorMixin
 from transformers.utils import logging
+from trl import SFTConfig
 
 logger = logging.get_logger(__name__)
 
@@ -45,7 +46,7 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
                 f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
             )
     config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of a streaming data set
-    if config.per_device_train_batch_size == 1:
+    if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."

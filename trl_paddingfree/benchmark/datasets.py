@@ -1,20 +1,17 @@
 """The rows of a data set, prepared by TRL."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import load_dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import AutoTokenizer
 
+from ..data import PREPARE, load_rows
 from .rows import Rows
 
 COLUMNS = {"dpo": ["prompt_ids", "chosen_ids", "rejected_ids"], "sft": ["input_ids", "labels"]}
 
 
-def dataset_rows(task: str, name: str, tokenizer: str, max_length: int) -> Rows:
+def dataset_rows(task: str, name: str, tokenizer: str, max_length: int, per_turn: bool = False) -> Rows:
     """
     The rows that TRL's trainer makes of a data set.
 
@@ -22,34 +19,33 @@ def dataset_rows(task: str, name: str, tokenizer: str, max_length: int) -> Rows:
         task (`str`):
             `"dpo"` or `"sft"`.
         name (`str`):
-            A hub id, of which the split "train" is taken, or a JSON file, possibly gzipped.
+            Hub name, of which the split "train" is taken, folder, or file.
         tokenizer (`str`):
             Folder or id of the tokenizer.
         max_length (`int`):
             Longest row.
+        per_turn (`bool`, *optional*, defaults to `False`):
+            Whether conversations are cut into one sample per assistant turn, which keep each other's company in a
+            batch. SFT only.
     """
-    if Path(name).exists():
-        dataset = load_dataset("json", data_files=name, split="train")
-    else:
-        dataset = load_dataset(name, split="train")
-    trainer_class, config_class = {"dpo": (DPOTrainer, DPOConfig), "sft": (SFTTrainer, SFTConfig)}[task]
-    config: Any = config_class(
-        output_dir=tempfile.mkdtemp(prefix="trl_paddingfree_benchmark_"),
-        max_length=max_length,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-    )
-    kwargs = {"ref_model": _small_model()} if task == "dpo" else {}
-    trainer = trainer_class(
-        model=_small_model(),
-        args=config,
-        train_dataset=dataset,
-        processing_class=AutoTokenizer.from_pretrained(tokenizer),
-        **kwargs,
-    )
-    examples = [truncated(row, max_length) for row in trainer.train_dataset.select_columns(COLUMNS[task])]
-    return Rows(Path(name).name.split(".")[0], examples)
+    dataset = load_rows(name)
+    if per_turn:
+        dataset = dataset.map(one_sample_per_turn, batched=True, remove_columns=dataset.column_names)
+    options: dict[str, Any] = {"max_length": max_length, "truncation_mode": "keep_start"}
+    prepared = PREPARE[task](dataset, AutoTokenizer.from_pretrained(tokenizer), **options)
+    examples = [truncated(row, max_length) for row in prepared.select_columns(COLUMNS[task])]
+    return Rows(Path(name).name.split(".")[0] + per_turn * ", one sample per turn", examples, together=per_turn)
+
+
+def one_sample_per_turn(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """For every assistant turn of the conversations, a sample of that turn and all before it."""
+    samples: dict[str, list[Any]] = {"prompt": [], "completion": []}
+    for messages in batch["messages"]:
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant" and turn:
+                samples["prompt"].append(messages[:turn])
+                samples["completion"].append([message])
+    return samples
 
 
 def truncated(row: dict[str, Any], max_length: int) -> dict[str, Any]:
@@ -62,11 +58,3 @@ def truncated(row: dict[str, Any], max_length: int) -> dict[str, Any]:
         "chosen_ids": row["chosen_ids"][:rest],
         "rejected_ids": row["rejected_ids"][:rest],
     }
-
-
-def _small_model() -> Any:
-    """A model for the trainer that prepares the rows. It is never run."""
-    config = AutoConfig.for_model(
-        "llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,6 +1,5 @@
 """What a result was measured with."""
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -8,16 +7,8 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "numpy")
-OPTIONAL = ("flash-attn", "bitsandbytes", "liger-kernel", "triton")
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package, or `None`."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+from .. import __version__
+from ..diagnose import package_versions
 
 
 def processor_name() -> str:
@@ -32,10 +23,7 @@ def processor_name() -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Versions, processor, memory and GPU of this machine."""
-    from .. import __version__
-
-    versions = {name: version_of(name) for name in (*PACKAGES, *OPTIONAL)}
-    versions["trl-paddingfree"] = __version__
+    versions = {**package_versions(), "trl-paddingfree": __version__}  # it need not be installed
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

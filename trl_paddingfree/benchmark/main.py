@@ -32,6 +32,11 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "(sft); 'equal:N' or 'uniform:LOW-HIGH' makes lengths up",
     )
     rows.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="data sets: hub ids or JSON files")
+    rows.add_argument(
+        "--one-sample-per-turn",
+        action="store_true",
+        help="sft: cut the conversations of --dataset, kept in their order",
+    )
     rows.add_argument("--tokenizer", help="tokenizer of --dataset: the model's, if that has one")
     rows.add_argument("--batch-size", nargs="+", type=int, default=[8], help="pairs or rows per step")
     rows.add_argument("--max-length", type=int, default=1024)
@@ -166,4 +171,7 @@ def all_rows(options: argparse.Namespace, vocab_size: int) -> list[Any]:
         for source in options.lengths
     ]
     tokenizer = options.tokenizer or options.model
-    return made + [dataset_rows(options.task, name, tokenizer, options.max_length) for name in options.dataset]
+    per_turn = options.one_sample_per_turn
+    return made + [
+        dataset_rows(options.task, name, tokenizer, options.max_length, per_turn) for name in options.dataset
+    ]

@@ -29,16 +29,22 @@ class Rows:
             Name of the lengths or the data set.
         examples (`list[dict[str, Any]]`):
             `prompt_ids`, `chosen_ids` and `rejected_ids` for DPO, `input_ids` and `labels` for SFT.
+        together (`bool`, *optional*, defaults to `False`):
+            Whether a batch holds neighbours, rather than examples drawn at random.
     """
 
     name: str
     examples: list[dict[str, Any]]
+    together: bool = False
 
     def batches(self, batch_size: int, seed: int) -> list[list[dict[str, Any]]]:
-        """The examples in random order, cut into full batches."""
-        order = np.random.default_rng(seed).permutation(len(self.examples))
-        starts = range(0, len(order) - batch_size + 1, batch_size)
-        return [[self.examples[i] for i in order[first : first + batch_size]] for first in starts]
+        """Full batches of the examples, in random order."""
+        rng, count = np.random.default_rng(seed), len(self.examples) // batch_size
+        if self.together:
+            order = (rng.permutation(count)[:, None] * batch_size + np.arange(batch_size)).ravel()
+        else:
+            order = rng.permutation(len(self.examples))[: count * batch_size]
+        return [[self.examples[i] for i in batch] for batch in order.reshape(count, batch_size)]
 
 
 def _open(path: Path) -> TextIO:
@@ -75,7 +81,10 @@ def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
     """
     kind, _, numbers = source.partition(":")
     if kind in ("equal", "uniform"):
-        low, high = (int(numbers), int(numbers)) if kind == "equal" else map(int, numbers.split("-"))
+        bounds = numbers.split("-")
+        if len(bounds) != (1 if kind == "equal" else 2) or not all(map(str.isdecimal, bounds)):
+            raise ValueError(f"`lengths={source!r}` must be 'equal:N', 'uniform:LOW-HIGH' or the name of a file.")
+        low, high = int(bounds[0]), int(bounds[-1])
         drawn = np.random.default_rng(0).integers(low, high + 1, (512, 2)).tolist()
         if task == "sft":
             return source, [(a, a - a // 2) for a, _ in drawn]

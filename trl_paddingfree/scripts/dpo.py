@@ -16,17 +16,19 @@ def make_parser(prog: str | None = None) -> TrlParser:
     return TrlParser(types, prog=prog)
 
 
-def main(args: list[str] | None = None) -> None:
+def main(args: list[str] | None = None, strict: bool = True) -> None:
     """
     Run the script.
 
     Args:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
+        strict (`bool`, *optional*, defaults to `True`):
+            Whether unknown options are an error. Under `trl-paddingfree` they are those of `accelerate launch`.
     """
     silence()
-    train(PaddingFreeDPOTrainer, *make_parser().parse_args_and_config(args))
+    train(PaddingFreeDPOTrainer, *make_parser().parse_args_and_config(args, fail_with_unknown_args=strict))
 
 
 if __name__ == "__main__":
-    main()
+    main(strict=False)

@@ -19,7 +19,7 @@ class SFTScriptArguments(ScriptArguments):
     Args:
         batch_method (`str`, *optional*):
             `"padding"`: TRL's padded batches. `"packing"`: documents packed into rows of `max_length` by
-            `packing_strategy`, none of which sees another. `"padding_free"`: the examples of each padded batch, without
+            `packing_strategy`. `"padding_free"`: the examples of each padded batch, without
             the padding. Defaults to what `packing` and `padding_free` say.
     """
 
@@ -38,21 +38,28 @@ def make_parser(prog: str | None = None) -> TrlParser:
     return TrlParser(types, prog=prog)
 
 
-def main(args: list[str] | None = None) -> None:
+def main(args: list[str] | None = None, strict: bool = True) -> None:
     """
     Run the script.
 
     Args:
         args (`list[str]`, *optional*):
             Command line. Defaults to that of the process.
+        strict (`bool`, *optional*, defaults to `True`):
+            Whether unknown options are an error. Under `trl-paddingfree` they are those of `accelerate launch`.
     """
     silence()
-    script_args, training_args, model_args, dataset_args = make_parser().parse_args_and_config(args)
+    parsed = make_parser().parse_args_and_config(args, fail_with_unknown_args=strict)
+    script_args, training_args = parsed[:2]
+    if training_args.packing and script_args.batch_method not in (None, "packing"):
+        raise ValueError(
+            f"`--packing true` and `--batch_method {script_args.batch_method}` contradict each other: leave one out."
+        )
     if script_args.batch_method is not None:
         training_args.packing = script_args.batch_method == "packing"
         training_args.padding_free = script_args.batch_method != "padding"
-    train(PaddingFreeSFTTrainer, script_args, training_args, model_args, dataset_args)
+    train(PaddingFreeSFTTrainer, *parsed)
 
 
 if __name__ == "__main__":
-    main()
+    main(strict=False)

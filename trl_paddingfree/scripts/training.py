@@ -4,9 +4,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import DatasetDict, load_dataset
 from rich.console import Console
 from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from ..memory import peak_memory
@@ -40,12 +42,15 @@ def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
         dataset = load_dataset(loader, data_files=name, streaming=streaming)
     else:
         dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
-    if dataset_args.test_split_size is not None and script_args.dataset_test_split not in dataset:
-        train = dataset[script_args.dataset_train_split]
-        split = train.train_test_split(test_size=dataset_args.test_split_size, seed=seed)
-        dataset = DatasetDict(
-            {script_args.dataset_train_split: split["train"], script_args.dataset_test_split: split["test"]}
-        )
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    if dataset_args.test_split_size is not None and train in dataset and test not in dataset:
+        if streaming:
+            raise ValueError(
+                f"`--test_split_size {dataset_args.test_split_size}` cannot split a stream: leave out "
+                "`--dataset_streaming`, or name data with a test split."
+            )
+        split = dataset[train].train_test_split(test_size=dataset_args.test_split_size, seed=seed)
+        dataset = DatasetDict({train: split["train"], test: split["test"]})
     return dataset
 
 
@@ -58,6 +63,8 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
+    if not model_args.model_name_or_path:
+        raise ValueError("Name the model: `--model_name_or_path` (hub name or folder).")
     dataset = load_data(script_args, dataset_args, training_args.seed)
     evaluates = training_args.eval_strategy != "no"
     needed = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
@@ -75,6 +82,9 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    if script_args.ignore_bias_buffers:
+        ignored = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, ignored)
     started = time.perf_counter()
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     summarize(trainer, result.metrics, time.perf_counter() - started)

@@ -1,12 +1,13 @@
-"""How long processes wait for each other, as examples are drawn and after `arrange_micro_batches="tokens"`."""
+"""What `arrange_micro_batches` does: processes that wait less for each other, and prefixes that meet."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..sampling import StepSampler, by_tokens, example_tokens, example_work, imbalance, truncated
-from .rows import read_lengths, task_of
+from ..collate import PreferenceCollator
+from ..sampling import StepSampler, by_prefix, by_tokens, example_tokens, example_work, imbalance, truncated
+from .rows import make_rows, read_lengths, task_of
 
 HIDDEN_SIZE = 4096  # of the model that the quadratic term of attention is weighed for: an 8B Llama
 
@@ -70,12 +71,49 @@ def largest_over_mean(tokens: Sequence[int] | np.ndarray, batch_size: int) -> fl
     return float(micro_batches.max() / micro_batches.mean())
 
 
-def imbalance_table(measured: Sequence[dict[str, Any]], command: str) -> str:
-    """The measurements as a Markdown table."""
-    first = measured[0]
+def measure_meetings(
+    source: str, step_size: int, pairs_per_prompt: int = 4, batch_size: int = 4, max_length: int = 2048, seed: int = 0
+) -> dict[str, Any]:
+    """
+    Tokens computed in one epoch of preference data with several pairs per prompt, in random order.
+
+    Args:
+        source (`str`), batch_size (`int`), max_length (`int`), seed (`int`):
+            As for [`measure_imbalance`].
+        step_size (`int`):
+            Pairs per optimizer step.
+        pairs_per_prompt (`int`, *optional*, defaults to `4`):
+            Pairs that have the same prompt.
+
+    Returns:
+        `dict[str, Any]`: What was measured, and tokens computed in the orders `"drawn"` and `"arranged"`, over the
+        tokens of flat batches in which nothing is shared.
+    """
+    rows = make_rows(
+        "dpo", source, vocab_size=32000, max_length=max_length, seed=seed, pairs_per_prompt=pairs_per_prompt
+    )
+    order = np.random.default_rng(seed).permutation(len(rows.examples))
+    order = order[: len(order) // step_size * step_size].tolist()
+    prompts = [rows.examples[i]["prompt_ids"] for i in range(len(rows.examples))]
+    ranks = np.empty(len(prompts), dtype=np.int64)
+    ranks[sorted(range(len(prompts)), key=prompts.__getitem__)] = np.arange(len(prompts))
+    collator = PreferenceCollator(0, padding_free=True)
+    computed, real = {}, 0
+    for label, indices in (("drawn", order), ("arranged", list(StepSampler(order, step_size, by_prefix(ranks))))):
+        batches = [indices[first : first + batch_size] for first in range(0, len(indices), batch_size)]
+        counts = [collator([rows.examples[i] for i in batch])["flat_batch"].counts for batch in batches]
+        real = sum(count.real for count in counts)
+        computed[label] = sum(count.computed for count in counts) / real
+    return {"rows": rows.name, "batch_size": batch_size, "step_size": step_size, "max_length": max_length, **computed}
+
+
+def arranging_report(imbalances: Sequence[dict[str, Any]], meetings: Sequence[dict[str, Any]], command: str) -> str:
+    """The measurements as Markdown tables."""
+    first, meeting = imbalances[0], meetings[0]
     lines = [
-        "# Balance of processes",
+        "# Arranging micro-batches",
         "",
+        "## Balance of processes",
         f"{first['batch_size']} examples per micro-batch, {first['accumulation']} micro-batches per step and process, "
         f"rows of at most {first['max_length']} tokens, one epoch in random order, prefixes of pairs shared, work of a "
         f'model of hidden size {HIDDEN_SIZE}. "Drawn": `arrange_micro_batches="none"`; "arranged": `"tokens"`.',
@@ -87,7 +125,23 @@ def imbalance_table(measured: Sequence[dict[str, Any]], command: str) -> str:
         "| rows | processes | time, drawn | time, arranged | memory, drawn | memory, arranged |",
         "|-|-:|-:|-:|-:|-:|",
     ]
-    for one in measured:
+    for one in imbalances:
         figures = [one[order][key] for key in ("time", "memory") for order in ("drawn", "arranged")]
         lines.append(f"| {one['rows']} | {one['processes']} | " + " | ".join(f"{x:.2f}" for x in figures) + " |")
-    return "\n".join([*lines, "", "```", command, "```", ""])
+    lines += [
+        "",
+        "## Prefixes that meet",
+        f"{meeting['batch_size']} pairs per micro-batch, rows of at most {meeting['max_length']} tokens, one epoch in "
+        'random order. "Drawn": `arrange_micro_batches="none"`; "arranged": `"prefix"`. Tokens computed, over the real '
+        "tokens: what is below 1 was shared. Examples of a prompt only meet if they are in the same optimizer step.",
+        "",
+        "| rows | pairs per step | drawn | arranged |",
+        "|-|-:|-:|-:|",
+        *(f"| {one['rows']} | {one['step_size']} | {one['drawn']:.3f} | {one['arranged']:.3f} |" for one in meetings),
+        "",
+        "```",
+        command,
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
