@@ -1,7 +1,7 @@
 """Side by side with TRL, and the tables of results in the README.
 
     python scripts/benchmark.py dpo --model smollm2-135m --lengths lengths.csv --output results
-    python scripts/benchmark.py --collators                 # time to collate 64 rows of 4,096 tokens
+    python scripts/benchmark.py --collators results         # time to collate 64 rows of 4,096 tokens
     python scripts/benchmark.py --arranging lengths/*.csv   # what `arrange_micro_batches` changes
     python scripts/benchmark.py --packing lengths/*.csv     # what packing changes against padding-free batches
     python scripts/benchmark.py --render results/dpo.json   # write the table and draw the chart again
@@ -142,9 +142,19 @@ def packing(sources: list[str]) -> int:
     return write_report("packing", {"command": command, "measured": measured}, packing_report(measured, command))
 
 
-def write_report(name: str, result: dict[str, Any], report: str) -> int:
-    """Write what depends on no machine: NAME.json and NAME.md in docs/benchmarks."""
-    folder = ROOT / "docs" / "benchmarks"
+def collators(folder: Path) -> int:
+    """Write how long collators take on this machine."""
+    from trl_paddingfree.benchmark.collators import collators_report, time_collators
+    from trl_paddingfree.benchmark.environment import environment, machine_name
+
+    found, command = environment("cpu"), f"python scripts/benchmark.py --collators {folder}"
+    measured = time_collators()
+    result = {"command": command, "environment": found, "measured": measured}
+    return write_report("collators", result, collators_report(measured, machine_name(found), command), folder)
+
+
+def write_report(name: str, result: dict[str, Any], report: str, folder: Path = ROOT / "docs" / "benchmarks") -> int:
+    """Write NAME.json and NAME.md into a folder, that of what depends on no machine by default."""
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (folder / f"{name}.md").write_text(report)
     print(report)
@@ -162,10 +172,7 @@ def main(args: list[str]) -> int:
     if "--packing" in args:
         return packing(args[args.index("--packing") + 1 :])
     if "--collators" in args:
-        from trl_paddingfree.benchmark.collators import time_collators
-
-        print(json.dumps(time_collators(), indent=1))
-        return 0
+        return collators(Path(args[args.index("--collators") + 1]))
     from trl_paddingfree.benchmark import main as benchmark
 
     return benchmark(args)

@@ -12,10 +12,13 @@ from tests.reference_flash import flash_attn_varlen_func
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main
 from trl_paddingfree.benchmark.arranging import arranging_report, measure_imbalance, measure_meetings
+from trl_paddingfree.benchmark.collators import collators_report, time_collators
+from trl_paddingfree.benchmark.datasets import one_sample_per_turn
 from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
 from trl_paddingfree.benchmark.measure import interleave, tolerances
 from trl_paddingfree.benchmark.methods import METHODS, Settings
-from trl_paddingfree.benchmark.rows import make_rows, read_lengths
+from trl_paddingfree.benchmark.packing import measure_packing, packing_report
+from trl_paddingfree.benchmark.rows import Rows, make_rows, read_lengths
 from trl_paddingfree.benchmark.run import Benchmark
 from trl_paddingfree.benchmark.shapes import SHAPES, make_model
 
@@ -345,3 +348,41 @@ def test_pairs_of_one_prompt_share_it_when_they_meet(tmp_path):
     balance = measure_imbalance(str(file), num_processes=2, accumulation=1)
     report = arranging_report([balance], [measured], "command")
     assert f"| {measured['rows']} | 64 | {measured['drawn']:.3f} |" in report
+
+
+def test_packing_makes_fewer_steps_and_cuts_examples(tmp_path):
+    """Four rows of 60 tokens and one of 130 that a maximum of 100 cuts: by TRL's strategies, 5, 5 and 4 rows of 100."""
+    file = tmp_path / "lengths.csv"
+    file.write_text("total,assistant\n" + 4 * "60,20\n" + "130,20\n")
+    measured = measure_packing(str(file), max_length=100, batch_size=1)
+    methods = measured["methods"]
+    assert {name: figures["steps"] for name, figures in methods.items()} == {
+        "padding_free": 5,
+        "bfd": 5,
+        "bfd_split": 5,
+        "wrapped": 4,
+    }
+    assert methods["padding_free"]["lost"] == methods["bfd"]["lost"] == pytest.approx(30 / 370)
+    assert methods["bfd_split"]["lost"] == methods["wrapped"]["lost"] == 0
+    assert methods["padding_free"]["cut"] == methods["bfd_split"]["cut"] == pytest.approx(1 / 5)
+    assert methods["wrapped"]["cut"] == pytest.approx(3 / 5)
+    assert "| `wrapped` | 4 |" in packing_report([measured], "command")
+
+
+def test_collators_are_timed_beside_trls():
+    measured = time_collators(length=64, pairs=4, repeats=1)
+    assert [one["rows"] for one in measured] == [8] * 4
+    assert all(one["ms"] > 0 for one in measured)
+    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in collators_report(measured, "machine", "command")
+
+
+def test_conversations_are_cut_after_every_assistant_turn():
+    turns = [{"role": role, "content": str(i)} for i, role in enumerate(["user", "assistant", "user", "assistant"])]
+    samples = one_sample_per_turn({"messages": [turns]})
+    assert samples == {"prompt": [turns[:1], turns[:3]], "completion": [[turns[1]], [turns[3]]]}
+
+
+def test_neighbours_stay_together_in_batches():
+    rows = Rows("rows", [{"input_ids": [i]} for i in range(10)], together=True)
+    batches = [[example["input_ids"][0] for example in batch] for batch in rows.batches(3, seed=1)]
+    assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]

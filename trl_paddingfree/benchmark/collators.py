@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -43,3 +44,23 @@ def time_collators(length: int = 4096, pairs: int = 32, repeats: int = 5) -> lis
             times.append(1000 * (time.perf_counter() - started))
         results.append({"collator": label, "rows": 2 * pairs, "length": length, "ms": statistics.median(times)})
     return results
+
+
+def collators_report(measured: Sequence[dict[str, Any]], machine: str, command: str) -> str:
+    """The times as a Markdown table."""
+    first = measured[0]
+    lines = [
+        "# Time to collate",
+        "",
+        f"{first['rows']} rows of {first['length']:,} tokens, on one core, without workers. {machine}.",
+        "",
+        "| collator | milliseconds |",
+        "|-|-:|",
+        *(f"| {one['collator']} | {one['ms']:.0f} |" for one in measured),
+        "",
+        "```",
+        command,
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
