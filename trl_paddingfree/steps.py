@@ -163,14 +163,14 @@ class StepTrainer(Trainer):
         sizes = [self.part_sizes(part) for part in parts]
         for counted in sizes[len(parts) - idle :]:
             counted.update(dict.fromkeys(counted, 0))
-        examples = max(sum(counted["loss"] for counted in sizes), 1)
+        whole = max(sum(counted["loss"] for counted in sizes), 1)
         metrics, sums, tokens_before = self._metrics["train"], defaultdict(float), self._total_train_tokens
         sync_gradients, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
         for i, (part, counted) in enumerate(zip(parts, sizes, strict=True)):
             last = i == len(parts) - 1
             # A loss that is normalized by the tokens of the whole step adds up by itself
-            weight = counted["loss"] / examples
-            self.part_weight = weight if num_items_in_batch is None else float(i < len(parts) - idle)
+            added = float(i < len(parts) - idle)
+            self.part_weight = counted["loss"] / whole if num_items_in_batch is None else added
             self.accelerator.gradient_state._set_sync_gradients(sync_gradients and last)
             # DeepSpeed goes by the flag above, and has a `no_sync` that refuses some of its stages
             holds = last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -178,7 +178,7 @@ class StepTrainer(Trainer):
             with self._own_metrics(), nullcontext() if holds else self.accelerator.no_sync(model):
                 loss += super().training_step(model, part, num_items_in_batch)
             for name in (name for name, values in metrics.items() if len(values) > logged.get(name, 0)):
-                value, size = metrics[name].pop(), counted.get(name, 0)
+                value, size = metrics[name].pop(), counted.get(name, counted["loss"])
                 sums[name] += value * size
                 sums["number of " + name] += size
         self.part_weight = 1.0
@@ -199,8 +199,9 @@ class StepTrainer(Trainer):
         """Log the metrics of a micro-batch, from weighted sums over its parts."""
         names = sorted(sums)
         values = [*(sums[name] for name in names), float(self._total_train_tokens - tokens_before)]
-        tensor = torch.tensor([values], dtype=torch.float64, device=self.accelerator.device)
-        *totals, tokens = self.accelerator.gather(tensor).sum(0).tolist()
+        *totals, tokens = (
+            self.accelerator.gather(torch.tensor([values], device=self.accelerator.device)).sum(0).tolist()
+        )
         total = dict(zip(names, totals, strict=True))
         metrics = self._metrics["train"]
         for name in (name for name in names if "number of " + name in total):
