@@ -91,7 +91,9 @@ def main(task: str, model: str, output: str, options: str) -> None:
             json.dump({"log": trainer.state.log_history, "world": args.world_size, "engine": engine}, file)
     trainer.accelerator.wait_for_everyone()
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        # The destructor of DDP's reducer joins a thread of gloo that may wait for the interpreter: end without it
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.reference_flash import flash_attn_varlen_func
+from tests.tiny import make_model as tiny_llama
+from tests.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main
 from trl_paddingfree.benchmark.arranging import arranging_report, measure_imbalance, measure_meetings
@@ -386,3 +388,17 @@ def test_neighbours_stay_together_in_batches():
     rows = Rows("rows", [{"input_ids": [i]} for i in range(10)], together=True)
     batches = [[example["input_ids"][0] for example in batch] for batch in rows.batches(3, seed=1)]
     assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_a_data_set_is_measured_with_the_tokenizer_of_a_folder(task, tokenizer, tmp_path, capsys):
+    model_dir = str(tmp_path / "model")
+    tiny_llama(vocab_size=VOCAB).save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
+    data = {"dpo": preference_data, "sft": prompt_completions}[task](24, SEEDS[0])
+    file = tmp_path / "rows.jsonl"
+    data.to_json(file)
+    source = ["--dataset", str(file), "--tokenizer", model_dir, "--model", model_dir]
+    sizes = ["--batch-size", "4", "--max-length", "40", "--batches", "1", "--rounds", "1"]
+    assert main([task, *source, *sizes, "--methods", "trl", "flat", "shared"]) == 0
+    assert "| rows, batch 4 |" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Results as a chart."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 COLORS = {
@@ -61,7 +62,7 @@ def chart(result: dict[str, Any], path: Path, title: str) -> None:
         [f"{_wrapped(r['rows'])}\nbatch {r['batch_size']}" for r in runs],
     )
     axes[0].invert_yaxis()
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(fill(title, 140), fontsize=9)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -122,11 +122,19 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
     """
     import torch
 
+    from .datasets import dataset_rows
     from .methods import Settings
     from .run import Benchmark, release
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     warmup = options.warmup if options.warmup is not None else int(device == "cuda")
+    # Before any trainer is made: TRL's preparation needs a configuration, which resets the state of all trainers
+    datasets = [
+        dataset_rows(
+            options.task, name, options.tokenizer or options.model, options.max_length, options.one_sample_per_turn
+        )
+        for name in options.dataset
+    ]
     result: dict[str, Any] = {}
     for batch_size in options.batch_size:
         settings = Settings(
@@ -146,19 +154,18 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
         )
         benchmark = Benchmark(settings, options.methods, options.trl_attention)
         result = result or {**benchmark.describe(command), "runs": []}
-        for rows in all_rows(options, benchmark.vocab_size):
+        for rows in [*made_rows(options, benchmark.vocab_size), *datasets]:
             measured = benchmark.run(rows, options.batches, options.rounds, warmup, options.profile)
             result["runs"].append({"batch_size": batch_size, **measured})
             yield result
         release(benchmark)
 
 
-def all_rows(options: argparse.Namespace, vocab_size: int) -> list[Any]:
-    """The rows of every source."""
-    from .datasets import dataset_rows
+def made_rows(options: argparse.Namespace, vocab_size: int) -> list[Any]:
+    """Rows of random tokens, of the lengths of every source."""
     from .rows import make_rows
 
-    made = [
+    return [
         make_rows(
             options.task,
             source,
@@ -169,9 +176,4 @@ def all_rows(options: argparse.Namespace, vocab_size: int) -> list[Any]:
             pairs_per_prompt=options.pairs_per_prompt,
         )
         for source in options.lengths
-    ]
-    tokenizer = options.tokenizer or options.model
-    per_turn = options.one_sample_per_turn
-    return made + [
-        dataset_rows(options.task, name, tokenizer, options.max_length, per_turn) for name in options.dataset
     ]
