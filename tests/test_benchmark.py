@@ -212,9 +212,9 @@ def test_packing_trains_on_the_same_rows():
     documents = sorted(n for batch in packed for example in batch for n in example["seq_lengths"])
     assert documents == sorted(len(row["input_ids"]) for batch in batches for row in batch)
     assert len(packed) < len(batches)
-    assert (
-        packing.run(rows(packing), num_batches=3, rounds=1)["packing_difference"] < tolerances(packing.settings)["loss"]
-    )
+    for seed in SEEDS:  # the second time, packed steps have led to other weights than padded ones
+        measured = packing.run(rows(packing, seed), num_batches=3, rounds=1)
+        assert measured["packing_difference"] < tolerances(packing.settings)["loss"]
 
 
 def test_typical_batches_waste_as_much_as_all():

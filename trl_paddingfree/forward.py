@@ -133,9 +133,9 @@ def _reasons_against(
     return reasons
 
 
-def installed_route(model: PreTrainedModel) -> Route | None:
+def installed_route(model: Any) -> Route | None:
     """The route that [`install`] gave `model`, or `None`."""
-    forward = model.forward
+    forward: Any = model.forward
     while forward is not None:  # mixed precision may have wrapped ours
         if hasattr(forward, "takes_flat_batch"):
             return model.flat_route
@@ -143,7 +143,7 @@ def installed_route(model: PreTrainedModel) -> Route | None:
     return None
 
 
-def install(model: PreTrainedModel, route: Route) -> None:
+def install(model: Any, route: Route) -> None:
     """
     Give one model instance a forward that understands `flat_batch`. Calling it again changes the route.
 
@@ -165,7 +165,7 @@ def install(model: PreTrainedModel, route: Route) -> None:
             return previous_forward(*args, **kwargs)
         return flat_forward(self, previous_forward, flat_batch, **kwargs)
 
-    forward.takes_flat_batch = True
+    forward.__dict__["takes_flat_batch"] = True
     model.forward = types.MethodType(forward, model)
 
 

@@ -164,7 +164,8 @@ class StepTrainer(Trainer):
         for counted in sizes[len(parts) - idle :]:
             counted.update(dict.fromkeys(counted, 0))
         whole = max(sum(counted["loss"] for counted in sizes), 1)
-        metrics, sums, tokens_before = self._metrics["train"], defaultdict(float), self._total_train_tokens
+        metrics, tokens_before = self._metrics["train"], self._total_train_tokens
+        sums: dict[str, float] = defaultdict(float)
         sync_gradients, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
         for i, (part, counted) in enumerate(zip(parts, sizes, strict=True)):
             last = i == len(parts) - 1

@@ -99,14 +99,14 @@ class Runner:
         size = self.settings.batch_size
         return [packed[first : first + size] for first in range(0, len(packed), size)]
 
-    def mean_loss(self, batches: list[list[dict[str, Any]]]) -> float:
-        """Loss per scored token over all batches, without training on them. SFT only."""
+    def mean_loss(self, batches: list[list[dict[str, Any]]], model: Any) -> float:
+        """Loss of a model per scored token over all batches, without training on them. SFT only."""
         trainer, losses, counts = self.trainer, [], []
         for examples in batches:
             batch = trainer._prepare_inputs(trainer.data_collator(examples))
             counts.append(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()))
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                losses.append(float(trainer.compute_loss(trainer.model_wrapped, batch)))
+                losses.append(float(trainer.compute_loss(model, batch)))
         trainer.log({})
         return float(np.average(losses, weights=counts))
 

@@ -170,8 +170,9 @@ class Benchmark:
         packing = [runner for runner in self.runners if runner.method.options == PACKED]
         if not packing:
             return None
-        padded = self.runners[0].mean_loss(batches)
-        return abs(packing[0].mean_loss(packing[0].arrange(batches)) - padded) / abs(padded)
+        model = self.runners[0].trainer.model_wrapped  # packed steps are others, and lead to other weights
+        padded = self.runners[0].mean_loss(batches, model)
+        return abs(packing[0].mean_loss(packing[0].arrange(batches), model) - padded) / abs(padded)
 
     def _check_count(self, name: str, counted: dict[str, tuple[Work, int]]) -> dict[str, Any]:
         """Counted operations of the first two examples, checked against what the cost per unit says they are."""
