@@ -12,10 +12,11 @@ from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tests.dpo_runs import assert_layouts_agree, lora, train
-from tests.tiny import make_model, make_tokenizer, preference_data
+from tests.tiny import conversations, make_model, make_tokenizer, preference_data
 from trl_paddingfree import (
     LanguageModelingCollator,
     PaddingFreeDPOTrainer,
+    PaddingFreeSFTConfig,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
@@ -307,13 +308,19 @@ def test_data_that_truncation_empties_is_refused(untouched, tokenizer, tmp_path)
         build(tmp_path, model=untouched, tokenizer=tokenizer, max_length=3)
 
 
-def test_batches_of_one_are_warned_about(tokenizer, tmp_path, caplog):
-    options = {"model": make_model(), "tokenizer": tokenizer, "trainer_kwargs": {"peft_config": lora()}}
+@pytest.mark.parametrize(
+    ("options", "warned"), [({}, True), ({"packing": True}, False), ({"per_device_train_batch_size": 2}, False)]
+)
+def test_batches_of_one_row_are_warned_about(tokenizer, tmp_path, caplog, options, warned):
+    """A pair is two rows, and a packed row is many documents: there is something to gain from those."""
+    options = {"per_device_train_batch_size": 1, "max_length": 32, "bf16": False, "use_cpu": True, **options}
+    args = PaddingFreeSFTConfig(str(tmp_path), report_to="none", **options)
     with caplog.at_level(logging.WARNING):
-        build(tmp_path, **options, per_device_train_batch_size=2)
-        assert not any("nothing to gain" in message for message in caplog.messages)
-        build(tmp_path, **{**options, "model": make_model()}, per_device_train_batch_size=1)
-    assert any("`per_device_train_batch_size=1`: there is next to nothing to gain" in m for m in caplog.messages)
+        pairs = {"model": make_model(), "tokenizer": tokenizer, "trainer_kwargs": {"peft_config": lora()}}
+        build(tmp_path, **pairs, per_device_train_batch_size=1)
+        PaddingFreeSFTTrainer(make_model(), args, train_dataset=conversations(8, 0), processing_class=tokenizer)
+    said = [message for message in caplog.messages if "next to nothing to gain" in message]
+    assert len(said) == warned
 
 
 def test_trl_does_not_warn_of_what_is_not_so(tokenizer, tmp_path, caplog, recwarn):

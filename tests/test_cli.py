@@ -324,9 +324,11 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
         "bf16": "false",
         "report_to": "none",
         "save_strategy": "no",
-        "num_processes": "1",
     }
     argv = [part for name, value in options.items() for part in (f"--{name}", value)]
+    config = tmp_path / "options.yaml"  # of the script, and of `accelerate launch`
+    config.write_text("learning_rate: 1.0e-4\nnum_machines: 1\n")
+    argv += ["--config", str(config), "--num_processes", "1"]
     command = [sys.executable, "-m", "trl_paddingfree", "dpo", *argv]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
