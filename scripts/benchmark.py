@@ -130,7 +130,7 @@ def arranging(sources: list[str]) -> int:
     meetings = [measure_meetings(source, step_size) for source in pairs for step_size in (32, 128)]
     command = "python scripts/benchmark.py --arranging " + shlex.join(sources)
     result = {"command": command, "imbalances": imbalances, "meetings": meetings}
-    return write_report("arranging", result, arranging_report(imbalances, meetings, command))
+    return write_report("arranging", result, arranging_report(imbalances, meetings))
 
 
 def packing(sources: list[str]) -> int:
@@ -139,7 +139,7 @@ def packing(sources: list[str]) -> int:
 
     measured = [measure_packing(source) for source in sources]
     command = "python scripts/benchmark.py --packing " + shlex.join(sources)
-    return write_report("packing", {"command": command, "measured": measured}, packing_report(measured, command))
+    return write_report("packing", {"command": command, "measured": measured}, packing_report(measured))
 
 
 def collators(folder: Path) -> int:
@@ -150,11 +150,12 @@ def collators(folder: Path) -> int:
     found, command = environment("cpu"), f"python scripts/benchmark.py --collators {folder}"
     measured = time_collators()
     result = {"command": command, "environment": found, "measured": measured}
-    return write_report("collators", result, collators_report(measured, machine_name(found), command), folder)
+    return write_report("collators", result, collators_report(measured, machine_name(found)), folder)
 
 
 def write_report(name: str, result: dict[str, Any], report: str, folder: Path = ROOT / "docs" / "benchmarks") -> int:
-    """Write NAME.json and NAME.md into a folder, that of what depends on no machine by default."""
+    """Write NAME.json, and NAME.md with the command, into a folder: by default that of what depends on no machine."""
+    report = f"{report}\n\n```\n{result['command']}\n```\n"
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (folder / f"{name}.md").write_text(report)
     print(report)

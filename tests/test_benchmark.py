@@ -348,7 +348,7 @@ def test_pairs_of_one_prompt_share_it_when_they_meet(tmp_path):
     assert measured["arranged"] == pytest.approx((100 + 8 * 10 + 7) / 880)
     assert measured["arranged"] < measured["drawn"] < 1
     balance = measure_imbalance(str(file), num_processes=2, accumulation=1)
-    report = arranging_report([balance], [measured], "command")
+    report = arranging_report([balance], [measured])
     assert f"| {measured['rows']} | 64 | {measured['drawn']:.3f} |" in report
 
 
@@ -368,14 +368,14 @@ def test_packing_makes_fewer_steps_and_cuts_examples(tmp_path):
     assert methods["bfd_split"]["lost"] == methods["wrapped"]["lost"] == 0
     assert methods["padding_free"]["cut"] == methods["bfd_split"]["cut"] == pytest.approx(1 / 5)
     assert methods["wrapped"]["cut"] == pytest.approx(3 / 5)
-    assert "| `wrapped` | 4 |" in packing_report([measured], "command")
+    assert "| `wrapped` | 4 |" in packing_report([measured])
 
 
 def test_collators_are_timed_beside_trls():
     measured = time_collators(length=64, pairs=4, repeats=1)
     assert [one["rows"] for one in measured] == [8] * 4
     assert all(one["ms"] > 0 for one in measured)
-    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in collators_report(measured, "machine", "command")
+    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in collators_report(measured, "machine")
 
 
 def test_conversations_are_cut_after_every_assistant_turn():

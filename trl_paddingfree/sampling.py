@@ -6,6 +6,7 @@ example has the weight in the step that it had before.
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -118,6 +119,13 @@ def by_tokens(
         return [step[item] for bin_ in dealt for item in bin_]
 
     return arrange
+
+
+def ranks_of(keys: Sequence[Any]) -> np.ndarray:
+    """`(len(keys),)` int64: place of each key when they are sorted, equal ones in their order."""
+    ranks = np.empty(len(keys), dtype=np.int64)
+    ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
+    return ranks
 
 
 def by_prefix(ranks: Sequence[int] | np.ndarray) -> Callable[[list[int]], list[int]]:

@@ -15,7 +15,7 @@ from pyarrow.compute import list_value_length
 from torch.utils.data import RandomSampler
 from transformers import Trainer
 
-from .sampling import StepSampler, by_prefix, by_tokens, example_tokens, example_work
+from .sampling import StepSampler, by_prefix, by_tokens, example_tokens, example_work, ranks_of
 
 
 class StepTrainer(Trainer):
@@ -58,10 +58,7 @@ class StepTrainer(Trainer):
     def example_prefixes(self) -> np.ndarray:
         """`(examples,)` int64: rank of each training example when they are sorted by their first column of tokens."""
         column = self.train_dataset.with_format("numpy", columns=self.token_columns[:1])
-        keys = [np.asarray(row[self.token_columns[0]], dtype=np.int64).tobytes() for row in column]
-        ranks = np.empty(len(keys), dtype=np.int64)
-        ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-        return ranks
+        return ranks_of([np.asarray(row[self.token_columns[0]], dtype=np.int64).tobytes() for row in column])
 
     def check_micro_batches(self) -> None:
         """Refuse options that move examples between micro-batches where that would change the loss."""
@@ -137,17 +134,15 @@ class StepTrainer(Trainer):
         raise NotImplementedError
 
     def training_step(self, model, inputs, *args, **kwargs):
-        parts = inputs.pop("parts", [inputs])
+        parts, idle = inputs.pop("parts", [inputs]), 0
         if self.flat_options is not None and self.flat_options.max_tokens_per_micro_batch:
             idle = self._most_parts(len(parts)) - len(parts)
             # Where weights are sharded, processes gather them together: those with fewer parts repeat one for nothing
             parts += idle * [{**parts[-1], "attention_mask": torch.zeros_like(parts[-1]["attention_mask"])}]
-            self.count(inputs, parts)
-            if len(parts) > 1:
-                return self._step_in_parts(model, parts, idle, *args, **kwargs)
-        else:
-            self.count(inputs, parts)
-        return super().training_step(model, inputs, *args, **kwargs)
+        self.count(inputs, parts)
+        if len(parts) == 1:
+            return super().training_step(model, inputs, *args, **kwargs)
+        return self._step_in_parts(model, parts, idle, *args, **kwargs)
 
     def count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
         """Take note of a micro-batch and of the parts that it is computed in."""
@@ -165,7 +160,8 @@ class StepTrainer(Trainer):
             counted.update(dict.fromkeys(counted, 0))
         whole = max(sum(counted["loss"] for counted in sizes), 1)
         metrics, tokens_before = self._metrics["train"], self._total_train_tokens
-        sums: dict[str, float] = defaultdict(float)
+        # Of each metric times what it is a mean over, and of that
+        sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
         sync_gradients, loss = self.accelerator.sync_gradients, torch.zeros((), device=self.accelerator.device)
         for i, (part, counted) in enumerate(zip(parts, sizes, strict=True)):
             last = i == len(parts) - 1
@@ -180,8 +176,7 @@ class StepTrainer(Trainer):
                 loss += super().training_step(model, part, num_items_in_batch)
             for name in (name for name, values in metrics.items() if len(values) > logged.get(name, 0)):
                 value, size = metrics[name].pop(), counted.get(name, counted["loss"])
-                sums[name] += value * size
-                sums["number of " + name] += size
+                sums[name] += (value * size, size)
         self.part_weight = 1.0
         self._add_metrics(sums, tokens_before)
         return loss
@@ -196,16 +191,15 @@ class StepTrainer(Trainer):
         finally:
             del accelerator.gather, accelerator.gather_for_metrics
 
-    def _add_metrics(self, sums: dict[str, float], tokens_before: int) -> None:
-        """Log the metrics of a micro-batch, from weighted sums over its parts."""
+    def _add_metrics(self, sums: dict[str, np.ndarray], tokens_before: int) -> None:
+        """Log the metrics of a micro-batch, from weighted sums, and sums of weights, over its parts."""
         names = sorted(sums)
-        values = [*(sums[name] for name in names), float(self._total_train_tokens - tokens_before)]
+        values = [*(x for name in names for x in sums[name]), float(self._total_train_tokens - tokens_before)]
         *totals, tokens = (
             self.accelerator.gather(torch.tensor([values], device=self.accelerator.device)).sum(0).tolist()
         )
-        total = dict(zip(names, totals, strict=True))
         metrics = self._metrics["train"]
-        for name in (name for name in names if "number of " + name in total):
-            metrics[name].append(total[name] / max(total["number of " + name], 1))
+        for name, total, size in zip(names, totals[::2], totals[1::2], strict=True):
+            metrics[name].append(total / max(size, 1))
         self._total_train_tokens = tokens_before + int(tokens)
         metrics["num_tokens"] = [self._total_train_tokens]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..collate import PreferenceCollator
-from ..sampling import StepSampler, by_prefix, by_tokens, example_tokens, example_work, imbalance, truncated
+from ..sampling import StepSampler, by_prefix, by_tokens, example_tokens, example_work, imbalance, ranks_of, truncated
 from .rows import make_rows, read_lengths, task_of
 
 HIDDEN_SIZE = 4096  # of the model that the quadratic term of attention is weighed for: an 8B Llama
@@ -45,8 +45,7 @@ def measure_imbalance(
     work = example_work(lengths, True, HIDDEN_SIZE)
     tokens = example_tokens(lengths, True)
     step_size = batch_size * num_processes * accumulation
-    order = np.random.default_rng(seed).permutation(len(work))
-    order = order[: len(order) // step_size * step_size].tolist()
+    order = one_epoch(len(work), step_size, seed)
     arranged = list(StepSampler(order, step_size, by_tokens(work, batch_size, num_processes)))
     return {
         "rows": name,
@@ -63,6 +62,12 @@ def measure_imbalance(
             for label, indices in (("drawn", order), ("arranged", arranged))
         },
     }
+
+
+def one_epoch(num_examples: int, step_size: int, seed: int) -> list[int]:
+    """The examples in random order, as many as make whole steps."""
+    order = np.random.default_rng(seed).permutation(num_examples)
+    return order[: num_examples // step_size * step_size].tolist()
 
 
 def largest_over_mean(tokens: Sequence[int] | np.ndarray, batch_size: int) -> float:
@@ -92,11 +97,8 @@ def measure_meetings(
     rows = make_rows(
         "dpo", source, vocab_size=32000, max_length=max_length, seed=seed, pairs_per_prompt=pairs_per_prompt
     )
-    order = np.random.default_rng(seed).permutation(len(rows.examples))
-    order = order[: len(order) // step_size * step_size].tolist()
-    prompts = [rows.examples[i]["prompt_ids"] for i in range(len(rows.examples))]
-    ranks = np.empty(len(prompts), dtype=np.int64)
-    ranks[sorted(range(len(prompts)), key=prompts.__getitem__)] = np.arange(len(prompts))
+    order = one_epoch(len(rows.examples), step_size, seed)
+    ranks = ranks_of([example["prompt_ids"] for example in rows.examples])
     collator = PreferenceCollator(0, padding_free=True)
     computed, real = {}, 0
     for label, indices in (("drawn", order), ("arranged", list(StepSampler(order, step_size, by_prefix(ranks))))):
@@ -107,7 +109,7 @@ def measure_meetings(
     return {"rows": rows.name, "batch_size": batch_size, "step_size": step_size, "max_length": max_length, **computed}
 
 
-def arranging_report(imbalances: Sequence[dict[str, Any]], meetings: Sequence[dict[str, Any]], command: str) -> str:
+def arranging_report(imbalances: Sequence[dict[str, Any]], meetings: Sequence[dict[str, Any]]) -> str:
     """The measurements as Markdown tables."""
     first, meeting = imbalances[0], meetings[0]
     lines = [
@@ -138,10 +140,5 @@ def arranging_report(imbalances: Sequence[dict[str, Any]], meetings: Sequence[di
         "| rows | pairs per step | drawn | arranged |",
         "|-|-:|-:|-:|",
         *(f"| {one['rows']} | {one['step_size']} | {one['drawn']:.3f} | {one['arranged']:.3f} |" for one in meetings),
-        "",
-        "```",
-        command,
-        "```",
-        "",
     ]
     return "\n".join(lines)

@@ -46,7 +46,7 @@ def time_collators(length: int = 4096, pairs: int = 32, repeats: int = 5) -> lis
     return results
 
 
-def collators_report(measured: Sequence[dict[str, Any]], machine: str, command: str) -> str:
+def collators_report(measured: Sequence[dict[str, Any]], machine: str) -> str:
     """The times as a Markdown table."""
     first = measured[0]
     lines = [
@@ -57,10 +57,5 @@ def collators_report(measured: Sequence[dict[str, Any]], machine: str, command: 
         "| collator | milliseconds |",
         "|-|-:|",
         *(f"| {one['collator']} | {one['ms']:.0f} |" for one in measured),
-        "",
-        "```",
-        command,
-        "```",
-        "",
     ]
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def _describe(rows: list[list[int]], lengths: np.ndarray, batch_size: int) -> di
     }
 
 
-def packing_report(measured: Sequence[dict[str, Any]], command: str) -> str:
+def packing_report(measured: Sequence[dict[str, Any]]) -> str:
     """The measurements as a Markdown table."""
     first = measured[0]
     lines = [
@@ -89,4 +89,4 @@ def packing_report(measured: Sequence[dict[str, Any]], command: str) -> str:
                 f"{figures['lost']:.1%}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "```", command, "```", ""])
+    return "\n".join(lines)
