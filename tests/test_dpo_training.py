@@ -324,7 +324,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(with_lora, tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4, 4]
     for expected, entry in zip(whole.log_history[:4], trainer.state.log_history[:4], strict=True):
-        for name in expected.keys() - {"num_tokens", "flat/tokens_per_second"}:  # TRL counts tokens anew
+        # TRL counts tokens anew; the clock and the process's memory are the machine's
+        for name in expected.keys() - {"num_tokens", "flat/tokens_per_second", "flat/peak_memory_gib"}:
             assert entry[name] == expected[name], name
     weights = dict(trainer.model.named_parameters())
     assert all(torch.equal(weights[name], value) for name, value in whole.weights.items())
