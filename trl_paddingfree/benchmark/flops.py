@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..batch import FlatBatch
 from ..prefix_tree import adjacent_prefixes
@@ -126,13 +126,15 @@ def _addmm(total, a, b, *args: Any, out_val=None, **kwargs: Any) -> int:
 
 
 @_raw
-def _cpu_forward(query, key, value, *args: Any, out_val=None, **kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _sdpa_forward(query, key, value, *args: Any, out_val=None, **kwargs: Any) -> int:
+    # Scores; output
+    return 2 * query[..., 0].numel() * key.size(-2) * (query.size(-1) + value.size(-1))
 
 
 @_raw
-def _cpu_backward(grad_out, query, key, value, *args: Any, out_val=None, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
+def _sdpa_backward(grad_out, query, key, value, *args: Any, out_val=None, **kwargs: Any) -> int:
+    # Scores again, gradients of queries and of keys; gradients of scores and of values
+    return 2 * query[..., 0].numel() * key.size(-2) * (3 * query.size(-1) + 2 * value.size(-1))
 
 
 @_raw
@@ -147,16 +149,19 @@ def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
     """
-    Formulas for what PyTorch's counter does not know, or not on every version: attention kernels, and the sums of
-    products in TRL's head, which are in place on the CPU and have another output dtype on GPUs.
+    Formulas for what PyTorch's counter does not know, or not on every version: attention kernels, those with fewer
+    key heads than query heads among them, and the sums of products in TRL's head, which are in place on the CPU and
+    have another output dtype on GPUs.
     """
     import torch.nn.attention.varlen  # noqa: F401  (registers the operators)
 
+    aten = torch.ops.aten
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     return {
-        torch.ops.aten.addmm: _addmm,
-        torch.ops.aten.addmm_: _addmm,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_forward,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_backward,
+        aten.addmm: _addmm,
+        aten.addmm_: _addmm,
+        **{getattr(aten, f"_scaled_dot_product_{name}"): _sdpa_forward for name in kernels},
+        **{getattr(aten, f"_scaled_dot_product_{name}_backward"): _sdpa_backward for name in kernels},
         torch.ops.torch_attn._varlen_attn: _varlen_forward,
         torch.ops.torch_attn._varlen_attn_backward: _varlen_backward,
     }
