@@ -260,6 +260,35 @@ def test_a_correct_mixture_in_bfloat16_passes(model_type):
     assert prove(model, choose_route(model))[0].prefix_sharing
 
 
+def off_on_flat_batches(model, often):
+    """A call of `model` that gets one token of its first flat batches wrong."""
+    calls = 0
+
+    def call(**inputs):
+        nonlocal calls
+        output = model(**inputs)
+        if "flat_batch" in inputs and (calls := calls + 1) <= often:
+            output.log_probs[0, 3] += 1.0
+        return output
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("dtype", "often", "passes"),
+    [(torch.bfloat16, 1, True), (torch.bfloat16, 1000, False), (torch.float32, 1, False)],
+    ids=["rounding", "mistake", "mistake-in-float32"],
+)
+def test_only_what_happens_again_with_other_tokens_counts_in_low_precision(dtype, often, passes):
+    """A token that rounding sends to another expert is no mistake, and in float32 it is no rounding."""
+    model = make("mixtral", dtype=dtype)
+    route, call = choose_route(model), off_on_flat_batches(model, often)
+    with nullcontext() if passes else pytest.raises(UnprovenModelError):
+        result, failed = prove(model, route, prefix_sharing=False, fallback=False, call=call)
+        assert result.passed
+        assert not failed
+
+
 def lora(model):
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).get_base_model()
 

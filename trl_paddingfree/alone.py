@@ -63,9 +63,9 @@ def narrowed(model: torch.nn.Module) -> Iterator[None]:
             setattr(holder, name, value)
 
 
-def check_rows(vocab_size: int) -> list[np.ndarray]:
+def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
     """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
-    rng = np.random.default_rng(0)  # of our own: the training's random state stays as it is
+    rng = np.random.default_rng(draw)  # of our own: the training's random state stays as it is
 
     def tokens(n):
         return rng.integers(0, vocab_size, n)
@@ -116,12 +116,14 @@ class RowsAlone:
             Causal language model with TRL's fused LM head.
         call (`Callable`, *optional*):
             What to call in place of `model`: the same model under a wrapper that gathers its weights.
+        draw (`int`, *optional*, defaults to `0`):
+            Seed of the rows' tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, call: Call | None = None):
+    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
         config = model.config.get_text_config()
         self.vocab_size = config.vocab_size
-        self.rows = check_rows(self.vocab_size)
+        self.rows = check_rows(self.vocab_size, draw)
         self.log_probs: Callable[..., list[torch.Tensor]] = partial(_log_probs, model, call=call)
         with undisturbed(model), narrowed(model):
             self.alone = [self.log_probs([row])[0] for row in self.rows]
@@ -134,7 +136,7 @@ class RowsAlone:
         # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
         # to the log-probabilities, is the least that can be told apart
         scale = float(torch.cat(self.alone).pow(2).mean().sqrt())
-        unit = torch.finfo(_compute_dtype(model)).eps
+        unit = torch.finfo(compute_dtype(model)).eps
         self.tolerance = min(NOISE_FACTOR * self.noise + unit * scale, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
 
     def _others(self, tokens: np.ndarray) -> np.ndarray:
@@ -150,7 +152,7 @@ class RowsAlone:
         ]
 
 
-def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which the model computes."""
     if torch.is_autocast_enabled(model.device.type):
         return torch.get_autocast_dtype(model.device.type)

@@ -11,7 +11,7 @@ from .measure import Runner
 GATHER = ("GatherKeyValue", "GatherKeyValueBackward")
 
 
-def profile_step(runner: Runner, examples: list[dict[str, Any]], longest: int = 12) -> dict[str, Any]:
+def profile_step(runner: Runner, examples: list[dict[str, Any]], longest: int = 12) -> dict[str, Any] | None:
     """
     Profile one training step.
 
@@ -25,7 +25,8 @@ def profile_step(runner: Runner, examples: list[dict[str, Any]], longest: int = 
 
     Returns:
         `dict[str, Any]`: `"operations"`, the operations with the largest share of the step's time on the device, and
-        `"gather"`, the share of the gather of keys and values with its gradient.
+        `"gather"`, the share of the gather of keys and values with its gradient. `None` where the profiler may not
+        read the device's times.
     """
     cuda = runner.settings.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -35,6 +36,8 @@ def profile_step(runner: Runner, examples: list[dict[str, Any]], longest: int = 
     events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CPU]
     own, whole = ("self_device_time_total", "device_time_total") if cuda else ("self_cpu_time_total", "cpu_time_total")
     total = sum(getattr(event, own) for event in events)
+    if not total:
+        return None
     ranked = sorted(events, key=lambda event: -getattr(event, own))
     gather = [event for event in events if event.key in GATHER]
     return {

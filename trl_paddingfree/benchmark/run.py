@@ -136,8 +136,13 @@ class Benchmark:
             },
             "all_batches": self._all_batches(every),
             "lengths": [batch_lengths(batch) for batch in batches],
-            "profile": {r.method.name: profile_step(r, batches[0]) for r in self._same_batches()} if profile else None,
+            "profile": self._profile(batches[0]) if profile else {},
         }
+
+    def _profile(self, batch: Any) -> dict[str, Any]:
+        """Where the time of each method's step goes."""
+        profiles = {runner.method.name: profile_step(runner, batch) for runner in self._same_batches()}
+        return {name: found for name, found in profiles.items() if found}
 
     def _same_batches(self) -> list[Runner]:
         """The methods that train on the batches as they are."""
