@@ -49,12 +49,13 @@ def table(folder: Path, crossover: bool) -> list[str]:
             continue
         settings = result["settings"]
         machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
+        reference = ", precomputed reference" if settings["precomputed_reference"] else ""
         for run in result["runs"]:
             methods = run["methods"]
             ours = methods["shared" if "shared" in methods else "flat"]
             cells = [
                 f"[{machine}](docs/benchmarks/{Path(path).with_suffix('.md')})",
-                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}",
+                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}{reference}",
                 speedup(methods["flat"], result) if "flat" in methods else "",
                 speedup(methods["shared"], result) if "shared" in methods else "",
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
