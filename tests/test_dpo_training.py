@@ -334,17 +334,16 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(with_lora, tmp_path):
 # Speed options
 
 
-def test_compiled_training_is_the_same(tokenizer):
+@pytest.mark.parametrize("with_reference", [False, True], ids=["lora-precomputed", "full-with-reference"])
+def test_compiled_training_is_the_same(tokenizer, with_reference):
     def make():
-        return {
-            "model": make_model(num_hidden_layers=1),
-            "processing_class": tokenizer,
-            "peft_config": lora(target_modules=["q_proj"]),
-        }
+        models = {"model": make_model(num_hidden_layers=1), "processing_class": tokenizer}
+        if with_reference:  # which TRL compiles before training
+            return {**models, "ref_model": make_model(num_hidden_layers=1)}
+        return {**models, "peft_config": lora(target_modules=["q_proj"])}
 
-    # The second step has other shapes than the first: everything is compiled once more, for all shapes. Without a
-    # reference there is half as much to compile.
-    options = {"steps": 2, "precompute_ref_log_probs": True}
+    # The second step has other shapes than the first: everything is compiled once more, for all shapes
+    options = {"steps": 1 if with_reference else 2, "precompute_ref_log_probs": not with_reference}
     padded = train("padded", make, preference_data(8, SEED), **options)
     assert_same(padded, train("shared", make, preference_data(8, SEED), torch_compile=True, **options))
 

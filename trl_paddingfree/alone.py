@@ -98,7 +98,7 @@ def _log_probs(
         inputs["flat_batch"] = flatten(input_ids, labels, lengths, **flat)
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    output = (call or model)(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
+    output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
     return [row[: n - 1] for row, n in zip(output, lengths, strict=True)]
 
 

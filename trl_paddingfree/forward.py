@@ -204,9 +204,10 @@ def flat_forward(
 def _flat_backbone(model: Any, batch: FlatBatch, scored_only: bool) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
 
+    mask = layout_mask(model.flat_route, batch.layout, model.config.get_text_config(), model.dtype)
+    boundaries = layout_boundaries(batch.layout) if model.needs_boundaries else {}
+
     def give_layout(module, args, kwargs):
-        mask = layout_mask(model.flat_route, batch.layout, model.config.get_text_config(), model.dtype)
-        boundaries = layout_boundaries(batch.layout) if model.needs_boundaries else {}
         return args, {**kwargs, **boundaries, "attention_mask": mask, "use_cache": False}
 
     def keep_scored(module, args, outputs):

@@ -162,7 +162,7 @@ class PaddingFreeTrainer(StepTrainer):
 
     def flat_base(self, model: Any) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
-        model = self.accelerator.unwrap_model(model)
+        model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         return model.get_base_model() if is_peft_model(model) else model
 
     @property
