@@ -276,11 +276,14 @@ def off_on_flat_batches(model, often):
 
 @pytest.mark.parametrize(
     ("dtype", "often", "passes"),
-    [(torch.bfloat16, 1, True), (torch.bfloat16, 1000, False), (torch.float32, 1, False)],
-    ids=["rounding", "mistake", "mistake-in-float32"],
+    [(torch.bfloat16, 3, True), (torch.bfloat16, 1, False), (torch.bfloat16, 1000, False), (torch.float32, 3, False)],
+    ids=["rounding", "leak", "mistake", "mistake-in-float32"],  # a draw takes three flat batches
 )
 def test_only_what_happens_again_with_other_tokens_counts_in_low_precision(dtype, often, passes):
-    """A token that rounding sends to another expert is no mistake, and in float32 it is no rounding."""
+    """
+    A token that rounding sends to another expert is no mistake, if it goes there whatever stands in other rows. In
+    float32 it is no rounding.
+    """
     model = make("mixtral", dtype=dtype)
     route, call = choose_route(model), off_on_flat_batches(model, often)
     with nullcontext() if passes else pytest.raises(UnprovenModelError):

@@ -80,10 +80,14 @@ class CheckResult:
     failure: str = ""
 
     @property
+    def isolated(self) -> bool:
+        """Whether rows do not see one another."""
+        return self.leak == 0 or self.leak <= min(self.tolerance, LEAK_FRACTION * self.effect)
+
+    @property
     def passed(self) -> bool:
         """Whether the model may train this way."""
-        isolated = self.leak == 0 or self.leak <= min(self.tolerance, LEAK_FRACTION * self.effect)
-        return not self.failure and self.error <= self.tolerance and isolated
+        return not self.failure and self.error <= self.tolerance and self.isolated
 
     def __str__(self) -> str:
         layout = "shared prefixes" if self.prefix_sharing else "flat"
@@ -192,7 +196,8 @@ def prove(
     Find the first way to compute flat batches that is exact, and install it.
 
     Tries `route` with and without sharing, then what asks less of the model; in low precision each on up to three
-    draws of rows. Models that carry state from token to token never share prefixes.
+    draws of rows, as long as rows do not see one another. Models that carry state from token to token never share
+    prefixes.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -206,7 +211,7 @@ def prove(
         call (`Callable`, *optional*):
             See [`RowsAlone`].
         agree (`Callable`, *optional*):
-            Gives whether a check passed on all processes, from whether it passed on this one.
+            Gives whether something is so on all processes, from whether it is on this one.
 
     Returns:
         `tuple[CheckResult, list[CheckResult]]`: The result that passed, and those that failed before it.
@@ -218,7 +223,6 @@ def prove(
     if prefix_sharing and (reason := _why_not_to_share(model, route)):
         logger.warning(f"{type(model).__name__} trains without shared prefixes: {reason}.")
         prefix_sharing = False
-    # As many draws on every process: an answer may need all of them
     draws = 1 if compute_dtype(model) in (torch.float32, torch.float64) else DRAWS_IN_LOW_PRECISION
     reference = cache(partial(RowsAlone, model, call))
     failed: list[CheckResult] = []
@@ -228,6 +232,8 @@ def prove(
                 result = check_flat(model, candidate, prefix_sharing=shared, reference=reference(draw))
                 if agree(result.passed):
                     return result, failed
+                if not agree(result.isolated):
+                    break
             failed.append(replace(result, failure="not exact on another process") if result.passed else result)
     tried = "\n    ".join(map(str, failed))
     reasons = "".join(f"{reason}\n" for reason in obstacles(model, [result.failure for result in failed]))

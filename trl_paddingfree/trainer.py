@@ -142,9 +142,9 @@ class PaddingFreeTrainer(StepTrainer):
             )
         return result
 
-    def _all_agree(self, passed: bool) -> bool:
-        """Whether a check passed on all processes: they have to take the same route."""
-        return bool(self.accelerator.gather(torch.tensor([passed], device=self.accelerator.device)).all())
+    def _all_agree(self, verdict: bool) -> bool:
+        """Whether a check says so on all processes: they have to take the same route."""
+        return bool(self.accelerator.gather(torch.tensor([verdict], device=self.accelerator.device)).all())
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
