@@ -21,10 +21,10 @@ START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
 
 
 def results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """All results in the folders of all machines, with their paths."""
+    """All results in the folders of all machines, with their paths, plain ones before their variants."""
     return [
         (str(path.relative_to(folder)), result)
-        for path in sorted(folder.glob("*/*.json"))
+        for path in sorted(folder.glob("*/*.json"), key=lambda path: path.with_suffix(""))
         if "runs" in (result := json.loads(path.read_text()))
     ]
 

@@ -39,7 +39,9 @@ def run(trainer_class, config_class, *, model, train_dataset, steps: int = 3, tr
         "max_steps": steps,
         "logging_steps": 1,
         "learning_rate": 1e-3,
-        "adam_epsilon": 1e-5,  # Adam would make whole steps of gradients that are nothing but rounding
+        # Adam divides a gradient by its own size: an entry that is nothing but rounding would move its weight by a
+        # full step, in either direction
+        "adam_epsilon": 1e-5,
         "report_to": "none",
         "save_strategy": "no",
         "use_cpu": True,

@@ -105,7 +105,6 @@ def check_flat(
     route: Route,
     *,
     prefix_sharing: bool,
-    call: Call | None = None,
     reference: RowsAlone | None = None,
 ) -> CheckResult:
     """
@@ -118,12 +117,10 @@ def check_flat(
             How to compute the flat batch.
         prefix_sharing (`bool`):
             Whether to share prefixes.
-        call (`Callable`, *optional*):
-            See [`RowsAlone`].
         reference (`RowsAlone`, *optional*):
             The model's answers one by one, if known already.
     """
-    reference = reference or RowsAlone(model, call)
+    reference = reference or RowsAlone(model)
     log_probs = partial(reference.log_probs, prefix_sharing=prefix_sharing)
     install(model, route)
     with undisturbed(model), narrowed(model):

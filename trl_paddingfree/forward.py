@@ -135,7 +135,7 @@ def _reasons_against(
 
 def installed_route(model: Any) -> Route | None:
     """The route that [`install`] gave `model`, or `None`."""
-    forward: Any = model.forward
+    forward = model.forward
     while forward is not None:  # mixed precision may have wrapped ours
         if hasattr(forward, "takes_flat_batch"):
             return model.flat_route
@@ -165,7 +165,7 @@ def install(model: Any, route: Route) -> None:
             return previous_forward(*args, **kwargs)
         return flat_forward(self, previous_forward, flat_batch, **kwargs)
 
-    forward.__dict__["takes_flat_batch"] = True
+    forward.takes_flat_batch = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 
@@ -203,7 +203,6 @@ def flat_forward(
 @contextmanager
 def _flat_backbone(model: Any, batch: FlatBatch, scored_only: bool) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
-
     mask = layout_mask(model.flat_route, batch.layout, model.config.get_text_config(), model.dtype)
     boundaries = layout_boundaries(batch.layout) if model.needs_boundaries else {}
 
