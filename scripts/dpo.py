@@ -12,7 +12,7 @@ An 8B model on one 80 GB GPU:
     accelerate launch scripts/dpo.py --config configs/dpo_llama3_8b_lora.yaml
 """
 
-from trl_paddingfree.scripts.dpo import main
+from trl_paddingfree.cli.train import main
 
 if __name__ == "__main__":
-    main()
+    main("dpo")

@@ -27,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.architectures import MODEL_TYPES, tiny_model  # noqa: E402
 from tests.reference_flash import reference_flash  # noqa: E402
 from tests.reference_state import reference_state_kernels  # noqa: E402
-from trl_paddingfree import seams  # noqa: E402
-from trl_paddingfree.alone import RowsAlone  # noqa: E402
-from trl_paddingfree.check import CheckResult, check_flat, layouts  # noqa: E402
-from trl_paddingfree.forward import choose_route, routes_from  # noqa: E402
-from trl_paddingfree.models import obstacles  # noqa: E402
+from trl_paddingfree import upstream  # noqa: E402
+from trl_paddingfree.check.obstacles import obstacles  # noqa: E402
+from trl_paddingfree.check.probe import RowsAlone  # noqa: E402
+from trl_paddingfree.check.prove import CheckResult, check_flat, layouts  # noqa: E402
+from trl_paddingfree.model.forward import routes_from  # noqa: E402
+from trl_paddingfree.model.routes import choose_route
 
 SECONDS = 120  # per model; the slowest takes one
 ROUTES = ("segment", "mask", "flash", "positions")
@@ -73,8 +74,8 @@ def check(model_type: str, attention: str | None) -> dict[str, str]:
             model = tiny_model(model_type, attn_implementation=attention, dtype=dtype)
         except Exception as error:  # whatever keeps transformers from building a model is the entry of the table
             return {"verdict": f"could not be built: {first_line(error)}"}
-        if attention and "flash" not in seams.attn_implementation(model):
-            return {"verdict": f"needs {seams.attn_implementation(model)}: not tried"}
+        if attention and "flash" not in upstream.attn_implementation(model):
+            return {"verdict": f"needs {upstream.attn_implementation(model)}: not tried"}
         note = ""
         if model.base_model is model:
             model.base_model_prefix, note = "model", ", after `model.base_model_prefix = 'model'`"

@@ -10,7 +10,7 @@ An 8B model on one 80 GB GPU:
     accelerate launch scripts/sft.py --config configs/sft_llama3_8b_lora.yaml
 """
 
-from trl_paddingfree.scripts.sft import main
+from trl_paddingfree.cli.train import main
 
 if __name__ == "__main__":
-    main()
+    main("sft")

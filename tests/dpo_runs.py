@@ -44,7 +44,7 @@ def train(layout: str, make: Callable[[], dict[str, Any]], train_dataset: Any, *
     if layout == "padded":
         return run(DPOTrainer, DPOConfig, **common)
     result = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, prefix_sharing=layout == "shared", **common)
-    assert result.trainer.flat_check.prefix_sharing == (layout == "shared")
+    assert result.trainer.flat.route.prefix_sharing == (layout == "shared")
     return result
 
 

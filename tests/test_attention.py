@@ -13,16 +13,11 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from tests.reference_flash import flash_attn_varlen_func, reference_flash, torch_varlen_func
-from trl_paddingfree.attention import (
-    BACKENDS,
-    FlatMask,
-    GatherKeyValue,
-    register_attention,
-    varlen_reasons,
-)
-from trl_paddingfree.layout import FlatLayout
-from trl_paddingfree.prefix_tree import share_prefixes
-from trl_paddingfree.segments import Segments
+from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.flat.prefix_tree import share_prefixes
+from trl_paddingfree.flat.segments import Segments
+from trl_paddingfree.model.attention import BACKENDS, GatherKeyValue, register_attention, varlen_reasons
+from trl_paddingfree.model.masks import FlatMask
 
 # float64 against float32 scores of the stand-in kernel: rounding of sums over at most 30 keys of order one
 FLOAT32 = 2e-6

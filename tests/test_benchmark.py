@@ -13,16 +13,17 @@ from tests.tiny import make_model as tiny_llama
 from tests.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main
-from trl_paddingfree.benchmark.arranging import arranging_report, measure_imbalance, measure_meetings
-from trl_paddingfree.benchmark.collators import collators_report, time_collators
 from trl_paddingfree.benchmark.datasets import one_sample_per_turn
 from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
 from trl_paddingfree.benchmark.measure import interleave, tolerances
-from trl_paddingfree.benchmark.methods import METHODS, Settings
-from trl_paddingfree.benchmark.packing import measure_packing, packing_report
+from trl_paddingfree.benchmark.methods import Settings
 from trl_paddingfree.benchmark.rows import Rows, make_rows, read_lengths
 from trl_paddingfree.benchmark.run import Benchmark
 from trl_paddingfree.benchmark.shapes import SHAPES, make_model
+from trl_paddingfree.benchmark.studies.arranging import arranging_report, measure_imbalance, measure_meetings
+from trl_paddingfree.benchmark.studies.collators import collators_report, time_collators
+from trl_paddingfree.benchmark.studies.packing import measure_packing, packing_report
+from trl_paddingfree.benchmark.tasks import METHODS
 
 SEEDS = [3, 17]
 VOCAB = SHAPES["tiny"]["vocab_size"]
@@ -257,7 +258,7 @@ def varlen_on_cpu():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_unpadded_attention_is_attention_under_the_mask(monkeypatch, window):
-    monkeypatch.setattr(baseline, "_torch_varlen", varlen_on_cpu)
+    monkeypatch.setattr(baseline, "torch_varlen", varlen_on_cpu)
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, heads, 7, 8, dtype=torch.float64) for heads in (4, 2, 2))
     mask = torch.arange(7) < torch.tensor([7, 2, 5])[:, None]
@@ -282,7 +283,7 @@ def test_unpadded_attention_is_attention_under_the_mask(monkeypatch, window):
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task):
-    monkeypatch.setattr(baseline, "_torch_varlen", varlen_on_cpu)
+    monkeypatch.setattr(baseline, "torch_varlen", varlen_on_cpu)
     bench = Benchmark(settings(task), attention=baseline.register_unpadded())
     assert bench.run(rows(bench), num_batches=2, rounds=1)["agree"]
 

@@ -19,16 +19,17 @@ from tests.architectures import tiny_model
 from tests.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.reference_state import reference_state_kernels
 from trl_paddingfree import attention, forward
-from trl_paddingfree.alone import RowsAlone
-from trl_paddingfree.batch import FlatBatch
-from trl_paddingfree.check import LEAK_FRACTION, UnprovenModelError, check_flat, prove
-from trl_paddingfree.forward import Route, choose_route, installed_route
+from trl_paddingfree.check.probe import RowsAlone
+from trl_paddingfree.check.prove import LEAK_FRACTION, UnprovenModelError, check_flat, prove
+from trl_paddingfree.flat.batch import FlatBatch
+from trl_paddingfree.model.forward import installed_route
+from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
-SEGMENT, MASK = Route("segment", "sdpa"), Route("mask", "sdpa")
+SEGMENT, MASK = Route("segment", "sdpa", prefix_sharing=True), Route("mask", "sdpa", prefix_sharing=True)
 # What transformers knows of sequences without us: position ids that restart, and no mask
-POSITIONS = Route("positions", "sdpa")
-FLASH_POSITIONS = Route("positions", "flash_attention_2")
+POSITIONS = Route("positions", "sdpa", prefix_sharing=False)
+FLASH_POSITIONS = Route("positions", "flash_attention_2", prefix_sharing=False)
 
 
 def make(model_type="llama", attention="sdpa", **options):
@@ -55,14 +56,14 @@ def give(module, args, kwargs, **more):
 
 def test_positions_alone_keep_sequences_apart_where_nothing_goes_wrong():
     """The control of the tests below: without their cause, the check passes."""
-    assert check_flat(make(), POSITIONS, prefix_sharing=False).passed
+    assert check_flat(make(), POSITIONS).passed
     with reference_flash():
-        assert check_flat(make(attention="flash_attention_2"), FLASH_POSITIONS, prefix_sharing=False).passed
+        assert check_flat(make(attention="flash_attention_2"), FLASH_POSITIONS).passed
 
 
 def test_all_ones_mask_is_caught(monkeypatch):
     monkeypatch.setattr(forward, "layout_mask", lambda route, layout, *_: torch.ones_like(layout.seq_idx))
-    result = check_flat(make(), POSITIONS, prefix_sharing=False)
+    result = check_flat(make(), POSITIONS)
     assert not result.passed
     assert result.leak > LEAK_FRACTION * result.effect
 
@@ -79,19 +80,19 @@ def test_use_cache_is_caught(monkeypatch):
             handle.remove()
 
     monkeypatch.setattr(forward, "_flat_backbone", with_cache)
-    result = check_flat(model, POSITIONS, prefix_sharing=False)
+    result = check_flat(model, POSITIONS)
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
-    assert check_flat(model, SEGMENT, prefix_sharing=True).passed  # with a layout, a cache does no harm
+    assert check_flat(model, SEGMENT).passed  # with a layout, a cache does no harm
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe", "opt"])
 def test_masks_built_without_position_ids_are_caught(model_type):
     model = make(model_type, attention="eager")
-    result = check_flat(model, Route("positions", "eager"), prefix_sharing=False)
+    result = check_flat(model, Route("positions", "eager", prefix_sharing=False))
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
-    assert check_flat(model, Route("segment", "eager"), prefix_sharing=True).passed
+    assert check_flat(model, Route("segment", "eager", prefix_sharing=True)).passed
 
 
 @pytest.mark.parametrize("model_type", ["persimmon", "ctrl", "gpt_bigcode"])
@@ -99,9 +100,9 @@ def test_swallowed_position_ids_are_caught(model_type, monkeypatch):
     """Layers that use `position_ids` up leave flash attention nothing to infer boundaries from."""
     with reference_flash():
         model = make(model_type, attention="flash_attention_2")
-        assert check_flat(model, FLASH_POSITIONS, prefix_sharing=False).passed
+        assert check_flat(model, FLASH_POSITIONS).passed
         monkeypatch.setattr(forward, "needs_boundaries", lambda *_: False)
-        result = check_flat(model, FLASH_POSITIONS, prefix_sharing=False)
+        result = check_flat(model, FLASH_POSITIONS)
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
 
@@ -119,7 +120,7 @@ def test_swallowed_keyword_arguments_do_not_lose_the_layout(model_type):
         if name.endswith("self_attn"):
             module.register_forward_pre_hook(look, with_kwargs=True)
     model.base_model.register_forward_pre_hook(partial(give, unknown=1), with_kwargs=True)
-    assert check_flat(model, SEGMENT, prefix_sharing=True).passed
+    assert check_flat(model, SEGMENT).passed
     assert seen
     assert not any(seen)
 
@@ -132,7 +133,7 @@ def test_a_kernel_that_ignores_boundaries_is_caught(prefix_sharing):
 
     with reference_flash(one_run):
         model = make(attention="flash_attention_2")
-        result = check_flat(model, Route("flash", "flash_attention_2"), prefix_sharing=prefix_sharing)
+        result = check_flat(model, Route("flash", replace("flash_attention_2"), prefix_sharing=prefix_sharing))
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
 
@@ -142,7 +143,7 @@ def test_segments_with_different_first_positions_are_caught(monkeypatch):
     monkeypatch.setattr(forward, "needs_boundaries", lambda *_: False)
     with reference_flash():
         model = make(attention="flash_attention_2")
-        assert check_flat(model, FLASH_POSITIONS, prefix_sharing=False).passed
+        assert check_flat(model, FLASH_POSITIONS).passed
         original = FlatBatch.from_rows
 
         def shifted(*args, **kwargs):
@@ -151,7 +152,7 @@ def test_segments_with_different_first_positions_are_caught(monkeypatch):
             return batch
 
         monkeypatch.setattr(FlatBatch, "from_rows", shifted)
-        result = check_flat(model, FLASH_POSITIONS, prefix_sharing=False)
+        result = check_flat(model, FLASH_POSITIONS)
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
 
@@ -182,7 +183,7 @@ def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
 
 def test_a_state_that_passes_on_is_caught(monkeypatch):
     monkeypatch.setattr(forward, "carries_state", lambda model: False)
-    result = check_flat(make("lfm2"), SEGMENT, prefix_sharing=False)
+    result = check_flat(make("lfm2"), SEGMENT.without_sharing())
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
 
@@ -192,10 +193,10 @@ def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):
     model = make("bamba")
     size = model.config.hidden_size
     with reference_state_kernels(model):
-        assert check_flat(model, SEGMENT, prefix_sharing=False).passed
+        assert check_flat(model, SEGMENT.without_sharing()).passed
         mix = lambda states, *args, **kwargs: states[..., :size].cumsum(1)  # noqa: E731
         monkeypatch.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", mix)
-        result = check_flat(model, SEGMENT, prefix_sharing=False)
+        result = check_flat(model, SEGMENT.without_sharing())
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
 
@@ -226,9 +227,9 @@ def one_token_off(by):
 @pytest.mark.parametrize("by", [1, -1], ids=["leak", "loss"])
 def test_one_token_of_context_too_many_or_too_few_is_caught_in_32_layers(by, dtype, monkeypatch):
     model = deep(dtype)
-    assert check_flat(model, SEGMENT, prefix_sharing=False).passed
+    assert check_flat(model, SEGMENT.without_sharing()).passed
     monkeypatch.setitem(attention.BACKENDS, "segment", one_token_off(by))
-    result = check_flat(model, SEGMENT, prefix_sharing=False)
+    result = check_flat(model, SEGMENT.without_sharing())
     assert not result.passed
     if by == 1:
         assert result.leak > LEAK_FRACTION * result.effect
@@ -244,7 +245,7 @@ def test_a_correct_low_precision_model_of_32_layers_passes(seed, dtype, route):
     model = deep(dtype, seed)
     reference = RowsAlone(model)
     for prefix_sharing in (False, True):
-        result = check_flat(model, route, prefix_sharing=prefix_sharing, reference=reference)
+        result = check_flat(model, replace(route, prefix_sharing=prefix_sharing), reference)
         assert result.passed, result
 
 
@@ -345,7 +346,7 @@ def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, reques
 
     before = state()
     with autocast:
-        result, failed = prove(model, choose_route(model), prefix_sharing=True)
+        result, failed = prove(model, choose_route(model))
     assert result.prefix_sharing
     assert not failed
     after = state()
@@ -361,7 +362,7 @@ def test_check_restores_the_random_state_of_a_model_that_draws():
     model, drawn = make(), []
     model.base_model.register_forward_pre_hook(lambda module, args: drawn.append(torch.rand(3)))
     before = torch.get_rng_state()
-    assert check_flat(model, SEGMENT, prefix_sharing=True).passed
+    assert check_flat(model, SEGMENT).passed
     assert drawn
     assert torch.equal(before, torch.get_rng_state())
 
@@ -386,7 +387,7 @@ def test_a_model_without_an_attention_function_gets_a_mask():
 def test_sharing_turns_off_with_one_line_where_positions_are_all_a_model_reads(caplog):
     with reference_flash(), caplog.at_level(logging.WARNING):
         model = make("falcon", attention="flash_attention_2")
-        result, failed = prove(model, choose_route(model), prefix_sharing=True)
+        result, failed = prove(model, choose_route(model))
     assert (result.route.backend, result.prefix_sharing, failed) == ("positions", False, [])
     assert caplog.text.count("trains without shared prefixes: 'flash_attention_2'") == 1
 
@@ -401,7 +402,7 @@ def test_a_model_that_is_exact_flat_but_not_shared_trains_flat():
 def test_refusal_names_the_model_the_figures_and_what_to_do():
     model = make("jamba")
     with pytest.raises(UnprovenModelError) as error:
-        prove(model, choose_route(model), prefix_sharing=True)
+        prove(model, choose_route(model))
     for part in ("JambaForCausalLM", "WRONG (error", "allowed", "segment", "mask", "padding_free=False"):
         assert part in str(error.value)
 
@@ -425,7 +426,7 @@ def test_a_model_that_padding_changes_is_not_believed():
 
     model = make()
     model.base_model.register_forward_hook(read_the_width, with_kwargs=True)
-    result = check_flat(model, SEGMENT, prefix_sharing=False)
+    result = check_flat(model, SEGMENT.without_sharing())
     assert result.error < 4 * result.noise
     assert not result.passed
 
@@ -433,4 +434,4 @@ def test_a_model_that_padding_changes_is_not_believed():
 def test_an_answer_of_nan_does_not_pass():
     model = make()
     model.lm_head.weight.data.fill_(float("nan"))
-    assert not check_flat(model, SEGMENT, prefix_sharing=False).passed
+    assert not check_flat(model, SEGMENT.without_sharing()).passed

@@ -13,7 +13,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 import trl_paddingfree
 from tests.tiny import conversations, make_model, make_tokenizer, preference_data, prompt_completions, text
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.cli import main
+from trl_paddingfree.cli.main import main
 
 COMMANDS = ["inspect", "check", "bench", "dpo", "sft", "env", "quickstart"]
 PNG = b"\x89PNG"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl_paddingfree.cli.sft import SFTScriptArguments
 
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeSFTConfig
-from trl_paddingfree.scripts.sft import SFTScriptArguments
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("configs/*.yaml"))

@@ -14,8 +14,8 @@ from trl import TrlParser
 
 import trl_paddingfree
 from tests.tiny import preference_data, prompt_completions
-from trl_paddingfree.cli import make_parser
-from trl_paddingfree.configs import PaddingFreeDPOConfig, PaddingFreeOptions
+from trl_paddingfree.cli.main import make_parser
+from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,13 +14,14 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.tiny import make_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.forward import Route, choose_route, install, installed_route
+from trl_paddingfree.model.forward import install, installed_route
+from trl_paddingfree.model.routes import Route, choose_route
 
 # float64 on CPU: rounding of sums over at most a few hundred terms of order one
 FLOAT64 = 1e-10
 # TRL's head accumulates its statistics in float32, whatever the model's dtype
 FLOAT32 = 1e-5
-ROUTES = [Route("segment", "sdpa"), Route("segment", "eager"), Route("mask", "sdpa")]
+ROUTES = [Route("segment", "sdpa", prefix_sharing=True), Route("segment", "eager", prefix_sharing=True), Route("mask", "sdpa", prefix_sharing=True)]
 
 tokens = st.integers(1, 4)
 trees = st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=6)
@@ -166,16 +167,16 @@ def test_a_second_trainer_and_mixed_precision_find_the_route():
     install(model, choose_route(model))
     model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
     wrapped = model.forward
-    assert choose_route(model) == installed_route(model) == Route("segment", "sdpa")
+    assert choose_route(model) == installed_route(model) == Route("segment", "sdpa", prefix_sharing=True)
     install(model, choose_route(model, "mask"))
     assert model.forward == wrapped
-    assert installed_route(model) == Route("mask", "sdpa")
+    assert installed_route(model) == Route("mask", "sdpa", prefix_sharing=True)
     add_fused_lm_head(model)
     assert installed_route(model) is None
     install(model, choose_route(model))
-    assert installed_route(model) == Route("segment", "sdpa")
+    assert installed_route(model) == Route("segment", "sdpa", prefix_sharing=True)
     sibling = type(model)(model.config)
-    assert choose_route(sibling) == Route("segment", "sdpa")
+    assert choose_route(sibling) == Route("segment", "sdpa", prefix_sharing=True)
 
 
 def test_neftune_noise_has_the_size_of_rows():

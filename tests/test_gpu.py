@@ -13,10 +13,11 @@ from trl.trainer.utils import add_fused_lm_head
 from tests import equivalence
 from tests.tiny import make_model, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
-from trl_paddingfree.attention import FlatMask
 from trl_paddingfree.benchmark.baseline import baseline_attention
 from trl_paddingfree.benchmark.measure import count_syncs
-from trl_paddingfree.forward import choose_route, install
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.masks import FlatMask
+from trl_paddingfree.model.routes import choose_route
 
 pytestmark = pytest.mark.gpu
 
@@ -202,7 +203,7 @@ def test_dpo_follows_padded_trl_in_bfloat16(tokenizer):
 
     padded = train(DPOTrainer, DPOConfig)
     ours = train(PaddingFreeDPOTrainer, PaddingFreeDPOConfig)
-    assert ours.trainer.flat_check.route.backend == "varlen"
+    assert ours.trainer.flat.route.backend == "varlen"
     for expected, actual in zip(padded.log_history[:-1], ours.log_history[:-1], strict=True):
         for name in ("loss", "logps/chosen", "logps/rejected"):
             # Sums of up to a hundred log-probabilities, each off by a rounding or two

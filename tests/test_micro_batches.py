@@ -11,15 +11,9 @@ from trl import DPOConfig, DPOTrainer
 from tests.equivalence import TOLERANCE, run
 from tests.tiny import conversations, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.sampling import (
-    StepSampler,
-    balance,
-    by_tokens,
-    example_tokens,
-    imbalance,
-    split_by_tokens,
-    truncated,
-)
+from trl_paddingfree.batching.arrange import StepSampler, balance, by_tokens, imbalance
+from trl_paddingfree.batching.budget import split_by_tokens
+from trl_paddingfree.batching.lengths import example_tokens, truncated
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Figures that are averaged over micro-batches weigh their tokens anew when examples move between them
@@ -146,9 +140,9 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
     ours = run(Mean, PaddingFreeSFTConfig, **common, **options, max_tokens_per_micro_batch=100)
     same_training(plain, ours, ignored=())
     trainer = plain.trainer
-    trainer.flat_options.arrange_micro_batches = "tokens"
+    trainer.flat.options.arrange_micro_batches = "tokens"
     with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
-        trainer.check_micro_batches()
+        trainer.refuse_micro_batches()
 
 
 def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):

@@ -16,8 +16,9 @@ from tests.architectures import tiny_model
 from tests.reference_flash import reference_flash, torch_varlen_func
 from tests.reference_state import reference_state_kernels
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.check import UnprovenModelError, prove
-from trl_paddingfree.forward import Route, carries_state, choose_route, install
+from trl_paddingfree.check.prove import UnprovenModelError, prove
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.routes import Route, carries_state, choose_route
 
 # float32 on CPU (eps = 1.2e-7), relative to the largest entry: gradients are sums of up to 60 tokens' parts, which can
 # cancel to a hundredth of their size. A wrong layout shows in the first or second digit
@@ -198,7 +199,7 @@ def test_architecture_with_state_trains_flat_where_its_kernels_are(name, attenti
         model = make(name, attention)
         assert carries_state(model)
         with reference_state_kernels(model):
-            result, failed = prove(model, choose_route(model), prefix_sharing=True)
+            result, failed = prove(model, choose_route(model))
             assert not failed
             assert not result.prefix_sharing
             assert_equals_padded(model, result.route, prefix_sharing=False)
@@ -240,7 +241,7 @@ def test_architecture_trains_like_padded_trl(name, trainer_class, tokenizer):
     from tests.equivalence import assert_same, run
     from tests.tiny import conversations, preference_data
     from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer
-    from trl_paddingfree.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
+    from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
 
     dpo = trainer_class is DPOTrainer
     ours_class, ours_config = (
@@ -258,7 +259,7 @@ def test_architecture_trains_like_padded_trl(name, trainer_class, tokenizer):
     config_class = next(base for base in ours_config.__mro__ if base.__module__.startswith("trl."))
     padded = run(trainer_class, config_class, model=make(name, None), **options)
     ours = run(ours_class, ours_config, model=make(name, None), prefix_sharing=True, **options)
-    assert ours.trainer.flat_check.prefix_sharing
+    assert ours.trainer.flat.route.prefix_sharing
     assert_same(padded, ours)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.tiny import conversations, preference_data
 from trl_paddingfree import quickstart, stdlib_data
-from trl_paddingfree.cli import main
-from trl_paddingfree.watched_run import Run, watch_memory
+from trl_paddingfree.cli.main import main
+from trl_paddingfree.quickstart.watch import Run, watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
 

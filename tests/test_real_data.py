@@ -12,7 +12,7 @@ from tests.dpo_runs import assert_layouts_agree
 from tests.equivalence import assert_same, run
 from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.benchmark.datasets import one_sample_per_turn
-from trl_paddingfree.small_model import make_model, make_tokenizer
+from trl_paddingfree.quickstart.model import make_model, make_tokenizer
 
 DATA = Path(os.environ.get("TRL_PADDINGFREE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])

@@ -39,11 +39,12 @@ from trl_paddingfree import (
     PaddingFreeSFTConfig,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
-    seams,
+    upstream,
 )
-from trl_paddingfree.attention import FlatMask
-from trl_paddingfree.check import UnprovenModelError, check_flat, prove
-from trl_paddingfree.forward import Route, choose_route, install, layout_boundaries
+from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.masks import FlatMask, boundaries
+from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 PAIRS = [
@@ -124,11 +125,11 @@ def test_trl_4170_the_first_token_of_a_sequence_is_never_a_target(prefix_sharing
 def test_trl_3942_every_flash_attention_gets_boundaries(name):
     with reference_flash():
         model = make_model(attn_implementation="flash_attention_2")
-        seams.set_attn_implementation(model, "flash_attention_2")
+        upstream.set_attn_implementation(model, "flash_attention_2")
     model.config._attn_implementation = name
-    assert choose_route(model) == Route("flash", name)
-    boundaries = layout_boundaries(FlatBatch.from_rows(ROWS, ROWS).layout)
-    assert all(x is not None for x in boundaries.values())
+    assert choose_route(model) == Route("flash", name, prefix_sharing=True)
+    told = boundaries(FlatBatch.from_rows(ROWS, ROWS).layout)
+    assert all(x is not None for x in told.values())
 
 
 def test_trl_3996_padding_to_a_multiple_changes_nothing():
@@ -165,7 +166,7 @@ def test_trl_2834_the_route_follows_the_implementation_in_force():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_trl_3910_documents_are_apart_without_flash_attention(attention):
     model = make(attn_implementation=attention)
-    assert check_flat(model, choose_route(model), prefix_sharing=False).leak == 0
+    assert check_flat(model, choose_route(model).without_sharing()).leak == 0
 
 
 def test_trl_5359_max_length_is_kept_by_the_trainer_itself(sft_run):
@@ -209,7 +210,7 @@ def test_trl_2615_a_step_of_two_micro_batches_is_one_of_twice_the_size(model_dir
 def test_trl_5807_gemma3_trains_on_text_without_token_types():
     model = tiny_model("gemma3")
     add_fused_lm_head(model)
-    test_models.assert_equals_padded(model.train(), Route("segment", "sdpa"), prefix_sharing=True)
+    test_models.assert_equals_padded(model.train(), Route("segment", "sdpa", prefix_sharing=True), prefix_sharing=True)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -217,7 +218,7 @@ def test_trl_6356_both_kinds_of_gradient_checkpointing_see_the_layout(reentrant)
     model = test_models.make("llama2", "sdpa")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    test_models.assert_equals_padded(model, Route("segment", "sdpa"), prefix_sharing=True)
+    test_models.assert_equals_padded(model, Route("segment", "sdpa", prefix_sharing=True), prefix_sharing=True)
 
 
 def test_trl_lora_on_the_head_is_refused(model_dir):
@@ -288,9 +289,9 @@ def test_transformers_31629_every_tensor_has_the_type_that_models_want():
     assert types.pop("row_mask") == torch.bool
     assert types.pop("token_rows") == torch.float32
     assert set(types.values()) == {torch.int64}
-    boundaries = layout_boundaries(batch.layout)
-    assert [type(x) for x in boundaries.values()] == [torch.Tensor, torch.Tensor, int, int, torch.Tensor]
-    assert {x.dtype for x in boundaries.values() if isinstance(x, torch.Tensor)} == {torch.int32}
+    told = boundaries(batch.layout)
+    assert [type(x) for x in told.values()] == [torch.Tensor, torch.Tensor, int, int, torch.Tensor]
+    assert {x.dtype for x in told.values() if isinstance(x, torch.Tensor)} == {torch.int32}
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 7, 8, 9, 3, 6, 8, 10, 11, 12]]  # no separators
 
 

@@ -19,10 +19,10 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 import trl_paddingfree
 from tests.architectures import tiny_model
 from tests.tiny import make_model
-from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, seams
-from trl_paddingfree.attention import BOUNDARIES, FlatMask
-from trl_paddingfree.layout import FlatLayout
-from trl_paddingfree.segments import Segments
+from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, upstream
+from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.flat.segments import Segments
+from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 
@@ -200,14 +200,14 @@ def test_the_registries_take_our_names_and_give_them_back():
     AttentionInterface.register("paddingfree-test", len)
     AttentionMaskInterface.register("paddingfree-test", len)
     assert AttentionInterface()["paddingfree-test"] is len
-    assert seams.mask_function("paddingfree-test") is len
+    assert upstream.mask_function("paddingfree-test") is len
 
 
 def test_an_implementation_set_on_a_model_is_the_one_that_its_layers_look_up():
     model = make_model(attn_implementation="sdpa")
-    assert seams.attn_implementation(model) == "sdpa"
-    seams.set_attn_implementation(model, "paddingfree-test")
-    assert seams.attn_implementation(model) == "paddingfree-test"
+    assert upstream.attn_implementation(model) == "sdpa"
+    upstream.set_attn_implementation(model, "paddingfree-test")
+    assert upstream.attn_implementation(model) == "paddingfree-test"
     layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     assert {layer.config._attn_implementation for layer in layers} == {"paddingfree-test"}
 
@@ -216,19 +216,19 @@ def test_eager_attention_is_a_function_of_the_layers_own_file():
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     layer = tiny_model("gemma2").model.layers[0].self_attn
-    assert seams.attention_function("eager", layer) is eager_attention_forward
+    assert upstream.attention_function("eager", layer) is eager_attention_forward
 
 
 @pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("falcon", False), ("gptj", False), ("mpt", False)])
 def test_models_that_look_attention_up_elsewhere_are_known(model_type, takes):
-    assert seams.takes_attention_function(tiny_model(model_type)) == takes
+    assert upstream.takes_attention_function(tiny_model(model_type)) == takes
 
 
 def test_float32_states_are_brought_to_the_weights_dtype():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
     module.config = SimpleNamespace()
-    assert seams.flash_target_dtype(torch.zeros(1), module) == torch.bfloat16
-    assert seams.flash_target_dtype(torch.zeros(1, dtype=torch.bfloat16), module) is None
+    assert upstream.flash_target_dtype(torch.zeros(1), module) == torch.bfloat16
+    assert upstream.flash_target_dtype(torch.zeros(1, dtype=torch.bfloat16), module) is None
 
 
 def test_llama4_scales_queries_by_their_place_on_the_axis():
@@ -241,7 +241,7 @@ def test_llama4_scales_queries_by_their_place_on_the_axis():
 
 
 def test_layers_that_carry_state_say_which_kernel_keeps_sequences_apart():
-    from trl_paddingfree.models import _MISSING_KERNEL
+    from trl_paddingfree.check.obstacles import _MISSING_KERNEL
 
     model = tiny_model("lfm2")
     with pytest.raises(ValueError, match=_MISSING_KERNEL.pattern):
@@ -281,7 +281,7 @@ def test_generation_and_training_share_one_signature():
     """`generate` validates its arguments against the forward's signature, which our wrapper keeps."""
     model = make_model()
     add_fused_lm_head(model)
-    from trl_paddingfree.forward import choose_route, install
+    from trl_paddingfree.model.forward import choose_route, install
 
     install(model, choose_route(model))
     assert inspect.signature(model.forward).parameters.keys() >= {"input_ids", "attention_mask"}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_paddingfree import FlatBatch, Segments
-from trl_paddingfree.prefix_tree import num_distinct_tokens, share_prefixes
+from trl_paddingfree.flat.prefix_tree import num_distinct_tokens, share_prefixes
 
 # Few different tokens and short rows: prefixes, identical rows and rows that are prefixes of others are common
 rows_of_tokens = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=9), min_size=1, max_size=8)
@@ -136,7 +136,7 @@ def test_a_batch_moves_and_pickles_as_one_thing():
 
 @pytest.mark.parametrize("branches", [2, 7])
 def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
-    from trl_paddingfree.attention import GatherKeyValue
+    from trl_paddingfree.model.attention import GatherKeyValue
 
     rows = [[1, 2, 3, 4, 10 + b, 5] for b in range(branches)]
     layout = FlatBatch.from_rows(rows, rows).layout
@@ -148,7 +148,7 @@ def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
 
 
 def test_the_gather_sums_bfloat16_gradients_in_float32():
-    from trl_paddingfree.attention import GatherKeyValue
+    from trl_paddingfree.model.attention import GatherKeyValue
 
     rows = [[1, 2, 10 + b] for b in range(1000)]
     layout = FlatBatch.from_rows(rows, rows).layout

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from tests.equivalence import TOLERANCE, assert_same, run
 from tests.tiny import conversations, make_model, prompt_completions
 from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.collate import LanguageModelingCollator
+from trl_paddingfree.data.collate import LanguageModelingCollator
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 MAX_LENGTH = 24
@@ -220,12 +220,12 @@ def test_packing_equals_trls_own(model_dir, strategy):
 def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
     from trl.trainer.utils import add_fused_lm_head
 
-    from trl_paddingfree.check import check_flat, undisturbed
-    from trl_paddingfree.forward import Route, install
+    from trl_paddingfree.check.prove import check_flat, undisturbed
+    from trl_paddingfree.model.forward import Route, install
 
     model = make_model(attn_implementation=attention)
     add_fused_lm_head(model)
-    install(model, Route("segment", attention))
+    install(model, Route("segment", attention, prefix_sharing=True))
     collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
     document = [5, 6, 7, 8, 9]
     outputs = []
@@ -235,7 +235,7 @@ def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
             outputs.append(model(**batch, fused_lm_head=True).log_probs)
     assert torch.equal(outputs[0][1], outputs[1][1])
     assert not torch.equal(outputs[0][0], outputs[1][0])
-    assert check_flat(model, Route("segment", attention), prefix_sharing=True).passed
+    assert check_flat(model, Route("segment", attention, prefix_sharing=True)).passed
 
 
 def test_truncated_away_examples_are_dropped_and_counted(model_dir, caplog):
@@ -274,5 +274,5 @@ def test_trls_own_config_turns_it_on_too(model_dir):
         max_length=MAX_LENGTH,
     )
     assert ours.trainer.args.padding_free
-    assert not ours.trainer.flat_check.prefix_sharing
+    assert not ours.trainer.flat.route.prefix_sharing
     assert ours.trainer.total_counts().computed == ours.trainer.total_counts().real

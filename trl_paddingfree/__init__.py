@@ -7,29 +7,29 @@ __version__ = "0.1.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _EXPORTS = {
-    "BatchCounts": "batch",
-    "FlatBatch": "batch",
-    "CheckResult": "check",
-    "UnprovenModelError": "check",
-    "LanguageModelingCollator": "collate",
-    "PreferenceCollator": "collate",
-    "concatenated_inputs": "collate",
-    "PaddingFreeDPOConfig": "configs",
-    "PaddingFreeSFTConfig": "configs",
-    "PaddingFreeDPOTrainer": "dpo",
-    "PaddingFreeSFTTrainer": "sft",
-    "Segments": "segments",
+    "BatchCounts": "flat.batch",
+    "FlatBatch": "flat.batch",
+    "CheckResult": "check.prove",
+    "UnprovenModelError": "check.prove",
+    "LanguageModelingCollator": "data.collate",
+    "PreferenceCollator": "data.collate",
+    "concatenated_inputs": "data.collate",
+    "PaddingFreeDPOConfig": "trainers.configs",
+    "PaddingFreeSFTConfig": "trainers.configs",
+    "PaddingFreeDPOTrainer": "trainers.dpo",
+    "PaddingFreeSFTTrainer": "trainers.sft",
+    "Segments": "flat.segments",
 }
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
-    from .batch import BatchCounts, FlatBatch
-    from .check import CheckResult, UnprovenModelError
-    from .collate import LanguageModelingCollator, PreferenceCollator, concatenated_inputs
-    from .configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
-    from .dpo import PaddingFreeDPOTrainer
-    from .segments import Segments
-    from .sft import PaddingFreeSFTTrainer
+    from .check.prove import CheckResult, UnprovenModelError
+    from .data.collate import LanguageModelingCollator, PreferenceCollator, concatenated_inputs
+    from .flat.batch import BatchCounts, FlatBatch
+    from .flat.segments import Segments
+    from .trainers.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
+    from .trainers.dpo import PaddingFreeDPOTrainer
+    from .trainers.sft import PaddingFreeSFTTrainer
 
 
 def __getattr__(name: str) -> Any:

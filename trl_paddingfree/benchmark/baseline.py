@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention import _torch_varlen
+from ..model.attention import torch_varlen
 
 UNPADDED = "unpadded_varlen"
 
@@ -55,7 +55,7 @@ def unpadded_varlen(
     states = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     if index is not None:
         states = [x.index_select(0, index) for x in states]
-    output = _torch_varlen()(*states, cu_seqlens, cu_seqlens, longest, longest, scaling, sliding_window)
+    output = torch_varlen()(*states, cu_seqlens, cu_seqlens, longest, longest, scaling, sliding_window)
     if index is not None:
         output = output.new_zeros(rows * length, *output.shape[1:]).index_copy(0, index, output)
     return output.unflatten(0, (rows, length)), None

@@ -4,6 +4,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from .tasks import BENCHMARKED
+
 COLORS = {
     "trl": "#9a9a9a",
     "trl-packing": "#c9b458",
@@ -34,7 +36,7 @@ def chart(result: dict[str, Any], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     runs = [run for run in result["runs"] if run["agree"]]
-    examples = "pairs" if result["settings"]["task"] == "dpo" else "rows"
+    examples = BENCHMARKED[result["settings"]["task"]].unit
     panels = [("speedup", f"{examples} per second, padded TRL = 1 (longer is better)")]
     if "gpu" in result["environment"]:
         panels.append(("bytes_above", "memory above the weights, padded TRL = 1 (shorter is better)"))

@@ -5,10 +5,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ..data import PREPARE, load_rows
+from ..data.load import load_rows
+from ..trainers.registry import TRAINERS
 from .rows import Rows
-
-COLUMNS = {"dpo": ["prompt_ids", "chosen_ids", "rejected_ids"], "sft": ["input_ids", "labels"]}
 
 
 def dataset_rows(task: str, name: str, tokenizer: str, max_length: int, per_turn: bool = False) -> Rows:
@@ -17,7 +16,7 @@ def dataset_rows(task: str, name: str, tokenizer: str, max_length: int, per_turn
 
     Args:
         task (`str`):
-            `"dpo"` or `"sft"`.
+            Name of the task.
         name (`str`):
             Hub name, of which the split "train" is taken, folder, or file.
         tokenizer (`str`):
@@ -28,12 +27,12 @@ def dataset_rows(task: str, name: str, tokenizer: str, max_length: int, per_turn
             Whether conversations are cut into one sample per assistant turn, which keep each other's company in a
             batch. SFT only.
     """
-    dataset = load_rows(name)
+    dataset, data = load_rows(name), TRAINERS[task].task
     if per_turn:
         dataset = dataset.map(one_sample_per_turn, batched=True, remove_columns=dataset.column_names)
     options: dict[str, Any] = {"max_length": max_length, "truncation_mode": "keep_start"}
-    prepared = PREPARE[task](dataset, AutoTokenizer.from_pretrained(tokenizer), **options)
-    examples = [truncated(row, max_length) for row in prepared.select_columns(COLUMNS[task])]
+    prepared = data.prepare(dataset, AutoTokenizer.from_pretrained(tokenizer), **options)
+    examples = [truncated(row, max_length) for row in prepared.select_columns(data.columns)]
     return Rows(Path(name).name.split(".")[0] + per_turn * ", one sample per turn", examples, together=per_turn)
 
 

@@ -2,13 +2,15 @@
 
 import os
 import platform
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
-from ..diagnose import package_versions
+from ..check.machine import package_versions
 
 
 def processor_name() -> str:
@@ -19,6 +21,18 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def provenance() -> dict[str, str]:
+    """
+    When a result was measured, and from which commit: `"commit"` and `"date"`.
+
+    The commit ends in "-dirty" if the package had changes on top of it, and is empty outside a checkout.
+    """
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return {"commit": found.stdout.strip(), "date": datetime.now(UTC).date().isoformat()}
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..batch import FlatBatch
-from ..prefix_tree import adjacent_prefixes
+from ..flat.batch import FlatBatch
+from ..flat.prefix_tree import adjacent_prefixes
 
 
 @dataclass(frozen=True)

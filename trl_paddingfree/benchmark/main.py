@@ -12,8 +12,8 @@ from typing import Any
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The arguments of the benchmark."""
-    from .methods import METHODS
     from .shapes import SHAPES
+    from .tasks import BENCHMARKED
 
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -21,7 +21,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "in one process. No speed is reported where losses disagree.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("task", choices=METHODS)
+    parser.add_argument("task", choices=BENCHMARKED)
     rows = parser.add_argument_group("rows")
     rows.add_argument(
         "--lengths",
@@ -55,7 +55,8 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     model.add_argument("--torch-compile", action="store_true")
     model.add_argument("--learning-rate", type=float, help="TRL's default")
     measured = parser.add_argument_group("measurement")
-    measured.add_argument("--methods", nargs="+", choices=sorted({m.name for ms in METHODS.values() for m in ms}))
+    methods = {method.name for task in BENCHMARKED.values() for method in task.methods}
+    measured.add_argument("--methods", nargs="+", choices=sorted(methods))
     measured.add_argument("--trl-attention", help="attention of TRL's own methods: the fastest there is")
     measured.add_argument("--batches", type=int, default=4, help="how many of the most typical batches")
     measured.add_argument("--rounds", type=int, default=3, help="times to train on each")

@@ -11,10 +11,11 @@ import torch
 from datasets import Dataset
 from trl import pack_dataset
 
-from ..batch import IGNORE_INDEX
+from ..flat.batch import IGNORE_INDEX
 from .clock import Clock
 from .flops import StepCost, Work, count_flops
-from .methods import PACKED, Method, Settings
+from .methods import Settings
+from .tasks import PACKED, Method
 
 # Largest relative differences of two methods' figures. Means over the scored tokens of a batch average rounding out
 # (a token's log-probability is off by about eps, 1.2e-7 or 4e-3, and up as often as down), while the context of
@@ -29,8 +30,7 @@ TOLERANCES = {
 def tolerances(settings: Settings) -> dict[str, float]:
     """Largest relative difference of each figure that is compared."""
     allowed = TOLERANCES[settings.dtype]
-    # The loss of SFT is a mean over scored tokens
-    return allowed if settings.task == "dpo" else {**allowed, "loss": allowed["entropy"]}
+    return {**allowed, "loss": allowed["entropy"]} if settings.benchmarked.averages_loss else allowed
 
 
 @dataclass
@@ -231,12 +231,9 @@ def count_syncs() -> Iterator[Any]:
 
 def probe_example(settings: Settings, unscored: int, scored: int) -> dict[str, Any]:
     """An example with given numbers of unscored and scored tokens in its longest row."""
-    prompt, completion = list(range(8, 8 + unscored)), list(range(100, 100 + scored))
-    if settings.task == "sft":
-        return {"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * unscored + completion}
-    example = {"prompt_ids": prompt, "chosen_ids": completion, "rejected_ids": [token + 50 for token in completion]}
+    example = settings.benchmarked.probe(unscored, scored)
     if settings.precomputed_reference:
-        example |= {"ref_chosen_logps": -1.0, "ref_rejected_logps": -1.0}  # type: ignore[dict-item]
+        example |= {"ref_chosen_logps": -1.0, "ref_rejected_logps": -1.0}
     return example
 
 

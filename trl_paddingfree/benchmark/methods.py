@@ -1,61 +1,19 @@
-"""The methods that are set side by side: TRL's own, and ours."""
+"""The trainers of the methods that are set side by side: TRL's own, and ours."""
 
 import copy
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from .. import seams
-from ..configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
-from ..dpo import PaddingFreeDPOTrainer
-from ..sft import PaddingFreeSFTTrainer
+from .. import upstream
+from ..trainers.registry import TRAINERS
 from .shapes import make_tokenizer, same_weights
-
-
-@dataclass(frozen=True)
-class Method:
-    """
-    One way to train.
-
-    Args:
-        name (`str`):
-            Name on the command line and in results.
-        label (`str`):
-            What it is, in words.
-        ours (`bool`):
-            Whether it is this package's.
-        options (`dict[str, Any]`, *optional*):
-            Options of its configuration.
-    """
-
-    name: str
-    label: str
-    ours: bool
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-BASELINE = "trl"
-PACKED = {"packing": True, "packing_strategy": "bfd"}
-METHODS: dict[str, tuple[Method, ...]] = {
-    "dpo": (
-        Method(BASELINE, "TRL, padded", False),
-        Method("flat", "ours, padding-free", True, {"prefix_sharing": False}),
-        Method("shared", "ours, shared prefixes", True, {"prefix_sharing": True}),
-    ),
-    "sft": (
-        Method(BASELINE, "TRL, padded", False),
-        Method("trl-packing", "TRL, packed (bfd)", False, PACKED),
-        Method("trl-padding-free", "TRL, padding-free", False, {"padding_free": True}),
-        Method("flat", "ours, padding-free", True, {"prefix_sharing": False}),
-        Method("shared", "ours, shared prefixes", True, {"prefix_sharing": True}),
-    ),
-}
+from .tasks import BENCHMARKED, PACKED, BenchmarkTask, Method
 
 
 @dataclass(frozen=True)
@@ -65,7 +23,7 @@ class Settings:
 
     Args:
         task (`str`):
-            `"dpo"` or `"sft"`.
+            A key of `BENCHMARKED`.
         model (`str`):
             A named shape, or a folder.
         device (`str`):
@@ -81,7 +39,7 @@ class Settings:
         gradient_checkpointing (`bool`):
             Whether activations are recomputed in the backward pass.
         precomputed_reference (`bool`):
-            Whether reference log-probabilities are given with the rows. DPO only.
+            Whether reference log-probabilities are given with the rows, where there are any.
         liger (`bool`):
             Whether Liger kernels replace the layers' own.
         torch_compile (`bool`):
@@ -107,17 +65,14 @@ class Settings:
     seed: int
 
     @property
+    def benchmarked(self) -> BenchmarkTask:
+        """The task as the benchmark measures it."""
+        return BENCHMARKED[self.task]
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as PyTorch has it."""
         return getattr(torch, self.dtype)
-
-
-TRAINERS = {
-    ("dpo", False): (DPOTrainer, DPOConfig),
-    ("dpo", True): (PaddingFreeDPOTrainer, PaddingFreeDPOConfig),
-    ("sft", False): (SFTTrainer, SFTConfig),
-    ("sft", True): (PaddingFreeSFTTrainer, PaddingFreeSFTConfig),
-}
 
 
 def make_trainer(method: Method, base: Any, settings: Settings, attention: str) -> Any:
@@ -134,17 +89,18 @@ def make_trainer(method: Method, base: Any, settings: Settings, attention: str) 
         attention (`str`):
             The attention implementation of TRL's own methods.
     """
-    trainer_class, config_class = TRAINERS[settings.task, method.ours]
+    ours = TRAINERS[settings.task]
+    trainer_class, config_class = (ours, ours.config_class) if method.ours else (ours.trl_trainer, ours.trl_config)
     model = _model(base, settings)
     kwargs: dict[str, Any] = {}
     if not method.ours:
-        seams.set_attn_implementation(model, attention)
+        upstream.set_attn_implementation(model, attention)
     if settings.tuning != "full":
         kwargs["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    elif settings.task == "dpo" and not settings.precomputed_reference:
+    elif settings.benchmarked.has_reference and not settings.precomputed_reference:
         kwargs["ref_model"] = same_weights(base)
         if not method.ours:
-            seams.set_attn_implementation(kwargs["ref_model"], attention)
+            upstream.set_attn_implementation(kwargs["ref_model"], attention)
     trainer = trainer_class(
         model=model,
         args=config_class(**_options(method, settings), **method.options),
@@ -184,13 +140,12 @@ def _options(method: Method, settings: Settings) -> dict[str, Any]:
     }
     if settings.learning_rate is not None:
         options["learning_rate"] = settings.learning_rate
-    if settings.task == "dpo":
-        return options | {"precompute_ref_log_probs": settings.precomputed_reference}
-    # TRL's padding-free SFT wants truncated rows and no maximum: all rows are truncated before
-    return options if method.options == PACKED else options | {"max_length": None}
+    if settings.benchmarked.has_reference:
+        options["precompute_ref_log_probs"] = settings.precomputed_reference
+    # All rows are truncated before
+    return options if settings.benchmarked.truncates or method.options == PACKED else options | {"max_length": None}
 
 
 def _few_tokens(settings: Settings) -> Dataset:
     """A data set to set a trainer up with."""
-    row = {"prompt": "a", "chosen": " b", "rejected": " b b"} if settings.task == "dpo" else {"prompt": "a"}
-    return Dataset.from_list([row if settings.task == "dpo" else {**row, "completion": " b"}] * settings.batch_size)
+    return Dataset.from_list([settings.benchmarked.text] * settings.batch_size)

@@ -7,6 +7,7 @@ from typing import Any
 from .chart import chart
 from .environment import machine_name
 from .shapes import display_name
+from .tasks import BENCHMARKED
 
 GIB = 2**30
 
@@ -21,7 +22,7 @@ def conditions(result: dict[str, Any]) -> str:
         f"max length {s['max_length']}",
         f"gradient checkpointing {'on' if s['gradient_checkpointing'] else 'off'}",
     ]
-    if s["task"] == "dpo":
+    if BENCHMARKED[s["task"]].has_reference:
         parts.append("precomputed reference" if s["precomputed_reference"] else "reference computed in the step")
     parts += [name for name, on in (("Liger kernels", s["liger"]), ("torch.compile", s["torch_compile"])) if on]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("trl", "transformers", "torch"))
@@ -30,7 +31,7 @@ def conditions(result: dict[str, Any]) -> str:
 
 def unit(result: dict[str, Any]) -> str:
     """What is counted per second."""
-    return "pairs/s" if result["settings"]["task"] == "dpo" else "rows/s"
+    return f"{BENCHMARKED[result['settings']['task']].unit}/s"
 
 
 def _cells(result: dict[str, Any], run: dict[str, Any], name: str) -> list[str]:

@@ -6,16 +6,14 @@ its chosen and its rejected row.
 
 import csv
 import gzip
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-# A length is a tuple (prompt, chosen, rejected) for preference data and (total, scored) for instruction data
-Length = tuple[int, ...]
-COLUMNS = {"dpo": ("prompt", "chosen", "rejected"), "sft": ("total", "assistant")}
+from .tasks import BENCHMARKED, Length
+
 FIRST_TOKEN = 8  # lower ids are special tokens
 
 
@@ -28,7 +26,7 @@ class Rows:
         name (`str`):
             Name of the lengths or the data set.
         examples (`list[dict[str, Any]]`):
-            `prompt_ids`, `chosen_ids` and `rejected_ids` for DPO, `input_ids` and `labels` for SFT.
+            As the collator of the task takes them.
         together (`bool`, *optional*, defaults to `False`):
             Whether a batch holds neighbours, rather than examples drawn at random.
     """
@@ -52,12 +50,13 @@ def _open(path: Path) -> TextIO:
 
 
 def task_of(source: str) -> str:
-    """The task, `"dpo"` or `"sft"`, whose columns a CSV file of lengths has."""
+    """The name of the task whose columns a CSV file of lengths has."""
     with _open(Path(source)) as file:
         columns = set(csv.DictReader(file).fieldnames or ())
-    task = next((task for task, names in COLUMNS.items() if columns.issuperset(names)), None)
+    task = next((name for name, task in BENCHMARKED.items() if columns.issuperset(task.columns)), None)
     if task is None:
-        raise ValueError(f"`lengths={source!r}` has the columns {sorted(columns)}, and a task needs one of {COLUMNS}.")
+        needed = {name: task.columns for name, task in BENCHMARKED.items()}
+        raise ValueError(f"`lengths={source!r}` has the columns {sorted(columns)}, and a task needs one of {needed}.")
     return task
 
 
@@ -67,11 +66,11 @@ def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
 
     Args:
         source (`str`):
-            A CSV file, possibly gzipped, with the columns `prompt,chosen,rejected` (DPO) or `total,assistant` (SFT);
+            A CSV file, possibly gzipped, with the task's columns;
             or `"equal:N"`: all rows have N tokens, half of them prompt; or `"uniform:LOW-HIGH"`: row lengths are drawn
             between the two, and half of each row, rounded down, is prompt.
         task (`str`):
-            `"dpo"` or `"sft"`.
+            A key of `BENCHMARKED`.
 
     Returns:
         `tuple[str, list[Length]]`: A name for the lengths, and the lengths.
@@ -86,18 +85,16 @@ def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
             raise ValueError(f"`lengths={source!r}` must be 'equal:N', 'uniform:LOW-HIGH' or the name of a file.")
         low, high = int(bounds[0]), int(bounds[-1])
         drawn = np.random.default_rng(0).integers(low, high + 1, (512, 2)).tolist()
-        if task == "sft":
-            return source, [(a, a - a // 2) for a, _ in drawn]
-        return source, [(min(a, b) // 2, a - min(a, b) // 2, b - min(a, b) // 2) for a, b in drawn]
-    path = Path(source)
+        return source, [BENCHMARKED[task].of_two(a, b) for a, b in drawn]
+    path, columns = Path(source), BENCHMARKED[task].columns
     with _open(path) as file:
         reader = csv.DictReader(file)
-        if missing := set(COLUMNS[task]) - set(reader.fieldnames or ()):
+        if missing := set(columns) - set(reader.fieldnames or ()):
             raise ValueError(
-                f"`lengths={source!r}` has the columns {reader.fieldnames}, and {task} needs {COLUMNS[task]}: "
+                f"`lengths={source!r}` has the columns {reader.fieldnames}, and {task} needs {columns}: "
                 f"{sorted(missing)} missing."
             )
-        lengths = [tuple(int(row[name]) for name in COLUMNS[task]) for row in reader]
+        lengths = [tuple(int(row[name]) for name in columns) for row in reader]
     return path.name.split(".")[0], lengths
 
 
@@ -116,7 +113,7 @@ def make_rows(
 
     Args:
         task (`str`):
-            `"dpo"` or `"sft"`.
+            A key of `BENCHMARKED`.
         source (`str`):
             See [`read_lengths`].
         vocab_size (`int`):
@@ -128,7 +125,7 @@ def make_rows(
         common_prefix (`int`, *optional*, defaults to `0`):
             Number of tokens, the same in all rows, to put before each row: a system prompt, or a list of tools.
         pairs_per_prompt (`int`, *optional*, defaults to `1`):
-            Number of consecutive pairs that have the prompt of the first of them. DPO only.
+            Number of consecutive examples that have the prompt of the first of them.
     """
     name, lengths = read_lengths(source, task)
     rng = np.random.default_rng(seed)
@@ -136,33 +133,13 @@ def make_rows(
     def tokens(n: int) -> list[int]:
         return rng.integers(FIRST_TOKEN, vocab_size, n).tolist()
 
-    prefix, examples, prompt = tokens(common_prefix), [], []
+    prefix, examples, prompt, benchmarked = tokens(common_prefix), [], [], BENCHMARKED[task]
     for i, length in enumerate(lengths):
-        if task == "dpo":
-            if i % pairs_per_prompt == 0:
-                prompt = (prefix + tokens(length[0]))[:max_length]
-            chosen, rejected = (tokens(n)[: max_length - len(prompt)] for n in length[1:])
-            if len(prompt) < max_length:
-                examples.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
-        else:
-            row = prefix + tokens(length[0])
-            scored = len(row) - length[1]
-            if scored < max_length:
-                labels = ([-100] * scored + row[scored:])[:max_length]
-                examples.append({"input_ids": row[:max_length], "labels": labels})
+        if i % pairs_per_prompt == 0:
+            prompt = prefix + tokens(benchmarked.prompt(length))
+        if (example := benchmarked.make(length, tokens, prompt, max_length)) is not None:
+            examples.append(example)
     suffix = (f", {common_prefix} common tokens" if common_prefix else "") + (
         f", {pairs_per_prompt} pairs per prompt" if pairs_per_prompt > 1 else ""
     )
     return Rows(name + suffix, examples)
-
-
-def example_lengths(example: dict[str, Any]) -> Length:
-    """The length of one example, as in a length file."""
-    if "prompt_ids" in example:
-        return tuple(len(example[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
-    return len(example["input_ids"]), sum(label != -100 for label in example["labels"])
-
-
-def batch_lengths(batch: Sequence[dict[str, Any]]) -> list[Length]:
-    """The lengths of the examples of a batch."""
-    return [example_lengths(example) for example in batch]

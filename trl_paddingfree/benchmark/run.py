@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
+from ..model.backends import describe
 from .baseline import UNPADDED, baseline_attention, describe_attention
-from .environment import environment
+from .environment import environment, provenance
 from .flops import StepCost, Work, matmul_rate
 from .measure import Comparison, Runner, Step, interleave, tolerances
-from .methods import BASELINE, METHODS, PACKED, Settings, make_trainer
+from .methods import Settings, make_trainer
 from .profile import profile_step
-from .rows import Rows, batch_lengths
+from .rows import Rows
 from .shapes import make_model
+from .tasks import BASELINE, PACKED
 
 logger = logging.get_logger(__name__)
 
@@ -50,7 +52,7 @@ class Benchmark:
             settings.model, settings.torch_dtype, settings.device, settings.seed, settings.tuning == "qlora"
         )
         self.vocab_size = base.get_input_embeddings().weight.size(0)
-        chosen = [method for method in METHODS[settings.task] if methods is None or method.name in methods]
+        chosen = [method for method in settings.benchmarked.methods if methods is None or method.name in methods]
         unpadded = self.attention in (UNPADDED, "flash_attention_2")
         self.runners = []
         for method in chosen:
@@ -64,12 +66,13 @@ class Benchmark:
 
     def describe(self, command: Sequence[str]) -> dict[str, Any]:
         """What the results of this benchmark have in common."""
-        ours = [runner for runner in self.runners if runner.method.ours]
+        route = next(runner for runner in self.runners if runner.method.ours).trainer.flat.route
         return {
             "command": shlex.join(command),
+            **provenance(),
             "environment": environment(self.settings.device),
             "settings": asdict(self.settings),
-            "attention": {"trl": describe_attention(self.attention), "ours": str(ours[0].trainer.flat_check.route)},
+            "attention": {"trl": describe_attention(self.attention), "ours": describe(route.backend, route.previous)},
             "matmul_flops_per_second": self.rate,
             "cost": {"counted": asdict(self.cost), "model": asdict(self.model_cost)},
             "bytes_of_state": {runner.method.name: runner.bytes_of_state() for runner in self.runners},
@@ -135,7 +138,7 @@ class Benchmark:
                 for runner in self.runners
             },
             "all_batches": self._all_batches(every),
-            "lengths": [batch_lengths(batch) for batch in batches],
+            "lengths": [[self.settings.benchmarked.length(row) for row in batch] for batch in batches],
             "profile": self._profile(batches[0]) if profile else {},
         }
 

@@ -1,0 +1,1 @@
+"""Measurements of single parts: arranging micro-batches, packing, collators."""

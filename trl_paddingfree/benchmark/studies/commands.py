@@ -1,0 +1,46 @@
+"""The commands that measure single parts and write NAME.json and NAME.md into a folder."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..environment import environment, machine_name, provenance
+from ..rows import task_of
+from .arranging import arranging_report, measure_imbalance, measure_meetings
+from .collators import collators_report, time_collators
+from .packing import measure_packing, packing_report
+
+COMMAND = "python scripts/benchmark.py"
+
+
+def arranging(sources: Sequence[str], folder: Path) -> None:
+    """Write what arranging micro-batches changes on some lengths."""
+    imbalances = [measure_imbalance(source, processes) for source in sources for processes in (2, 8)]
+    pairs = [source for source in sources if task_of(source) == "dpo"]
+    meetings = [measure_meetings(source, step_size) for source in pairs for step_size in (32, 128)]
+    measured = {"imbalances": imbalances, "meetings": meetings}
+    write("arranging", ["--arranging", *sources], measured, arranging_report(imbalances, meetings), folder)
+
+
+def packing(sources: Sequence[str], folder: Path) -> None:
+    """Write what packing changes on some lengths."""
+    measured = [measure_packing(source) for source in sources]
+    write("packing", ["--packing", *sources], {"measured": measured}, packing_report(measured), folder)
+
+
+def collators(folder: Path) -> None:
+    """Write how long collators take on this machine."""
+    found, measured = environment("cpu"), time_collators()
+    report = collators_report(measured, machine_name(found))
+    write("collators", ["--collators", str(folder)], {"environment": found, "measured": measured}, report, folder)
+
+
+def write(name: str, arguments: list[str], measured: dict[str, Any], report: str, folder: Path) -> None:
+    """Write NAME.json, and NAME.md with the command that measured it."""
+    command = f"{COMMAND} {shlex.join(arguments)}"
+    result = {"command": command, **provenance(), **measured}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(f"{report}\n\n```\n{command}\n```\n")

@@ -1,0 +1,130 @@
+"""The tables of results in the documentation, written from the results in docs/benchmarks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .environment import machine_name
+from .shapes import display_name
+
+# What the README shows: by task and rows
+HEADLINE = (("dpo", "ultrafeedback_1000"), ("dpo", "hh_harmless_1500"), ("sft", "p3_flanlike_clear_5000"))
+HEADS = ("machine, model", "rows", "padding-free", "with shared prefixes", "FLOPs", "FLOPs / limit")
+EXPLANATION = (
+    "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time), and "
+    "floating-point operations relative to padded TRL's and to the fewest possible."
+)
+
+
+def results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """All results in the folders of all machines, with their paths, plain ones before their variants."""
+    return [
+        (str(path.relative_to(folder)), result)
+        for path in sorted(folder.glob("*/*.json"), key=lambda path: path.with_suffix(""))
+        if "runs" in (result := json.loads(path.read_text()))
+    ]
+
+
+def speedup(method: dict[str, Any], result: dict[str, Any]) -> str:
+    """A speed-up; on a CPU also the one in core time, which other processes on the machine do not disturb."""
+    if "speedup" not in method:
+        return "losses disagree"
+    core = "" if "gpu" in result["environment"] else f" ({method['core_speedup']:.2f}x)"
+    return f"{method['speedup']:.2f}x{core}"
+
+
+def rows(folder: Path, link: str) -> list[tuple[str, tuple[str, str], str]]:
+    """For each measured set of rows: the name of its result, its task and rows, and its line of a table."""
+    lines = []
+    for path, result in results(folder):
+        settings, page = result["settings"], f"{link}{Path(path).with_suffix('.md').as_posix()}"
+        machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
+        reference = ", precomputed reference" if settings["precomputed_reference"] else ""
+        for run in result["runs"]:
+            methods = run["methods"]
+            ours = methods["shared" if "shared" in methods else "flat"]
+            cells = [
+                f"[{machine}]({page})",
+                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}{reference}",
+                speedup(methods["flat"], result) if "flat" in methods else "",
+                speedup(methods["shared"], result) if "shared" in methods else "",
+                f"{ours['flops'] / methods['trl']['flops']:.0%}",
+                f"{ours['flops_over_limit']:.3f}",
+            ]
+            lines.append((Path(path).stem, (settings["task"], run["rows"]), f"| {' | '.join(cells)} |"))
+    return lines
+
+
+def table(lines: list[str]) -> list[str]:
+    """Lines of a table under their heads."""
+    return [f"| {' | '.join(HEADS)} |", "|-|-|-:|-:|-:|-:|", *lines]
+
+
+def chart(folder: Path) -> list[str]:
+    """The chart of the first result that has one."""
+    drawn = (path for path, _ in results(folder) if not Path(path).name.startswith("crossover"))
+    charts = (Path(path).with_suffix(".png") for path in drawn if (folder / path).with_suffix(".png").exists())
+    return [f"![Speed-up over padded TRL]({path.as_posix()})", ""] if (path := next(charts, None)) else []
+
+
+def headline(folder: Path) -> str:
+    """What the README shows."""
+    found = {key: line for name, key, line in reversed(rows(folder, "docs/benchmarks/")) if name in ("dpo", "sft")}
+    return "\n".join([EXPLANATION, "", *table([found[key] for key in HEADLINE if key in found])])
+
+
+def everything(folder: Path) -> str:
+    """What the page of all results shows: the claim, and the rows where there is little to gain."""
+    claim: list[str] = []
+    crossover: list[str] = []
+    for name, _, line in rows(folder, ""):
+        (crossover if name.startswith("crossover") else claim).append(line)
+    return "\n".join(
+        [
+            EXPLANATION,
+            "",
+            *table(claim),
+            "",
+            *chart(folder),
+            "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
+            "",
+            *table(crossover),
+        ]
+    )
+
+
+def between(page: str, marker: str, generated: str) -> str:
+    """The page with `generated` between the markers."""
+    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
+    if start not in page or end not in page:
+        raise ValueError(f"The page needs the lines {start} and {end}, between which the tables go.")
+    before, rest = page.split(start, 1)
+    return f"{before}{start}\n{generated}\n{end}{rest.split(end, 1)[1]}"
+
+
+def update(root: Path, check: bool) -> int:
+    """
+    Write the tables into the READMEs of all languages and the page of all results.
+
+    Args:
+        root (`Path`):
+            The checkout.
+        check (`bool`):
+            Whether to compare only.
+
+    Returns:
+        `int`: 1 if a page was compared and is not what the results say, else 0.
+    """
+    folder, stale = root / "docs" / "benchmarks", False
+    generated = {path: ("benchmark", headline(folder)) for path in sorted(root.glob("README*.md"))}
+    generated[folder / "README.md"] = ("benchmark-tables", everything(folder))
+    for path, (marker, text) in generated.items():
+        current = path.read_text(encoding="utf-8")
+        updated = between(current, marker, text)
+        if not check:
+            path.write_text(updated, encoding="utf-8")
+        elif updated != current:
+            name = path.relative_to(root)
+            print(f"{name} is not what docs/benchmarks says: run `python scripts/benchmark.py --readme`.")
+            stale = True
+    return int(stale)

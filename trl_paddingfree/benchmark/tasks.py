@@ -1,0 +1,158 @@
+"""What the benchmark needs to know of each task: its methods, its lengths, and examples made of lengths."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..flat.batch import IGNORE_INDEX
+
+# A length is a tuple of tokens, by the task's columns
+Length = tuple[int, ...]
+Example = dict[str, Any]
+Draw = Callable[[int], list[int]]  # gives so many random tokens
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    One way to train.
+
+    Args:
+        name (`str`):
+            Name on the command line and in results.
+        label (`str`):
+            What it is, in words.
+        ours (`bool`):
+            Whether it is this package's.
+        options (`dict[str, Any]`, *optional*):
+            Options of its configuration.
+    """
+
+    name: str
+    label: str
+    ours: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+BASELINE = "trl"
+PACKED = {"packing": True, "packing_strategy": "bfd"}
+_PADDED = Method(BASELINE, "TRL, padded", False)
+_OURS = (
+    Method("flat", "ours, padding-free", True, {"prefix_sharing": False}),
+    Method("shared", "ours, shared prefixes", True, {"prefix_sharing": True}),
+)
+
+
+@dataclass(frozen=True)
+class BenchmarkTask:
+    """
+    A task as the benchmark measures it.
+
+    Args:
+        unit (`str`):
+            What a batch holds, in the plural.
+        methods (`tuple[Method, ...]`):
+            What is set side by side.
+        columns (`tuple[str, ...]`):
+            Columns of a length file, of which a [`Length`] is made.
+        of_two (`Callable`):
+            The length of an example, from two drawn lengths of rows.
+        make (`Callable`):
+            An example of a length, or `None` if truncation leaves nothing to learn from: `(length, tokens, prompt,
+            max_length)`.
+        prompt (`Callable`):
+            Number of tokens of a length's prompt.
+        length (`Callable`):
+            The length of an example.
+        probe (`Callable`):
+            An example with given numbers of unscored and scored tokens in its longest row.
+        text (`dict[str, str]`):
+            A row of text, to set a trainer up with.
+        truncates (`bool`):
+            Whether the trainer's `max_length` is left in force: TRL's padding-free SFT wants truncated rows and no
+            maximum.
+        has_reference (`bool`):
+            Whether a reference model computes every row, too.
+        averages_loss (`bool`):
+            Whether the loss is a mean over scored tokens.
+    """
+
+    unit: str
+    methods: tuple[Method, ...]
+    columns: tuple[str, ...]
+    of_two: Callable[[int, int], Length]
+    make: Callable[[Length, Draw, list[int], int], Example | None]
+    prompt: Callable[[Length], int]
+    length: Callable[[Example], Length]
+    probe: Callable[[int, int], Example]
+    text: dict[str, str]
+    truncates: bool
+    has_reference: bool
+    averages_loss: bool
+
+
+def _make_pair(length: Length, tokens: Draw, prompt: list[int], max_length: int) -> Example | None:
+    prompt = prompt[:max_length]
+    chosen, rejected = (tokens(n)[: max_length - len(prompt)] for n in length[1:])
+    if len(prompt) >= max_length:
+        return None
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+
+def _make_row(length: Length, tokens: Draw, prompt: list[int], max_length: int) -> Example | None:
+    row = prompt + tokens(length[1])
+    if len(prompt) >= max_length:
+        return None
+    labels = [IGNORE_INDEX] * len(prompt) + row[len(prompt) :]
+    return {"input_ids": row[:max_length], "labels": labels[:max_length]}
+
+
+def _probe_pair(unscored: int, scored: int) -> Example:
+    completion = list(range(100, 100 + scored))
+    return {
+        "prompt_ids": list(range(8, 8 + unscored)),
+        "chosen_ids": completion,
+        "rejected_ids": [token + 50 for token in completion],
+    }
+
+
+def _probe_row(unscored: int, scored: int) -> Example:
+    prompt, completion = list(range(8, 8 + unscored)), list(range(100, 100 + scored))
+    return {"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * unscored + completion}
+
+
+BENCHMARKED = {
+    "dpo": BenchmarkTask(
+        unit="pairs",
+        methods=(_PADDED, *_OURS),
+        columns=("prompt", "chosen", "rejected"),
+        of_two=lambda a, b: (min(a, b) // 2, a - min(a, b) // 2, b - min(a, b) // 2),
+        make=_make_pair,
+        prompt=lambda length: length[0],
+        length=lambda row: tuple(len(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")),
+        probe=_probe_pair,
+        text={"prompt": "a", "chosen": " b", "rejected": " b b"},
+        truncates=True,
+        has_reference=True,
+        averages_loss=False,
+    ),
+    "sft": BenchmarkTask(
+        unit="rows",
+        methods=(
+            _PADDED,
+            Method("trl-packing", "TRL, packed (bfd)", False, PACKED),
+            Method("trl-padding-free", "TRL, padding-free", False, {"padding_free": True}),
+            *_OURS,
+        ),
+        columns=("total", "assistant"),
+        of_two=lambda a, _: (a, a - a // 2),
+        make=_make_row,
+        prompt=lambda length: length[0] - length[1],
+        length=lambda row: (len(row["input_ids"]), sum(label != IGNORE_INDEX for label in row["labels"])),
+        probe=_probe_row,
+        text={"prompt": "a", "completion": " b"},
+        truncates=False,
+        has_reference=False,
+        averages_loss=True,
+    ),
+}

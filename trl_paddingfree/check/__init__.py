@@ -1,0 +1,1 @@
+"""Is it exact on this model? The start-up check, and what it says."""

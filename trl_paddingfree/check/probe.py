@@ -1,0 +1,158 @@
+"""What a model says of a few rows one by one, and what a difference from that means."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from .. import upstream
+from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..model.routes import is_state_layer
+
+# Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
+# and models tried (576 runs of 2 and 32 layers), the larger of two draws was exceeded by half at most
+NOISE_FACTOR = 4.0
+# However large the noise, an error of more than about half the digits, relative to what a token of context does, is not
+# rounding: padding itself may change a model's answers, and then agreement within its noise means nothing
+HALF_DIGITS_FACTOR = 3.0
+# What limits how far a token sees, in layers and configurations, and how far it sees while rows are tried: to meet the
+# limits of real models, rows would have to be thousands of tokens long
+_LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale"), 8
+
+Call = Callable[..., Any]
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Evaluation mode without gradients. Afterwards every module's training mode and the random state are as before.
+
+    Layers that carry state are in training mode, where some of them take another kernel, and draw nothing.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = upstream.spoilt_by_evaluation(module) or is_state_layer(module)
+    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def narrowed(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context, sliding windows and chunks are shorter than the rows that are tried."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = [config for module in models for config in (module.config, module.config.get_text_config())]
+    holders = {id(holder): holder for holder in (*configs, *model.modules())}.values()
+    limits = [(holder, name, vars(holder).get(name)) for holder in holders for name in _LIMITS]
+    limits = [(holder, name, value) for holder, name, value in limits if isinstance(value, int) and value > _NARROW]
+    for holder, name, _ in limits:
+        setattr(holder, name, _NARROW)
+    try:
+        yield
+    finally:
+        for holder, name, value in limits:
+            setattr(holder, name, value)
+
+
+def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
+    """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
+    rng = np.random.default_rng(draw)  # of our own: the training's random state stays as it is
+
+    def tokens(n):
+        return rng.integers(0, vocab_size, n)
+
+    prompt = tokens(9)
+    rows = [np.concatenate([prompt, tokens(7)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
+    # Branches part right after the prompt and rows at their first token, also where each token is replaced by the next
+    rows[2][9] = (rows[0][9] + 2) % vocab_size
+    rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
+    return rows
+
+
+def _log_probs(
+    model: PreTrainedModel,
+    rows: list[np.ndarray],
+    *,
+    call: Call | None = None,
+    width: int = 0,
+    **flat: Any,
+) -> list[torch.Tensor]:
+    """Log-probability of every token of every row but its first: padded to `width`, or flat if told how."""
+    lengths = [len(row) for row in rows]
+    input_ids = torch.zeros(len(rows), max(width, *lengths), dtype=torch.long)
+    for padded, row in zip(input_ids, rows, strict=True):
+        padded[: len(row)] = torch.from_numpy(row)
+    attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
+    labels = input_ids.masked_fill(attention_mask == 0, IGNORE_INDEX)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    if flat:
+        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
+    device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
+    return [row[: n - 1] for row, n in zip(output, lengths, strict=True)]
+
+
+def root_mean_square(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    """Root mean square difference of two lists of rows, over all their entries."""
+    return float((torch.cat(a) - torch.cat(b)).pow(2).mean().sqrt())
+
+
+class RowsAlone:
+    """
+    What a model says of the rows to try one by one, and what a difference from that means.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model with TRL's fused LM head.
+        call (`Callable`, *optional*):
+            What to call in place of `model`: the same model under a wrapper that gathers its weights.
+        draw (`int`, *optional*, defaults to `0`):
+            Seed of the rows' tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
+        config = model.config.get_text_config()
+        self.vocab_size = config.vocab_size
+        self.rows = check_rows(self.vocab_size, draw)
+        self.log_probs: Callable[..., list[torch.Tensor]] = partial(_log_probs, model, call=call)
+        with undisturbed(model), narrowed(model):
+            self.alone = [self.log_probs([row])[0] for row in self.rows]
+            longest = max(map(len, self.rows))
+            # Another width is another draw: kernels choose their tiles by it
+            paddings = [self.log_probs(self.rows, width=width) for width in (longest, longest + 5)]
+            moved = self.log_probs([np.concatenate([self._others(self.rows[3][:1]), self.rows[3][1:]])])
+        self.noise = max(root_mean_square(padded, self.alone) for padded in paddings)
+        self.effect = root_mean_square(moved, self.alone[3:])
+        # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
+        # to the log-probabilities, is the least that can be told apart
+        scale = float(torch.cat(self.alone).pow(2).mean().sqrt())
+        unit = torch.finfo(compute_dtype(model)).eps
+        self.tolerance = min(NOISE_FACTOR * self.noise + unit * scale, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
+
+    def _others(self, tokens: np.ndarray) -> np.ndarray:
+        return (tokens + 1) % self.vocab_size
+
+    def changed(self) -> list[tuple[list[np.ndarray], list[int]]]:
+        """Variants in which other tokens stand in some rows, with the rows that stay. The tree stays the same."""
+        a, b, c, d = self.rows
+        prompt, a_branch, c_branch = a[:9], self._others(a[9:]), self._others(c[9:])
+        return [
+            ([a, self._others(b), np.concatenate([prompt, c_branch]), d], [0, 3]),
+            ([np.concatenate([prompt, a_branch]), self._others(b), c, d], [2, 3]),
+        ]
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype in which the model computes."""
+    if torch.is_autocast_enabled(model.device.type):
+        return torch.get_autocast_dtype(model.device.type)
+    return model.dtype if model.dtype.is_floating_point else torch.bfloat16

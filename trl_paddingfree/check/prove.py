@@ -1,0 +1,209 @@
+"""Trust is measured: prove that a model treats a flat batch as separate rows, before it trains on one.
+
+A few short random rows go through the model flat and one by one. Four figures decide, each in nats of
+log-probability, as root mean squares over scored tokens:
+
+- `error`: flat against one by one.
+- `noise`: padded, as TRL computes them, against one by one: what the model's own arithmetic explains of `error`.
+- `leak`: how much a row moves when *other* rows of the flat batch change. Shapes stay the same, so a model without a
+  leak does not move at all, up to rounding where rows meet in the experts of a mixture.
+- `effect`: how much a row moves when one token of its *own* context changes: the size that a mistake would have.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from transformers import PreTrainedModel
+
+from ..model.forward import install
+from ..model.routes import Route, routes_to_try
+from .obstacles import obstacles
+from .probe import Call, RowsAlone, compute_dtype, narrowed, root_mean_square, undisturbed
+
+# Rows that move with others must move far less than with their own context: all that may move them is rounding
+LEAK_FRACTION = 0.1
+# In low precision rounding may send a token to another expert, flat but not padded, which is no small error and no
+# mistake. It does not happen again with other tokens; a mistake does
+DRAWS_IN_LOW_PRECISION = 3
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """
+    What the check found on one model and one route.
+
+    Args:
+        route (`Route`):
+            How the model computed the flat batch.
+        error (`float`):
+            Root mean square difference of log-probabilities, flat against one by one, in nats.
+        noise (`float`):
+            The same for padded rows against one by one.
+        leak (`float`):
+            Movement of a row when other rows change, in nats.
+        effect (`float`):
+            Movement of a row when its own context changes, in nats.
+        tolerance (`float`):
+            Largest `error` that passes.
+        failure (`str`):
+            The error that the model raised instead of an answer; empty if it answered.
+
+    Examples:
+    ```python
+    >>> from trl.trainer.utils import add_fused_lm_head
+    >>> from trl_paddingfree.check.prove import check_flat
+    >>> from trl_paddingfree.model.routes import choose_route
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
+    >>> add_fused_lm_head(model)
+    >>> result = check_flat(model, choose_route(model))
+    >>> result.passed, result.prefix_sharing, result.route.backend
+    (True, True, 'segment')
+
+    ```
+    """
+
+    route: Route
+    error: float = float("nan")
+    noise: float = float("nan")
+    leak: float = float("nan")
+    effect: float = float("nan")
+    tolerance: float = float("nan")
+    failure: str = ""
+
+    @property
+    def prefix_sharing(self) -> bool:
+        """Whether shared prefixes were computed once."""
+        return self.route.prefix_sharing
+
+    @property
+    def isolated(self) -> bool:
+        """Whether rows do not see one another."""
+        return self.leak == 0 or self.leak <= min(self.tolerance, LEAK_FRACTION * self.effect)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the model may train this way."""
+        return not self.failure and self.error <= self.tolerance and self.isolated
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"{self.route}: {self.failure}"
+        verdict = "exact" if self.passed else "WRONG"
+        return (
+            f"{self.route}: {verdict} (error {self.error:.1e}, allowed {self.tolerance:.1e}; leak {self.leak:.1e}, a "
+            f"real one would be about {self.effect:.1e})"
+        )
+
+
+def check_flat(model: PreTrainedModel, route: Route, reference: RowsAlone | None = None) -> CheckResult:
+    """
+    Run `model` flat and one by one. Leaves `route` installed, and the model otherwise as it was.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model with TRL's fused LM head.
+        route (`Route`):
+            How to compute the flat batch.
+        reference (`RowsAlone`, *optional*):
+            The model's answers one by one, if known already.
+    """
+    reference = reference or RowsAlone(model)
+    log_probs = partial(reference.log_probs, prefix_sharing=route.prefix_sharing)
+    install(model, route)
+    with undisturbed(model), narrowed(model):
+        try:
+            flat = log_probs(reference.rows)
+            movements = []
+            for rows, staying in reference.changed():
+                changed = log_probs(rows)
+                movements += [root_mean_square([changed[row]], [flat[row]]) for row in staying]
+        except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+            return CheckResult(route, failure=f"{type(error).__name__}: {error}")
+    return CheckResult(
+        route,
+        error=root_mean_square(flat, reference.alone),
+        noise=reference.noise,
+        leak=max(movements),
+        effect=reference.effect,
+        tolerance=reference.tolerance,
+    )
+
+
+class UnprovenModelError(ValueError):
+    """
+    A model computes a flat batch differently from its rows one by one, on every route.
+
+    Examples:
+    ```python
+    >>> from transformers import MambaConfig, MambaForCausalLM
+    >>> from trl.trainer.utils import add_fused_lm_head
+    >>> from trl_paddingfree import UnprovenModelError
+    >>> from trl_paddingfree.check.prove import prove
+    >>> from trl_paddingfree.model.routes import choose_route
+    >>> model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2))
+    >>> add_fused_lm_head(model)
+    >>> try:
+    ...     prove(model, choose_route(model))
+    ... except UnprovenModelError as error:
+    ...     print(str(error).splitlines()[-1])
+    Set `padding_free=False` to train it with padding, or load it with another `attn_implementation`.
+
+    ```
+    """
+
+
+def prove(
+    model: PreTrainedModel,
+    route: Route,
+    *,
+    fallback: bool = True,
+    call: Call | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> tuple[CheckResult, list[CheckResult]]:
+    """
+    Find the first exact route, and install it.
+
+    Tries `route` with and without sharing, then what asks less of the model; in low precision each on up to three
+    draws of rows, as long as rows do not see one another.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model with TRL's fused LM head.
+        route (`Route`):
+            The route to try first.
+        fallback (`bool`, *optional*, defaults to `True`):
+            Whether to try another backend if that of `route` fails.
+        call (`Callable`, *optional*):
+            See [`RowsAlone`].
+        agree (`Callable`, *optional*):
+            Gives whether something is so on all processes, from whether it is on this one.
+
+    Returns:
+        `tuple[CheckResult, list[CheckResult]]`: The result that passed, and those that failed before it.
+
+    Raises:
+        `UnprovenModelError`: If nothing passed.
+    """
+    started = time.perf_counter()
+    draws = 1 if compute_dtype(model) in (torch.float32, torch.float64) else DRAWS_IN_LOW_PRECISION
+    reference = cache(partial(RowsAlone, model, call))
+    failed: list[CheckResult] = []
+    for candidate in routes_to_try(model, route, fallback=fallback):
+        for draw in range(draws):
+            result = check_flat(model, candidate, reference(draw))
+            if agree(result.passed):
+                return result, failed
+            if not agree(result.isolated):
+                break
+        failed.append(replace(result, failure="not exact on another process") if result.passed else result)
+    tried = "\n    ".join(map(str, failed))
+    reasons = "".join(f"{reason}\n" for reason in obstacles(model, [result.failure for result in failed]))
+    raise UnprovenModelError(
+        f"{type(model).__name__} does not treat a flat batch as separate sequences, so training it without padding "
+        f"would be wrong. Tried, in {time.perf_counter() - started:.1f} s:\n    {tried}\n{reasons}"
+        "Set `padding_free=False` to train it with padding, or load it with another `attn_implementation`."
+    )

@@ -1,0 +1,79 @@
+"""Results as tables in the terminal."""
+
+from rich.console import Console
+from rich.table import Table
+
+from ..check.report import ModelReport
+from ..data.savings import WasteReport
+
+
+def print_waste(report: WasteReport) -> None:
+    """The report as a table."""
+    figures = report.as_dict()
+    lengths, unit = figures["lengths"], report.task.unit
+    table = Table(
+        title=f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}", title_justify="left"
+    )
+    for column in ("batch size", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"):
+        table.add_column(column, justify="right")
+    for row in figures["batch_sizes"]:
+        totals = (row[name] / row["num_batches"] for name in ("padded_slots", "real_tokens", "computed_tokens"))
+        table.add_row(
+            f"{row['batch_size']}",
+            *(f"{total:,.0f}" for total in totals),
+            f"{row['wasted_by_padding']:.0%}",
+            f"{row['saved_by_sharing']:.0%}",
+            f"{row['predicted_speed_up']:.2f}x",
+            f"{row['predicted_speed_up_with_sharing']:.2f}x",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"Tokens per sequence: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
+        f"{lengths['p90']:.0f}, 99% under {lengths['p99']:.0f}, longest {lengths['max']}."
+    )
+    if report.max_length is not None:
+        console.print(
+            f"max_length {report.max_length}: {report.num_truncated:,} {unit} truncated, {report.num_dropped:,} "
+            "dropped for having nothing left to learn from."
+        )
+    console.print(
+        "slots, tokens, computed: of a mean batch, with padding, without, and with shared prefixes. padding: share of "
+        "the slots. shared: share of the tokens that need no computing, because another row has them. speed-up: slots "
+        "per token that is computed, which large models on a busy GPU come near to."
+    )
+
+
+def print_routes(report: ModelReport) -> None:
+    """The report as a table."""
+    console = Console()
+    table = Table(
+        title=f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}", title_justify="left"
+    )
+    for column in ("backend", "prefixes", "verdict", "error", "allowed", "leak"):
+        table.add_column(column)
+    for one in report.backends:
+        for result in one.results:
+            table.add_row(
+                one.backend,
+                "shared" if result.prefix_sharing else "not shared",
+                "failed" if result.failure else "exact" if result.passed else "WRONG",
+                f"{result.error:.1e}",
+                f"{result.tolerance:.1e}",
+                f"{result.leak:.1e}",
+            )
+        if not one.results:
+            table.add_row(one.backend, "", "not here")
+    console.print(table)
+    if report.chosen is None:
+        console.print(f"\nRefused. {report.refusal}", markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(f"\nTrains as {report.chosen}.", markup=False, highlight=False, soft_wrap=True)
+    names = [one.backend for one in report.backends]
+    faster = report.backends[: names.index(report.chosen.route.backend)]
+    if faster:
+        console.print("\nFaster, if it can be had:")
+    for one in faster:
+        for text in (one.reasons, *(f"{result}" for result in one.results)):
+            if text:
+                console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,155 @@
+"""The training scripts: TRL's own parser and options, with the trainers of this package."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from ..data.load import load_data
+from ..trainers.peak_memory import peak_memory
+from ..trainers.quiet import silence
+from ..trainers.registry import TRAINERS
+
+
+@dataclass
+class SFTScriptArguments(ScriptArguments):
+    """
+    TRL's script arguments, and one switch over the ways to batch.
+
+    Args:
+        batch_method (`str`, *optional*):
+            `"padding"`: TRL's padded batches. `"packing"`: documents packed into rows of `max_length` by
+            `packing_strategy`. `"padding_free"`: the examples of each padded batch, without the padding. Defaults to
+            what `packing` and `padding_free` say.
+    """
+
+    batch_method: str | None = field(
+        default=None,
+        metadata={
+            "help": "One switch over `packing` and `padding_free`.",
+            "choices": ["padding", "packing", "padding_free"],
+        },
+    )
+
+    def settle(self, training_args: Any) -> None:
+        """
+        Set what the switch stands for.
+
+        Raises:
+            `ValueError`: If `packing` contradicts it.
+        """
+        if training_args.packing and self.batch_method not in (None, "packing"):
+            raise ValueError(
+                f"`--packing true` and `--batch_method {self.batch_method}` contradict each other: leave one out."
+            )
+        if self.batch_method is not None:
+            training_args.packing = self.batch_method == "packing"
+            training_args.padding_free = self.batch_method != "padding"
+
+
+# Script arguments of tasks that have more than TRL's
+SCRIPT_ARGUMENTS: dict[str, type[ScriptArguments]] = {"sft": SFTScriptArguments}
+
+
+def make_parser(task: str, prog: str | None = None) -> TrlParser:
+    """The parser of a task's script: its trainer's options, and those of the data and the model."""
+    arguments = SCRIPT_ARGUMENTS.get(task, ScriptArguments)
+    types: list[Any] = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig]
+    return TrlParser(types, prog=prog)
+
+
+def main(task: str, args: Sequence[str] | None = None, strict: bool = True) -> None:
+    """
+    Run the script of a task.
+
+    Args:
+        task (`str`):
+            Name of the task.
+        args (`Sequence[str]`, *optional*):
+            Command line. Defaults to that of the process.
+        strict (`bool`, *optional*, defaults to `True`):
+            Whether unknown options are an error. Under `trl-paddingfree` they are those of `accelerate launch`.
+    """
+    silence()
+    parsed = make_parser(task).parse_args_and_config(args, fail_with_unknown_args=strict)
+    if isinstance(parsed[0], SFTScriptArguments):
+        parsed[0].settle(parsed[1])
+    train(TRAINERS[task], *parsed)
+
+
+def train(trainer_class: type, script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> None:
+    """Load, train, save and summarise, with the arguments of TRL's scripts."""
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    if not model_args.model_name_or_path:
+        raise ValueError("Name the model: `--model_name_or_path` (hub name or folder).")
+    dataset = load_data(script_args, dataset_args, training_args.seed)
+    evaluates = training_args.eval_strategy != "no"
+    needed = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
+    for split in needed:
+        if split not in dataset:
+            raise ValueError(
+                f"The data has no split {split!r}, it has {list(dataset)}. Set `--dataset_train_split` and "
+                "`--dataset_test_split`, or `--test_split_size 0.05` to split some off for evaluation."
+            )
+    trainer = trainer_class(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    if script_args.ignore_bias_buffers:
+        ignored = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, ignored)
+    started = time.perf_counter()
+    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    summarize(trainer, result.metrics, time.perf_counter() - started)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.end()
+
+
+def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
+    """Print what the run took and what it computed, on the main process."""
+    counts = trainer.total_counts()
+    memory, gigabytes = peak_memory(trainer.accelerator.device)
+    if not trainer.accelerator.is_main_process:
+        return
+    examples = metrics["train_samples_per_second"] * metrics["train_runtime"]
+    figures = {
+        "time": f"{seconds:.1f} s",
+        "optimizer steps": f"{trainer.state.global_step}",
+        "final loss": f"{metrics['train_loss']:.4f} (mean over the run)",
+        f"{trainer.task.unit} per second": f"{examples / seconds:.2f}",
+        "real tokens per second": f"{counts.real / seconds:,.0f}",
+        "tokens computed": f"{counts.computed:,}",
+        "slots of the padded batches": f"{counts.padded:,}",
+        "computed, of padded": f"{counts.computed / counts.padded:.1%}",
+        memory: f"{gigabytes:.2f} GiB",
+    }
+    if counts.distinct:
+        figures["computed, of distinct tokens"] = f"{counts.computed / counts.distinct:.1%}"
+    table = Table(title=f"Trained by {trainer.method}", show_header=False, title_justify="left")
+    for name, value in figures.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:], strict=False)

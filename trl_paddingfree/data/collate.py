@@ -1,0 +1,248 @@
+"""Collators: TRL's padded rows, and beside them the flat batch that the model computes instead."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..batching.budget import split_by_tokens
+from ..flat.batch import IGNORE_INDEX, FlatBatch
+
+
+@dataclass
+class PreferenceCollator(DataCollatorForPreference):
+    """
+    Collator of preference pairs. Without `padding_free`, its output is that of TRL's
+    [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], tensor for tensor.
+
+    With `padding_free`, the same rows come with a `"flat_batch"`, the [`FlatBatch`] that the model computes in their
+    place. The rows hold integers only: their padding costs nothing.
+
+    Args:
+        pad_token_id (`int`):
+            Token ID to use for padding.
+        max_length (`int`, *optional*):
+            Maximum length of each sequence, applied before anything is flattened or shared.
+        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
+            `"keep_start"` or `"keep_end"`.
+        pad_to_multiple_of (`int`, *optional*):
+            If set, the rows, and the flat batch, are padded to a multiple of this value.
+        return_tensors (`str`, *optional*, defaults to `"pt"`):
+            Only `"pt"` is supported.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to add the flat batch.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            Whether prefixes that rows share are computed once. Read only if `padding_free`.
+        max_tokens (`int`, *optional*):
+            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
+            each. Read only if `padding_free`.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PreferenceCollator
+    >>> collator = PreferenceCollator(pad_token_id=0, padding_free=True)
+    >>> batch = collator(
+    ...     [
+    ...         {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
+    ...         {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
+    ...     ]
+    ... )
+    >>> batch["input_ids"]
+    tensor([[ 1,  2,  3,  4,  5],
+            [ 7,  8,  9,  0,  0],
+            [ 1,  2,  3,  6,  0],
+            [ 7,  8, 10, 11,  0]])
+    >>> batch["flat_batch"].input_ids
+    tensor([[ 1,  2,  3,  4,  5,  7,  8,  9,  3,  6,  8, 10, 11]])
+
+    ```
+    """
+
+    padding_free: bool = False
+    prefix_sharing: bool = True
+    max_tokens: int | None = None
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.padding_free:
+            return super().torch_call(examples)
+        return collate_parts(self.flat_call, examples, self.max_tokens)
+
+    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The rows of some examples, with their flat batch."""
+        output = super().torch_call(examples)
+        labels = output["input_ids"].masked_fill(output["completion_mask"] == 0, IGNORE_INDEX)
+        output["flat_batch"] = FlatBatch.from_padded(
+            output["input_ids"],
+            labels,
+            output["attention_mask"].sum(1).tolist(),
+            prefix_sharing=self.prefix_sharing,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=self.pad_token_id,
+        )
+        return output
+
+
+@dataclass
+class LanguageModelingCollator(DataCollatorForLanguageModeling):
+    """
+    Collator of instruction data. Without `padding_free`, its output is that of TRL's
+    [`~trl.trainer.sft_trainer.DataCollatorForLanguageModeling`], tensor for tensor.
+
+    With `padding_free`, it gives one padded row of integers per document and a `"flat_batch"`, the [`FlatBatch`] that
+    the model computes in their place. Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their
+    documents, so no document sees another on any attention implementation.
+
+    Args:
+        pad_token_id (`int`):
+            Token ID to use for padding.
+        pad_to_multiple_of (`int`, *optional*):
+            If set, the rows, and the flat batch, are padded to a multiple of this value.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to give rows and a flat batch. TRL's collator gives one row without padding instead.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether prefixes that rows share are computed once. Read only if `padding_free`.
+        max_tokens (`int`, *optional*):
+            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
+            each. Read only if `padding_free`.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import LanguageModelingCollator
+    >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
+    >>> packed = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}]
+    >>> batch = collator(packed)
+    >>> batch["labels"]
+    tensor([[   1,    2,    3],
+            [   4,    5, -100],
+            [   6, -100, -100]])
+    >>> batch["flat_batch"].position_ids
+    tensor([[0, 1, 2, 0, 1, 0]])
+
+    ```
+    """
+
+    prefix_sharing: bool = False
+    max_tokens: int | None = None
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.padding_free:
+            return super().torch_call(examples)
+        return collate_parts(self.flat_call, examples, self.max_tokens)
+
+    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The rows of some examples, with their flat batch."""
+        documents = [document for example in examples for document in _documents(example)]
+        rows = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
+        output = rows(documents)
+        output["flat_batch"] = FlatBatch.from_padded(
+            output["input_ids"],
+            output["labels"],
+            [len(document["input_ids"]) for document in documents],
+            prefix_sharing=self.prefix_sharing,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=self.pad_token_id,
+        )
+        return output
+
+
+def collate_parts(
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]], examples: list[dict[str, Any]], max_tokens: int | None
+) -> dict[str, Any]:
+    """One batch of all examples; if it has more than `max_tokens` tokens, with its `"parts"` that do not."""
+    whole = collate(examples)
+    if max_tokens is None or whole["flat_batch"].counts.computed <= max_tokens:
+        return whole
+    tokens = [collate([example])["flat_batch"].counts.computed for example in examples]
+    parts = split_by_tokens(tokens, max_tokens)
+    whole["parts"] = [collate([examples[i] for i in part]) for part in parts]
+    return whole
+
+
+def _documents(example: dict[str, Any]) -> list[dict[str, Any]]:
+    """The documents of one example, each with its `input_ids` and `labels`."""
+    ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
+    documents, first = [], 0
+    for length in example.get("seq_lengths", [len(ids)]):
+        documents.append({"input_ids": ids[first : first + length], "labels": labels[first : first + length]})
+        first += length
+    return documents
+
+
+def concatenated_inputs(
+    examples: list[dict[str, list[int]]],
+    *,
+    padding_free: bool = True,
+    prefix_sharing: bool = True,
+    pad_token_id: int = 0,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+) -> dict[str, Any]:
+    """
+    Turn preference pairs into the inputs of a model: all chosen sequences first, then all rejected ones.
+
+    Args:
+        examples (`list[dict[str, list[int]]]`):
+            Pairs with `"prompt_ids"`, `"chosen_ids"` and `"rejected_ids"`.
+        padding_free (`bool`, *optional*, defaults to `True`):
+            Whether to lay the sequences out on one flat row with their boundaries, or on padded rows with an
+            `attention_mask`. A flat row has no `attention_mask`: an all-ones one would let its sequences see each
+            other.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            Whether prefixes that sequences share are there once. Read only if `padding_free`.
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Token ID to use for padding.
+        max_length (`int`, *optional*):
+            Maximum length of each sequence, applied first.
+        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
+            `"keep_start"` or `"keep_end"`.
+
+    Returns:
+        `dict[str, Any]`: Padded: `input_ids`, `position_ids`, `attention_mask` and `labels` of shape `(2B, L)`, int64.
+        Flat: `input_ids`, `position_ids` and `shift_labels` of shape `(1, T)`, int64; the boundaries `cu_seq_lens_q`
+        and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
+        shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import concatenated_inputs
+    >>> pair = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
+    >>> flat = concatenated_inputs([pair])
+    >>> flat["input_ids"], flat["position_ids"]
+    (tensor([[1, 2, 3, 4, 5, 3, 6]]), tensor([[0, 1, 2, 3, 4, 2, 3]]))
+    >>> flat["shift_labels"]  # the 3 that ends the prompt is there twice: it predicts 4 in one row and 6 in the other
+    tensor([[-100, -100,    4,    5, -100,    6, -100]])
+    >>> flat["cu_seq_lens_q"].tolist(), flat["cu_seq_lens_k"].tolist(), flat["kv_index"].tolist()
+    ([0, 5, 7], [0, 5, 9], [0, 1, 2, 3, 4, 0, 1, 5, 6])
+    >>> concatenated_inputs([pair], prefix_sharing=False)["input_ids"]
+    tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6]])
+
+    ```
+    """
+    collator = PreferenceCollator(
+        pad_token_id, max_length, truncation_mode, padding_free=padding_free, prefix_sharing=prefix_sharing
+    )
+    rows = collator(examples)
+    if not padding_free:
+        attention_mask = rows["attention_mask"]
+        return {
+            "input_ids": rows["input_ids"],
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "attention_mask": attention_mask,
+            "labels": rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX),
+        }
+    batch = rows["flat_batch"]
+    shift_labels = torch.full_like(batch.input_ids, IGNORE_INDEX)
+    shift_labels[0, batch.scored_index] = batch.shift_labels[0]
+    return {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "shift_labels": shift_labels,
+        "cu_seq_lens_q": batch.layout.cu_seqlens_q,
+        "cu_seq_lens_k": batch.layout.cu_seqlens_k,
+        "max_length_q": batch.layout.segments.max_seqlen_q,
+        "max_length_k": batch.layout.segments.max_seqlen_k,
+        "kv_index": batch.layout.kv_index,
+    }

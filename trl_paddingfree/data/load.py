@@ -1,0 +1,70 @@
+"""Loading data: a mixture, a hub data set, a local folder or a local file."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_dataset
+from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
+
+# What `datasets` calls the loader of each kind of file
+LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+
+
+def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
+    """
+    The data that the arguments name: a mixture, a hub data set, a local folder or a local file.
+
+    Args:
+        script_args ([`~trl.ScriptArguments`]):
+            `dataset_name` may be a `.json`, `.jsonl`, `.csv`, `.parquet` or `.arrow` file, also compressed.
+        dataset_args ([`~trl.DatasetMixtureConfig`]):
+            `test_split_size` also splits a data set that has no test split of its own.
+        seed (`int`):
+            Seed of that split.
+    """
+    if dataset_args.datasets:
+        return get_dataset(dataset_args)
+    name, streaming = script_args.dataset_name, script_args.dataset_streaming
+    if not name:
+        raise ValueError("Name the data: `--dataset_name` (hub name, folder or file), or `datasets` in the YAML file.")
+    file = Path(name)
+    if file.is_file():
+        loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
+        if loader is None:
+            raise ValueError(f"`--dataset_name {name}` ends in none of {', '.join(LOADERS)}: name a file that does.")
+        dataset = load_dataset(loader, data_files=name, streaming=streaming)
+    else:
+        dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    if dataset_args.test_split_size is not None and train in dataset and test not in dataset:
+        if streaming:
+            raise ValueError(
+                f"`--test_split_size {dataset_args.test_split_size}` cannot split a stream: leave out "
+                "`--dataset_streaming`, or name data with a test split."
+            )
+        split = dataset[train].train_test_split(test_size=dataset_args.test_split_size, seed=seed)
+        dataset = DatasetDict({train: split["train"], test: split["test"]})
+    return dataset
+
+
+def load_rows(name: str, config: str | None = None, split: str = "train") -> Dataset:
+    """
+    Load data as the training scripts do.
+
+    Args:
+        name (`str`):
+            Hub name, folder, or a `.json`, `.jsonl`, `.csv`, `.parquet` or `.arrow` file, also compressed.
+        config (`str`, *optional*):
+            Configuration of a hub data set.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split to take.
+
+    Raises:
+        `ValueError`: If there is no such split.
+    """
+    dataset = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)
+    if split not in dataset:
+        raise ValueError(
+            f"{name} has no split {split!r}, it has {list(dataset)}: name one with `--dataset_train_split`."
+        )
+    return dataset[split]

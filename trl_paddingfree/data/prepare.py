@@ -1,0 +1,65 @@
+"""TRL's own preparation of data, without a trainer, and what it leaves out."""
+
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from .task import Task
+
+logger = logging.get_logger(__name__)
+
+
+def tokenize(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, max_length: int | None, truncation_mode: str
+) -> tuple[Dataset, list[list[int]]]:
+    """
+    Tokenize a data set as TRL's trainers do.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Rows in one of TRL's formats.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+        task ([`Task`]):
+            What the data is for.
+        max_length (`int`, *optional*):
+            Maximum length of a sequence, in tokens.
+        truncation_mode (`str`):
+            `"keep_start"` or `"keep_end"`.
+
+    Returns:
+        `tuple[Dataset, list[list[int]]]`: The rows that the collator gets, and for each row of `dataset` the lengths of
+        its sequences before truncation, in tokens.
+    """
+    whole = task.prepare(dataset, tokenizer, max_length=None, truncation_mode=truncation_mode)
+    lengths = task.sequence_lengths(whole)
+    if max_length is None:
+        return whole, lengths
+    is_long = np.array([max(row) > max_length for row in lengths])
+    kept = whole.select(np.flatnonzero(~is_long))
+    if is_long.any():  # only these can lose tokens, or be dropped
+        long = dataset.select(np.flatnonzero(is_long))
+        cut = task.prepare(long, tokenizer, max_length=max_length, truncation_mode=truncation_mode)
+        kept = concatenate_datasets([kept, cut])
+    return kept, lengths
+
+
+def log_dropped(name: str, before: Any, after: Any, max_length: int | None) -> None:
+    """
+    Say how many examples of the `name` data TRL left out because truncation left them nothing to learn from.
+
+    Raises:
+        `ValueError`: If none is left.
+    """
+    if not isinstance(before, Dataset) or len(after) == len(before):
+        return
+    dropped = (
+        f"The {name} data: dropped {len(before) - len(after)} of {len(before)} examples, which "
+        f"`max_length={max_length}` leaves nothing to learn from."
+    )
+    if not len(after):
+        raise ValueError(f"{dropped} Raise `max_length`.")
+    logger.warning(f"{dropped} Raise `max_length` to keep them.")

@@ -1,0 +1,97 @@
+"""What a trainer's data looks like, and what it is called."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    What a trainer's data looks like, and what it is called.
+
+    Args:
+        name (`str`):
+            The command, and the word in results.
+        unit (`str`):
+            What a batch holds, in the plural.
+        found_by (`tuple[frozenset[str], ...]`):
+            Sets of columns, by TRL's dataset formats; a data set that has all of one set is data of this task.
+        sequences (`tuple[tuple[str, ...], ...]`):
+            The sequences of one prepared example, each as the columns of token ids that make it up.
+        other_columns (`tuple[str, ...]`):
+            Further columns of prepared data that the collator reads.
+        collator (`type`):
+            The collator class that gives flat batches.
+        prepare (`Callable`):
+            TRL's own preparation: `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the collator
+            gets.
+    """
+
+    name: str
+    unit: str
+    found_by: tuple[frozenset[str], ...]
+    sequences: tuple[tuple[str, ...], ...]
+    other_columns: tuple[str, ...]
+    collator: type
+    prepare: Callable[..., Dataset]
+
+    @cached_property
+    def token_columns(self) -> tuple[str, ...]:
+        """Columns of prepared data that hold token ids."""
+        return tuple(dict.fromkeys(column for sequence in self.sequences for column in sequence))
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of prepared data that the collator reads."""
+        return [*self.token_columns, *self.other_columns]
+
+    def make_collator(self, **options: Any) -> Any:
+        """A collator that gives flat batches. Options that it lacks are left out: preparation has applied them."""
+        known = {field.name for field in fields(self.collator)}
+        given = {name: value for name, value in options.items() if name in known}
+        return self.collator(pad_token_id=0, padding_free=True, **given)
+
+    def sequence_lengths(self, rows: Dataset) -> list[list[int]]:
+        """For each prepared row, the length of each of its sequences, in tokens."""
+        tokens = {column: [len(ids) for ids in rows[column]] for column in self.token_columns}
+        totals = [map(sum, zip(*(tokens[c] for c in sequence), strict=True)) for sequence in self.sequences]
+        return [list(row) for row in zip(*totals, strict=True)]
+
+
+def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
+    """
+    The task that a data set's columns fit.
+
+    Args:
+        columns (`Sequence[str]`):
+            Column names.
+        tasks (`Iterable[Task]`):
+            The tasks to choose from; the first that fits is taken.
+
+    Raises:
+        `ValueError`: If they fit none, or hold images.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree.data.task import task_of
+    >>> from trl_paddingfree.trainers.registry import TASKS
+    >>> task_of(["prompt", "chosen", "rejected", "score"], TASKS).name, task_of(["messages"], TASKS).name
+    ('dpo', 'sft')
+
+    ```
+    """
+    names = set(columns)
+    if names & {"image", "images"}:
+        raise ValueError(f"The data set has columns {sorted(names)}: images are not counted, only text is.")
+    for task in tasks:
+        if any(names >= needed for needed in task.found_by):
+            return task
+    raise ValueError(
+        f"The data set has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "
+        "unless they repeat it); instruction data needs 'messages', or 'prompt' and 'completion', or 'text'. Rename "
+        "yours to these, see https://huggingface.co/docs/trl/dataset_formats."
+    )

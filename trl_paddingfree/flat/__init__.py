@@ -1,0 +1,1 @@
+"""Rows as one axis of tokens: segments, the tree they form, and the batch. Integers and tensors, no model."""

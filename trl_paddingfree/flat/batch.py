@@ -1,0 +1,263 @@
+"""A batch of rows as one flat axis of tokens, and the way back to rows.
+
+Shape legend: see `segments`; in addition
+    P = scored tokens (those whose next token some row scores)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .layout import FlatLayout
+from .prefix_tree import num_distinct_tokens, share_prefixes
+from .segments import Segments
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """
+    Host counts of one batch, from which every figure about waste is derived.
+
+    Args:
+        computed (`int`):
+            Tokens that the model computes, `T`.
+        real (`int`):
+            Tokens of all rows: what padding-free without sharing computes.
+        padded (`int`):
+            Slots of the padded batch, `R * L`.
+        distinct (`int`):
+            Nodes of the tree that the rows form: the fewest tokens any method can compute.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import BatchCounts, FlatBatch
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> batch.counts
+    BatchCounts(computed=6, real=7, padded=8, distinct=5)
+    >>> batch.counts + BatchCounts(computed=2, real=2, padded=2, distinct=2)
+    BatchCounts(computed=8, real=9, padded=10, distinct=7)
+
+    ```
+    """
+
+    computed: int = 0
+    real: int = 0
+    padded: int = 0
+    distinct: int = 0
+
+    def __add__(self, other: "BatchCounts") -> "BatchCounts":
+        return BatchCounts(*(mine + its for mine, its in zip(self.as_tuple(), other.as_tuple(), strict=True)))
+
+    def as_tuple(self) -> tuple[int, int, int, int]:
+        """The counts, in the order above."""
+        return self.computed, self.real, self.padded, self.distinct
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """
+    The tokens to compute, their labels, and where each row's tokens lie.
+
+    Two invariants hold for every layout: a row is the flat tokens at `row_index[row, :length]`, and every scored token
+    is followed by its label in the same segment.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(1, T)`, int64):
+            Tokens to compute.
+        position_ids (`torch.Tensor` of shape `(1, T)`, int64):
+            Position of each token in its own row, from 0.
+        shift_labels (`torch.Tensor` of shape `(1, P)`, int64):
+            The next token of each scored token. A batch without any has one entry, -100.
+        scored_index (`torch.Tensor` of shape `(P,)`, int64):
+            Flat position of each scored token.
+        row_index (`torch.Tensor` of shape `(R, L)`, int64):
+            Flat position of token `l` of row `r`; 0 beyond the end of the row.
+        row_mask (`torch.Tensor` of shape `(R, L)`, bool):
+            Whether row `r` has a token `l`.
+        token_rows (`torch.Tensor` of shape `(1, T)`, float32):
+            Number of rows that contain each token, by which a loss that is a mean over tokens is weighted.
+        layout (`FlatLayout`):
+            The segments and what attention needs of them.
+        counts (`BatchCounts`):
+            Tokens computed, against what other methods compute.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import FlatBatch
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> batch.input_ids
+    tensor([[1, 2, 3, 4, 2, 5]])
+    >>> batch.position_ids
+    tensor([[0, 1, 2, 3, 1, 2]])
+    >>> batch.to_rows()
+    [[1, 2, 3, 4], [1, 2, 5]]
+    >>> batch.counts
+    BatchCounts(computed=6, real=7, padded=8, distinct=5)
+
+    ```
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    shift_labels: torch.Tensor
+    scored_index: torch.Tensor
+    row_index: torch.Tensor
+    row_mask: torch.Tensor
+    token_rows: torch.Tensor
+    layout: FlatLayout
+    counts: BatchCounts
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[Sequence[int]],
+        labels: Sequence[Sequence[int]],
+        *,
+        prefix_sharing: bool = True,
+        pad_to_multiple_of: int | None = None,
+        pad_token_id: int = 0,
+        width: int | None = None,
+    ) -> "FlatBatch":
+        """
+        Flatten rows. The inverse of [`FlatBatch.to_rows`].
+
+        Args:
+            rows (`Sequence[Sequence[int]]`):
+                Token ids of the `R` rows, already truncated.
+            labels (`Sequence[Sequence[int]]`):
+                For every token of every row, the token itself if the row scores it, else -100.
+            prefix_sharing (`bool`, *optional*, defaults to `True`):
+                Whether to compute prefixes that rows share once.
+            pad_to_multiple_of (`int`, *optional*):
+                Pad `T` to a multiple of this value. The padding is one segment of its own, part of no row.
+            pad_token_id (`int`, *optional*, defaults to `0`):
+                Token to pad with.
+            width (`int`, *optional*):
+                `L`, if the padded rows that the batch stands for are wider than the width row.
+        """
+        tokens = [np.asarray(row, dtype=np.int64) for row in rows]
+        targets = [np.asarray(label, dtype=np.int64) for label in labels]
+        # Labels of the user's own making may differ from the tokens: two rows could then want different predictions
+        # of one token, so nothing is shared
+        own_labels = all(((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True))
+        filled = [r for r, row in enumerate(tokens) if len(row)]
+        row_segments = dict(enumerate([-1] * len(tokens)))
+        if prefix_sharing and own_labels and filled:
+            segments, ends, flat = share_prefixes([tokens[r] for r in filled])
+            row_segments.update(zip(filled, ends, strict=True))
+        else:
+            segments = Segments.from_lengths([len(tokens[r]) for r in filled])
+            row_segments.update((r, i) for i, r in enumerate(filled))
+            flat = np.concatenate([np.zeros(0, np.int64), *tokens])
+
+        real, width = sum(map(len, tokens)), max([width or 0, *map(len, tokens)])
+        distinct = num_distinct_tokens([tokens[r] for r in filled]) if own_labels else real
+        tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
+        if not filled:
+            tail = pad_to_multiple_of or 1  # the model needs a token to compute, and every rank must call it
+        if tail:
+            segments = Segments((*segments.lengths, tail), (*segments.parents, -1), (*segments.starts, 0))
+            flat = np.concatenate([flat, np.full(tail, pad_token_id)])
+
+        row_index = np.zeros((len(tokens), width), dtype=np.int64)
+        row_mask = np.zeros((len(tokens), width), dtype=bool)
+        token_rows = np.zeros(len(flat), dtype=np.float32)
+        flat_labels = np.full(len(flat), IGNORE_INDEX)
+        for r, target in enumerate(targets):
+            if (segment := row_segments[r]) == -1:
+                continue
+            path = segments.path(segment)[: len(target)]
+            row_index[r, : len(path)] = path
+            row_mask[r, : len(path)] = True
+            token_rows[path] += 1
+            scored = target[1:] != IGNORE_INDEX
+            flat_labels[path[:-1][scored]] = target[1:][scored]
+        scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
+        if not len(scored_index):
+            scored_index = np.zeros(1, dtype=np.int64)
+        return cls(
+            input_ids=torch.from_numpy(flat)[None],
+            position_ids=torch.from_numpy(segments.position_ids)[None],
+            shift_labels=torch.from_numpy(flat_labels[scored_index])[None],
+            scored_index=torch.from_numpy(scored_index),
+            row_index=torch.from_numpy(row_index),
+            row_mask=torch.from_numpy(row_mask),
+            token_rows=torch.from_numpy(token_rows)[None],
+            layout=FlatLayout.from_segments(segments),
+            counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct),
+        )
+
+    @classmethod
+    def from_padded(
+        cls, input_ids: torch.Tensor, labels: torch.Tensor, lengths: Sequence[int], **kwargs: Any
+    ) -> "FlatBatch":
+        """
+        Flatten rows that are padded on the right.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(R, L)`, int64):
+                Tokens of the rows, on the CPU.
+            labels (`torch.Tensor` of shape `(R, L)`, int64):
+                The token itself where it is scored, else -100.
+            lengths (`Sequence[int]`):
+                Length of each row, without its padding.
+            **kwargs:
+                `prefix_sharing`, `pad_to_multiple_of` and `pad_token_id` of [`FlatBatch.from_rows`].
+
+        Returns:
+            `FlatBatch`: The flat batch, whose `row_index` is as wide as `input_ids`.
+        """
+        rows = [row[:length] for row, length in zip(input_ids.numpy(), lengths, strict=True)]
+        targets = [row[:length] for row, length in zip(labels.numpy(), lengths, strict=True)]
+        return cls.from_rows(rows, targets, width=input_ids.size(1), **kwargs)
+
+    def to_rows(self) -> list[list[int]]:
+        """The rows that the batch was made from. The inverse of [`FlatBatch.from_rows`]."""
+        rows = self.input_ids[0][self.row_index]
+        return [row[mask].tolist() for row, mask in zip(rows, self.row_mask, strict=True)]
+
+    @torch.compiler.disable  # a graph per dtype, gradient mode and shape would cost more than it saves
+    def scored_to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        Bring one value per scored token back to rows.
+
+        Args:
+            values (`torch.Tensor` of shape `(1, P)`):
+                A value for each scored token, in the order of `scored_index`.
+
+        Returns:
+            `torch.Tensor` of shape `(R, L-1)`: Entry `l` of row `r` belongs to the prediction of the row's token
+            `l+1`. Positions that nothing scores, or that lie beyond the end of the row, are 0.
+        """
+        flat = values.new_zeros(self.input_ids.size(1)).index_put((self.scored_index,), values[0])
+        return flat[self.row_index[:, :-1]] * self.row_mask[:, 1:]
+
+    def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        Bring one vector per flat token, such as its logits, back to rows.
+
+        Args:
+            values (`torch.Tensor` of shape `(1, T, D)`):
+                A vector for each token.
+
+        Returns:
+            `torch.Tensor` of shape `(R, L, D)`, 0 beyond the end of each row.
+        """
+        return values[0][self.row_index] * self.row_mask[..., None]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatBatch":
+        """The same batch on another device."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "FlatBatch":
+        """The same batch in page-locked memory, called by the data loader."""
+        return self._map(lambda x: x.pin_memory())
+
+    def _map(self, fn) -> "FlatBatch":
+        moved = {f.name: fn(value) for f in fields(self) if hasattr(value := getattr(self, f.name), "to")}
+        return replace(self, **moved)

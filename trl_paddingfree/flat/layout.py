@@ -1,0 +1,121 @@
+"""What attention needs to know of a flat batch, as tensors on one device. Shape legend: see `segments`."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .segments import Segments
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """
+    What attention needs of [`Segments`], as tensors on one device, computed once per batch.
+
+    Args:
+        segments (`Segments`):
+            The cut of the flat axis, on the host.
+        cu_seqlens_q (`torch.Tensor` of shape `(N+1,)`, int32):
+            Boundaries of the query runs.
+        cu_seqlens_k (`torch.Tensor` of shape `(N+1,)`, int32):
+            Boundaries of the keys of each query run.
+        seq_idx (`torch.Tensor` of shape `(1, T)`, int32):
+            Segment of each token, for layers that carry state.
+        kv_index (`torch.Tensor` of shape `(S,)`, int64, or `None`):
+            Flat position of every key/value row; `None` when nothing is shared.
+        kv_copies (`tuple[tuple[torch.Tensor, torch.Tensor], ...]`):
+            How the gradients of copied key/value rows add up: the k-th pair of (row, flat position) tensors holds
+            the k-th copy of each token. Within one pair no position occurs twice, so the sum has a fixed order.
+    """
+
+    segments: Segments
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seq_idx: torch.Tensor
+    kv_index: torch.Tensor | None
+    kv_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    _derived: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_segments(cls, segments: Segments) -> "FlatLayout":
+        """Derive the tensors, on the CPU."""
+        kv_index, copies = segments.kv_index, []
+        if kv_index is not None:
+            order = np.argsort(kv_index, kind="stable")
+            sorted_index = kv_index[order]
+            first = np.flatnonzero(np.diff(sorted_index, prepend=-1))
+            copy = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+            for k in range(int(copy.max()) + 1):
+                rows = order[copy == k]
+                copies.append((torch.from_numpy(rows), torch.from_numpy(kv_index[rows])))
+        seq_idx = np.repeat(np.arange(len(segments.lengths), dtype=np.int32), segments.lengths)
+        return cls(
+            segments=segments,
+            cu_seqlens_q=torch.from_numpy(segments.cu_seqlens_q),
+            cu_seqlens_k=torch.from_numpy(segments.cu_seqlens_k),
+            seq_idx=torch.from_numpy(seq_idx)[None],
+            kv_index=None if kv_index is None else torch.from_numpy(kv_index),
+            kv_copies=tuple(copies),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.cu_seqlens_q.device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatLayout":
+        """The same layout on another device, copied there once."""
+        key = torch.device(device)
+        if key == self.device:
+            return self
+        return self.derived(key, lambda: self._map(lambda x: x.to(device, non_blocking=non_blocking)))
+
+    def pin_memory(self) -> "FlatLayout":
+        """The same layout in page-locked memory."""
+        return self._map(lambda x: x.pin_memory())
+
+    def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "FlatLayout":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: fn(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        copies = tuple((fn(rows), fn(positions)) for rows, positions in self.kv_copies)
+        return replace(self, **moved, kv_copies=copies, _derived={})
+
+    def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+    def chunked(self, size: int) -> "FlatLayout":
+        """
+        The layout of layers in which tokens attend within chunks of `size` positions, as in Llama 4: no kernel needs to
+        know of chunks, because each segment is cut where a chunk of its row ends.
+        """
+
+        def cut() -> FlatLayout:
+            return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device)
+
+        return self.derived(("chunked", size), cut)
+
+
+def _cut_at_chunks(segments: Segments, size: int) -> Segments:
+    """Cut segments where their positions pass a multiple of `size`, and let each piece continue only its own chunk."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    starts: list[int] = []
+    first_piece: list[int] = []
+    for length, parent, start in zip(segments.lengths, segments.parents, segments.starts, strict=True):
+        first_piece.append(len(lengths))
+        while parent != -1 and segments.starts[parent] >= start:
+            parent = segments.parents[parent]
+        ends = [*range((start // size + 1) * size, start + length, size), start + length]
+        for begin, end in zip([start, *ends], ends, strict=False):
+            within = begin % size
+            holder = first_piece[parent] + (begin - 1) // size - segments.starts[parent] // size
+            lengths.append(end - begin)
+            parents.append(holder if within else -1)
+            starts.append(within)
+    return Segments(tuple(lengths), tuple(parents), tuple(starts))

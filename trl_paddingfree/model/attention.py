@@ -1,0 +1,203 @@
+"""Attention over segments: one signature, several kernels, and their registration with transformers.
+
+Shape legend: see [`~trl_paddingfree.flat.segments`]; in addition
+    B = 1, H = query heads, K = key/value heads, D = head size
+Every function computes, for each segment, causal attention of the segment's queries over the keys on its path, aligned
+to the bottom right: the last query sees the last key.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .. import upstream
+from ..flat.layout import FlatLayout
+from .backends import BackendName
+from .masks import BOUNDARIES, FlatMask, segment_mask
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class GatherKeyValue(torch.autograd.Function):
+    """
+    Copy key or value rows to where their queries need them: `(T, K, D)` to `(S, K, D)`.
+
+    The gradient of a row is the sum over its copies, added in float32 and in a fixed order; `index_select`'s own
+    backward would add bfloat16 numbers in whatever order the threads run.
+    """
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
+        ctx.layout = layout
+        assert layout.kv_index is not None
+        return states.index_select(0, layout.kv_index)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        total = grad.new_zeros(
+            (ctx.layout.segments.num_tokens, *grad.shape[1:]), dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
+        for rows, positions in ctx.layout.kv_copies:
+            total.index_add_(0, positions, grad.index_select(0, rows).to(total.dtype))
+        return total.to(grad.dtype), None
+
+
+def _flat_states(query, key, value, layout: FlatLayout):
+    """`(1, heads, T, D)` states as the `(tokens, heads, D)` that varlen kernels read, with keys and values gathered."""
+    query, key, value = (x.transpose(1, 2)[0] for x in (query, key, value))
+    if layout.kv_index is not None:
+        key, value = GatherKeyValue.apply(key, layout), GatherKeyValue.apply(value, layout)
+    return query, key, value
+
+
+def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
+    """The model's own attention function, called once per segment: exact on every device and dtype."""
+    attend = upstream.attention_function(previous, module)
+    window = kwargs.pop("sliding_window", None)
+    query, key, value = _flat_states(query, key, value, layout)
+    outputs, end_k = [], 0
+    for i, end in enumerate(layout.segments.offsets[1:]):
+        start_q, start_k = end - layout.segments.lengths[i], end_k
+        end_k = start_k + layout.segments.key_lengths[i]
+        # Eager functions add their mask to the scores
+        mask = segment_mask(layout, i, window, query.dtype if previous == "eager" else None)
+        q, k, v = (
+            x[None, first:last].transpose(1, 2)
+            for x, first, last in ((query, start_q, end), (key, start_k, end_k), (value, start_k, end_k))
+        )
+        outputs.append(attend(module, q, k, v, mask, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
+    """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
+    head_dim, value_dim = query.size(-1), value.size(-1)
+    target_dtype = upstream.flash_target_dtype(query, module)
+    query, key, value = _flat_states(query, key, value, layout)
+    if value_dim != head_dim:  # MLA: the kernels want values as wide as queries
+        value = torch.nn.functional.pad(value, [0, head_dim - value_dim])
+    kwargs = {**kwargs, "is_causal": True}
+    if kwargs.get("s_aux") is not None:
+        kwargs["s_aux"] = kwargs["s_aux"].to(query.dtype)
+    output = upstream.flash_attention_forward(
+        query[None],
+        key[None],
+        value[None],
+        attention_mask=None,
+        query_length=query.size(0),
+        softmax_scale=scaling,
+        cu_seq_lens_q=layout.cu_seqlens_q,
+        cu_seq_lens_k=layout.cu_seqlens_k,
+        max_length_q=layout.segments.max_seqlen_q,
+        max_length_k=layout.segments.max_seqlen_k,
+        target_dtype=target_dtype,
+        attn_implementation=previous,
+        **kwargs,
+    )
+    return output[..., :value_dim], None
+
+
+@cache
+def torch_varlen() -> Callable:
+    """`torch.nn.attention.varlen.varlen_attn` as `(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # The kernel takes fewer key heads than query heads; only releases that have this flag want to be told
+    parameters = inspect.signature(varlen_attn).parameters
+    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+
+    def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
+        left = -1 if window is None else window - 1
+        return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **gqa)
+
+    return attend
+
+
+def varlen_reasons(query: torch.Tensor, kwargs: dict[str, Any]) -> list[str]:
+    """Why PyTorch's varlen kernel cannot take this call; empty if it can."""
+    reasons = []
+    if query.device.type != "cuda":
+        reasons.append(f"the tensors are on {query.device.type}, the kernel needs CUDA")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"the dtype is {query.dtype}, the kernel needs float16 or bfloat16")
+    if query.size(-1) > 256 or query.size(-1) % 8:
+        reasons.append(f"the head size is {query.size(-1)}, the kernel needs a multiple of 8 up to 256")
+    reasons += [f"it has no `{name}`" for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if kwargs.get("dropout"):
+        reasons.append("it has no dropout")
+    return reasons
+
+
+def varlen_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
+    """The flash attention kernel that ships in PyTorch; what it lacks goes to [`segment_attention`]."""
+    if varlen_reasons(query, kwargs):
+        return segment_attention(layout, previous, module, query, key, value, **kwargs)
+    value_dim = value.size(-1)
+    query, key, value = _flat_states(query, key, value, layout)
+    if value_dim != query.size(-1):
+        value = torch.nn.functional.pad(value, [0, query.size(-1) - value_dim])
+    output = torch_varlen()(
+        query,
+        key,
+        value,
+        layout.cu_seqlens_q,
+        layout.cu_seqlens_k,
+        layout.segments.max_seqlen_q,
+        layout.segments.max_seqlen_k,
+        kwargs.get("scaling"),
+        kwargs.get("sliding_window"),
+    )
+    return output[None, ..., :value_dim], None
+
+
+ATTENTION: dict[BackendName, AttentionFunction] = {
+    "flash": flash_attention,
+    "varlen": varlen_attention,
+    "segment": segment_attention,
+}
+
+
+@torch.compiler.disable
+def _dispatch(attend: AttentionFunction, previous: str, module, query, key, value, attention_mask, **kwargs):
+    if isinstance(attention_mask, FlatMask):
+        layout = attention_mask.flat_layout
+        kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
+        query = upstream.rescale_by_position(query, module, layout.segments.position_ids)
+        return attend(layout, previous, module, query, key, value, **kwargs)
+    return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
+
+
+# The attention implementation that each of ours was registered over
+_REPLACED: dict[str, str] = {}
+
+
+def replaced_attention(name: str) -> str:
+    """The attention implementation that `name` stands over, or `name` if it is not one of ours."""
+    return _REPLACED.get(name, name)
+
+
+def register_attention(previous: str, backend: BackendName) -> str:
+    """
+    Register an attention implementation that computes flat batches with `backend` and all else as before.
+
+    Args:
+        previous (`str`):
+            The implementation that the model has, for calls without a flat batch (generation, padded rows).
+        backend (`str`):
+            One of `"flash"`, `"varlen"` and `"segment"`.
+
+    Returns:
+        `str`: The name to set as the model's attention implementation.
+    """
+    # transformers and some models read meaning into parts of a name ("sdpa", "flash"): avoid them
+    name = (
+        f"paddingfree-{backend.replace('flash', 'fa')}-over-{previous.replace('sdpa', 'torch').replace('flash', 'fa')}"
+    )
+    _REPLACED[name] = previous
+    AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
+    AttentionMaskInterface.register(name, upstream.mask_function(previous))
+    return name

@@ -1,0 +1,148 @@
+"""What a model's layers are told of a flat batch: the mask that carries the layout, dense masks, and boundaries.
+
+Shape legend: see [`~trl_paddingfree.flat.segments`].
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..flat.layout import FlatLayout
+from .backends import ATTENTION_BACKENDS, BackendName
+
+# transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+# What transformers calls the kinds of layers of a model, and of the parts of a layer that has an attention and a state
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_STATE = ("linear_attention", "conv")
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+
+
+class FlatMask(torch.Tensor):
+    """
+    A 4-D attention mask of one element that carries a [`~trl_paddingfree.flat.layout.FlatLayout`].
+
+    transformers passes a 4-D mask through to attention untouched, in every model and under gradient checkpointing,
+    where other keyword arguments get lost on the way (StableLM, Nemotron). No dense mask is ever made.
+    """
+
+    flat_layout: FlatLayout
+
+    @classmethod
+    def carrying(cls, layout: FlatLayout) -> "FlatMask":
+        """A mask that carries `layout`, on its device."""
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=layout.device).as_subclass(cls)
+        mask.flat_layout = layout
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, cls):
+            masks = [x for x in args if isinstance(x, cls)]
+            if not masks or result.shape != masks[0].shape:
+                raise RuntimeError(
+                    f"the model computes with its attention mask ({func.__name__}), and needs a dense one"
+                )
+            result.flat_layout = masks[0].flat_layout.to(result.device)
+        return result
+
+
+def segment_mask(
+    layout: FlatLayout, i: int, window: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """
+    `(1, 1, length, start + length)` mask of segment `i`, made once per batch and shared by all layers.
+
+    Args:
+        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
+            The layout of the batch.
+        i (`int`):
+            Index of the segment.
+        window (`int`, *optional*):
+            Number of positions that each query sees, itself included. All, if `None`.
+        dtype (`torch.dtype`, *optional*):
+            If set, a mask of this dtype to add to the scores. Otherwise a boolean mask, or `None` where plain causal
+            attention is the same.
+    """
+    start, length = layout.segments.starts[i], layout.segments.lengths[i]
+    window = window if window is not None and window < start + length else None
+    if start == 0 and window is None and dtype is None:
+        return None
+
+    def make() -> torch.Tensor:
+        q = torch.arange(start, start + length, device=layout.device)[:, None]
+        k = torch.arange(start + length, device=layout.device)[None]
+        mask = k <= q if window is None else (k <= q) & (k > q - window)
+        if dtype is not None:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        return mask[None, None]
+
+    return layout.derived(("segment mask", start, length, window, dtype), make)
+
+
+def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """
+    `(1, 1, T, T)` mask to add to the scores of the whole flat row, made once per batch.
+
+    Args:
+        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
+            The layout of the batch.
+        window (`int`, *optional*):
+            Number of positions that each query sees, itself included. All, if `None`.
+        dtype (`torch.dtype`):
+            Dtype of the mask.
+    """
+
+    def make() -> torch.Tensor:
+        total = layout.segments.num_tokens
+        mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=layout.device)
+        index = torch.arange(total, device=layout.device) if layout.kv_index is None else layout.kv_index
+        keys = index.split(layout.segments.key_lengths)
+        for i, queries in enumerate(mask.split(layout.segments.lengths)):
+            queries[:, keys[i]] = segment_mask(layout, i, window, dtype)
+        return mask[None, None]
+
+    return layout.derived(("dense mask", window, dtype), make)
+
+
+def backbone_mask(backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """
+    What the backbone gets as its attention mask.
+
+    Args:
+        backend (`str`):
+            How attention is computed.
+        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
+            The layout of the batch.
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the text model.
+        dtype (`torch.dtype`):
+            Dtype of a dense mask.
+
+    Returns:
+        `FlatMask`, `torch.Tensor` of shape `(1, 1, T, T)`, a dict of one of these by kind of layer, or `None`.
+    """
+    if backend == "positions":
+        return None
+    kinds = {_HYBRID.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
+    if not kinds:
+        kinds = {_FULL if getattr(config, "sliding_window", None) is None else _SLIDING}
+    if backend in ATTENTION_BACKENDS and _CHUNKED not in kinds:
+        return FlatMask.carrying(layout)  # attention functions are given their window
+    masks: dict[str, Any] = {}
+    for kind in kinds.difference(_STATE):
+        kind_layout = layout.chunked(config.attention_chunk_size) if kind == _CHUNKED else layout
+        if backend in ATTENTION_BACKENDS:
+            masks[kind] = FlatMask.carrying(kind_layout)
+        else:
+            masks[kind] = dense_mask(kind_layout, config.sliding_window if kind == _SLIDING else None, dtype)
+    return next(iter(masks.values()), None) if len(masks) < 2 else {**dict.fromkeys(_STATE), **masks}
+
+
+def boundaries(layout: FlatLayout) -> dict[str, Any]:
+    """The boundaries of a flat batch, as [`~transformers.modeling_flash_attention_utils.FlashAttentionKwargs`]."""
+    lengths = (layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
+    return dict(zip(BOUNDARIES, (layout.cu_seqlens_q, layout.cu_seqlens_k, *lengths, layout.seq_idx), strict=True))

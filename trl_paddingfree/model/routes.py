@@ -1,0 +1,124 @@
+"""Routes: how a model computes flat batches, and which to try, in which order."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import upstream
+from .attention import replaced_attention
+from .backends import BACKENDS, BackendName, describe, reasons_against, slower_backends
+
+
+@dataclass(frozen=True)
+class Route:
+    """
+    How a model computes flat batches.
+
+    Args:
+        backend (`str`):
+            How attention is computed: one of `"flash"`, `"varlen"`, `"segment"`, `"positions"` and `"mask"`.
+        previous (`str`):
+            The attention implementation that the model was loaded with.
+        prefix_sharing (`bool`):
+            Whether prefixes that rows share are computed once.
+    """
+
+    backend: BackendName
+    previous: str
+    prefix_sharing: bool
+
+    def __str__(self) -> str:
+        sharing = "shared prefixes" if self.prefix_sharing else "no shared prefixes"
+        return f"{describe(self.backend, self.previous)}, {sharing}"
+
+    def without_sharing(self) -> "Route":
+        """The same route without shared prefixes."""
+        return replace(self, prefix_sharing=False)
+
+
+def choose_route(
+    model: PreTrainedModel,
+    backend: str = "auto",
+    *,
+    prefix_sharing: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Route:
+    """
+    Choose how `model` computes flat batches.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The causal language model.
+        backend (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, or the name of one backend, which is then used or refused.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            Whether to share prefixes, where the model and the backend can.
+        dtype (`torch.dtype`, *optional*):
+            The dtype that attention will run in. Defaults to the model's.
+        device (`torch.device`, *optional*):
+            The device that attention will run on. Defaults to the model's.
+
+    Raises:
+        `ValueError`: If the backend that was asked for cannot serve this model, with every reason.
+    """
+    previous = replaced_attention(upstream.attn_implementation(model))
+    if model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} keeps its backbone under another name than its `base_model_prefix` "
+            f"({model.base_model_prefix!r}), and TRL's fused LM head does not find it, with padding or without. Set "
+            "`model.base_model_prefix = 'model'` before you make the trainer."
+        )
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, BACKENDS))}.")
+    reasons = reasons_against(model, previous, dtype or model.dtype, device or model.device)
+    wanted = [name for name in BACKENDS if backend in ("auto", name)]
+    if (found := next((name for name in wanted if not reasons[name]), None)) is None:
+        listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
+        raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
+    return Route(found, previous, prefix_sharing and not why_not_to_share(model, found, previous))
+
+
+def why_not_to_share(model: PreTrainedModel, backend: BackendName, previous: str) -> str:
+    """Why `model` cannot share prefixes with a backend, whatever a check would say; empty if that has to be tried."""
+    if carries_state(model):
+        return "its layers carry state from token to token"
+    if backend == "positions":
+        return f"{previous!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
+    return ""
+
+
+def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
+    """
+    `route`, the same without sharing, and then slower ones that ask less of a model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The causal language model.
+        route ([`Route`]):
+            The route to try first.
+        fallback (`bool`, *optional*, defaults to `True`):
+            Whether to try other backends.
+    """
+    backends = [route.backend, *(slower_backends(route.backend, route.previous) if fallback else ())]
+    routes: list[Route] = []
+    for backend in backends:
+        flat = Route(backend, route.previous, False)
+        shares = route.prefix_sharing and not why_not_to_share(model, backend, route.previous)
+        routes += [replace(flat, prefix_sharing=True), flat] if shares else [flat]
+    return routes
+
+
+def is_state_layer(module: torch.nn.Module) -> bool:
+    """
+    Whether `module` hands a state from token to token.
+
+    Every such layer that can keep the sequences of a flat row apart begins with a short convolution.
+    """
+    return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+
+
+def carries_state(model: PreTrainedModel) -> bool:
+    """Whether any layer of `model` hands a state from token to token, beside attention: it cannot share prefixes."""
+    return any(map(is_state_layer, model.get_decoder().modules()))

@@ -1,0 +1,247 @@
+"""The quick start: padded TRL and this package train the same model on the same batches, side by side, anywhere.
+
+Without arguments: a small Llama from scratch, on text that every Python has. Or your own model and data.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from rich.console import Console
+from rich.table import Table
+from trl import extract_prompt
+
+from ..charts import plot_runs
+from ..data.load import load_rows
+from ..data.task import Task, task_of
+from ..trainers.registry import TASKS, TRAINERS
+from ..trainers.sft import PaddingFreeSFTTrainer
+from .data import instruction_data, preference_data
+from .model import make_model, make_tokenizer
+from .watch import Run, train
+
+PADDED, OURS = "trl_padded", "padding_free"
+LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
+# Largest difference of two losses that is still rounding. In float32 a step differs by a few units of 1e-7, and Adam
+# lets that grow over the steps; bfloat16 keeps 3 digits of every log-probability, and a loss adds hundreds of them.
+FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2e-3, 0.1
+SFT_BATCH_SIZE = 16
+# A model from scratch sees each example so many times: too small to learn a rule, it learns these
+EPOCHS = 3
+
+
+def texts(dataset: Dataset) -> Iterator[str]:
+    """Every text of a data set: strings, and the contents of messages."""
+    for row in dataset:
+        for value in row.values():
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, list):
+                yield from (turn["content"] for turn in value if isinstance(turn, dict) and "content" in turn)
+
+
+def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, console: Console) -> str:
+    """
+    Train a tokenizer and a small Llama on the data. Preference pairs come after a short SFT on the answers.
+
+    Returns:
+        `str`: The folder of the model.
+    """
+    folder = str(Path(args.output_dir) / "model")
+    tokenizer = make_tokenizer(texts(data))
+    model = make_model(tokenizer, args.seed)
+    console.print(f"A Llama of {model.num_parameters() / 1e6:.1f} million parameters, from scratch.")
+    if task == PaddingFreeSFTTrainer.task:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+    answers = instruction_data(args.seed) if args.dataset_name is None else as_instructions(data)
+    options = {
+        "output_dir": folder,
+        "max_steps": args.sft_steps,
+        "per_device_train_batch_size": SFT_BATCH_SIZE,
+        "max_length": args.max_length,
+        "learning_rate": 3e-3,
+        "adam_beta2": 0.95,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": args.sft_steps // 10,
+        "seed": args.seed,
+    }
+    run = train(
+        PaddingFreeSFTTrainer,
+        PaddingFreeSFTTrainer.config_class,
+        console,
+        "SFT, padding-free",
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=answers.select(range(min(len(answers), args.sft_steps * SFT_BATCH_SIZE))),
+        options=options,
+    )
+    run.trainer.save_model(folder)
+    return folder
+
+
+def as_instructions(pairs: Dataset) -> Dataset:
+    """The preferred answers of preference pairs, as prompt-completion rows."""
+    pairs = pairs if "prompt" in pairs.column_names else pairs.map(extract_prompt)
+    return pairs.select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
+
+
+def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, console: Console) -> dict[str, Run]:
+    """Train `model` by this package and by padded TRL, on the same batches."""
+    trainer = TRAINERS[task.name]
+    classes = {OURS: (trainer, trainer.config_class), PADDED: (trainer.trl_trainer, trainer.trl_config)}
+    options: dict[str, Any] = {
+        "output_dir": str(Path(args.output_dir) / task.name),
+        "max_steps": args.steps,
+        "per_device_train_batch_size": args.batch_size,
+        "max_length": args.max_length,
+        "seed": args.seed,
+    }
+    num_rows = args.steps * args.batch_size
+    if args.model is None:
+        options["learning_rate"] = 2e-4
+        num_rows = num_rows // EPOCHS + 1
+    else:
+        options["gradient_checkpointing"] = True
+    data = data.select(range(min(len(data), num_rows)))
+    runs = {}
+    # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
+    for name, pair in classes.items():
+        runs[name] = train(
+            *pair,
+            console,
+            f"{task.name.upper()}, {LABELS[name]}",
+            model=model,
+            train_dataset=data,
+            peft_config=LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None,
+            options=options,
+        )
+        if name != OURS:
+            runs[name].trainer = None
+    return runs
+
+
+def summarize(task: Task, runs: dict[str, Run]) -> dict[str, Any]:
+    """What the comparison found, as plain numbers."""
+    ours, padded = runs[OURS], runs[PADDED]
+    counts = ours.trainer.total_counts()
+    difference = max(abs(a - b) for a, b in zip(ours.losses, padded.losses, strict=True))
+    tolerance = BFLOAT16_TOLERANCE if ours.trainer.args.bf16 else FLOAT32_TOLERANCE
+    return {
+        "task": task.name,
+        "method": ours.trainer.method,
+        "steps": len(ours.losses),
+        "first_loss": {PADDED: padded.losses[0], OURS: ours.losses[0]},
+        "last_loss": {PADDED: padded.losses[-1], OURS: ours.losses[-1]},
+        "seconds": {PADDED: padded.seconds, OURS: ours.seconds},
+        "tokens_computed": {PADDED: counts.padded, OURS: counts.computed},
+        "peak_memory_gib": {PADDED: padded.memory, OURS: ours.memory},
+        "speed_up": padded.seconds / ours.seconds,
+        "loss_difference": difference,
+        "loss_tolerance": tolerance,
+        "equal": difference <= tolerance,
+    }
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    """The comparison as a table."""
+    table = Table(
+        title=f"{summary['task'].upper()}, {summary['steps']} steps on the same batches", title_justify="left"
+    )
+    for column in ("", LABELS[PADDED], LABELS[OURS], ""):
+        table.add_column(column, justify="left" if not column else "right")
+
+    def saved(name: str) -> str:
+        padded = summary[name][PADDED]
+        saving = 1 - summary[name][OURS] / padded if padded else 0.0
+        return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
+
+    speed_up = summary["speed_up"]
+    speed = f"{speed_up:.1f}x faster" if speed_up >= 1 else f"{1 / speed_up:.1f}x slower"
+    for title, name, form, remark in (
+        ("first loss", "first_loss", "{:.5f}", ""),
+        ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
+        ("time", "seconds", "{:.1f} s", speed),
+        ("tokens computed", "tokens_computed", "{:,}", saved("tokens_computed")),
+        ("peak memory", "peak_memory_gib", "{:.2f} GiB", saved("peak_memory_gib")),
+    ):
+        table.add_row(title, form.format(summary[name][PADDED]), form.format(summary[name][OURS]), remark)
+    console.print(table)
+    console.print(f"How: {summary['method']}.")
+
+
+def draw(runs: dict[str, Run], summary: dict[str, Any], path: Path) -> None:
+    """The comparison as a chart."""
+    bars = {"time": "seconds", "tokens": "tokens_computed", "memory": "peak_memory_gib"}
+    plot_runs(
+        {LABELS[name]: runs[name].losses for name in (PADDED, OURS)},
+        {title: {LABELS[name]: value for name, value in summary[key].items()} for title, key in bars.items()},
+        summary["task"].upper(),
+        path,
+    )
+
+
+def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, str]:
+    """The last message before an answer in the data, and what the trained model answers."""
+    tokenizer, row = trainer.processing_class, data[0]
+    prompt = row.get("prompt") or row.get("messages", [])[:1] or next(texts(data))[:200]
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
+    answer = tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True).strip()
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"], answer
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Run the quick start.
+
+    Args:
+        args (`argparse.Namespace`):
+            Options of the command line.
+
+    Returns:
+        `int`: Exit code: 0 if the losses are equal up to rounding, else 1.
+    """
+    console, output_dir = Console(stderr=args.json), Path(args.output_dir)
+    if args.model is None:
+        torch.set_num_threads(1)  # in a model this small, threads wait for each other, for long on a busy machine
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if args.dataset_name is None:
+        data = preference_data(args.seed)
+    else:
+        data = load_rows(args.dataset_name, args.dataset_config, args.dataset_train_split).shuffle(seed=args.seed)
+    task = task_of(data.column_names, TASKS)
+    model = args.model or start_from_scratch(task, data, args, console)
+    runs = compare(task, model, data, args, console)
+    summary = summarize(task, runs)
+    (output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
+    question, answer = sample(runs[OURS].trainer, data)
+    if args.json:
+        sys.stdout.write(json.dumps({**summary, "sample": {"question": question, "answer": answer}}, indent=2) + "\n")
+    else:
+        print_summary(summary, console)
+        console.print(f"\nAsked:    {question}\nAnswered: {answer}\n", markup=False)
+    try:
+        draw(runs, summary, output_dir / "chart.png")
+        console.print(f"Chart: {output_dir / 'chart.png'}", soft_wrap=True)
+    except ImportError as error:
+        console.print(f"No chart: {error}", markup=False, soft_wrap=True)
+    if not summary["equal"]:
+        console.print(
+            f"The losses differ by {summary['loss_difference']:.1e}, which is more than rounding "
+            f"({summary['loss_tolerance']:.0e}). Please report it with the output of `trl-paddingfree env`."
+        )
+    return 0 if summary["equal"] else 1

@@ -1,0 +1,92 @@
+"""A small model from scratch, with a tokenizer of its own: nothing to download."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """
+    A byte-level BPE tokenizer with a chat template.
+
+    Args:
+        texts (`Iterable[str]`):
+            What to train it on.
+        vocab_size (`int`, *optional*, defaults to `2048`):
+            Most tokens that it may have.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree.quickstart.model import make_tokenizer
+    >>> tokenizer = make_tokenizer(["an apple a day"])
+    >>> tokenizer.decode(tokenizer("a day")["input_ids"])
+    'a day'
+
+    ```
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|endoftext|>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
+    """
+    A Llama with random weights.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Its tokenizer.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights.
+        **sizes:
+            Fields of [`~transformers.LlamaConfig`] to set, in place of about 2 million parameters' worth.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
+    >>> model.config.num_hidden_layers
+    2
+
+    ```
+    """
+    set_seed(seed)
+    defaults: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.06,  # 1 / sqrt(hidden_size): few steps have to do
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **{**defaults, **sizes},
+    )
+    return LlamaForCausalLM(config)

@@ -1,0 +1,1 @@
+"""One file per TRL trainer, and what they share."""

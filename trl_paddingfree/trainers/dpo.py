@@ -1,0 +1,122 @@
+"""DPO without padding."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from trl import DPOConfig, DPOTrainer
+
+from .. import upstream
+from ..batching.lengths import truncated
+from ..data.collate import PreferenceCollator
+from ..data.preferences import check_preferences
+from ..data.prepare import log_dropped
+from ..data.task import Task
+from .base import PaddingFreeTrainer
+from .configs import PaddingFreeDPOConfig
+
+DPO = Task(
+    name="dpo",
+    unit="pairs",
+    found_by=(frozenset({"chosen", "rejected"}),),
+    sequences=(("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
+    other_columns=(),
+    collator=PreferenceCollator,
+    prepare=upstream.prepare_preferences,
+)
+
+
+class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
+    """
+    TRL's [`~trl.DPOTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
+    as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once. With
+    `padding_free=False` it is TRL's trainer.
+
+    Args:
+        args ([`PaddingFreeDPOConfig`] or [`~trl.DPOConfig`], *optional*):
+            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
+            [`PaddingFreeDPOConfig`].
+        data_collator ([`PreferenceCollator`], *optional*):
+            A collator that gives a flat batch. TRL's default collator is taken over.
+        *args, **kwargs:
+            As for [`~trl.DPOTrainer`].
+
+    Raises:
+        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
+        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+
+    Examples:
+    ```python
+    >>> from datasets import Dataset
+    >>> from peft import LoraConfig
+    >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
+    >>> tokenizer = make_tokenizer(["one two three eleven"])
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> args = PaddingFreeDPOConfig("out", max_steps=1, **options)
+    >>> trainer = PaddingFreeDPOTrainer(
+    ...     model=make_model(tokenizer),  # or the name of one on the hub
+    ...     args=args,
+    ...     train_dataset=dataset,
+    ...     processing_class=tokenizer,
+    ...     peft_config=LoraConfig(),
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, shared prefixes)'
+
+    ```
+    """
+
+    task = DPO
+    trl_trainer, trl_config = DPOTrainer, DPOConfig
+    config_class = PaddingFreeDPOConfig
+
+    @functools.wraps(DPOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)
+
+    def flat_models(self) -> list[Any]:
+        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
+
+    def coupled_by(self) -> list[str]:
+        coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch
+        return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
+
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        chosen, rejected = inputs["completion_mask"][:, 1:].sum(1).chunk(2)
+        pairs, (chosen_tokens, rejected_tokens) = len(chosen), torch.stack([chosen.sum(), rejected.sum()]).tolist()
+        per_pair = ("loss", *(f"rewards/{x}" for x in ("chosen", "rejected", "accuracies", "margins")))
+        return {
+            **dict.fromkeys((*per_pair, "logps/chosen", "logps/rejected"), pairs),
+            "logits/chosen": chosen_tokens,
+            "mean_token_accuracy": chosen_tokens,
+            "logits/rejected": rejected_tokens,
+            "entropy": chosen_tokens + rejected_tokens,
+        }
+
+    def example_lengths(self) -> np.ndarray:
+        return truncated(super().example_lengths(), self.args.max_length, self.args.truncation_mode)
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        if self.flat is None:
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        with args.main_process_first(desc=f"checking the {dataset_name} data"):
+            dataset = check_preferences(dataset, self._tokenizer, dataset_name, args.dataset_num_proc)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared
+
+    def compute_ref_log_probs(self, model, inputs):
+        self.prove_placed(model)
+        return super().compute_ref_log_probs(model, inputs)
+
+    def _precompute_ref_logps(self, *args, **kwargs):
+        # TRL computes these inside its `__init__`, right after it has given the models their fused heads
+        self.start_flat()
+        return super()._precompute_ref_logps(*args, **kwargs)

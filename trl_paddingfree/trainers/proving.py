@@ -1,0 +1,97 @@
+"""The start-up check as trainers run it: which models, when, and on all processes alike."""
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..check.prove import CheckResult, prove
+from ..model.routes import Route, choose_route, why_not_to_share
+from .configs import PaddingFreeOptions
+
+logger = logging.get_logger(__name__)
+
+
+class StartUpCheck:
+    """
+    Plans and proves the routes of a trainer's models.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's: it knows the device, the precision, the engine and the other processes.
+        options ([`PaddingFreeOptions`]):
+            What was asked for.
+    """
+
+    def __init__(self, accelerator: Accelerator, options: PaddingFreeOptions):
+        self.accelerator, self.options = accelerator, options
+
+    def base(self, model: Any) -> PreTrainedModel:
+        """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
+        model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        return model.get_base_model() if is_peft_model(model) else model
+
+    def can_call(self, model: Any, is_trained: bool) -> bool:
+        """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        if plugin is not None and plugin.zero_stage == 3:
+            return not is_trained
+        return self.base(model).device.type == self.accelerator.device.type
+
+    def plan(self, model: Any) -> Route:
+        """The route to try first."""
+        base = self.base(model)
+        route = choose_route(
+            base,
+            self.options.flat_attention,
+            prefix_sharing=self.options.prefix_sharing,
+            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
+            device=self.accelerator.device if base.device.type == "cpu" else base.device,
+        )
+        if self.options.prefix_sharing and not route.prefix_sharing:
+            reason = why_not_to_share(base, route.backend, route.previous)
+            logger.warning(f"{type(base).__name__} trains without shared prefixes: {reason}.")
+        return route
+
+    def prove_all(self, models: Sequence[Any]) -> Route:
+        """
+        Prove every model, and turn sharing off for all of them if one cannot share.
+
+        Returns:
+            `Route`: That of the first model.
+
+        Raises:
+            `UnprovenModelError`: If a model has no exact route.
+        """
+        started = time.perf_counter()
+        results = [self._prove(model, self.plan(model)) for model in models]
+        if not all(result.prefix_sharing for result in results) and any(result.prefix_sharing for result in results):
+            results = [self._prove(model, self.plan(model).without_sharing()) for model in models]
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
+            )
+        return results[0].route
+
+    def _prove(self, model: Any, route: Route) -> CheckResult:
+        base = self.base(model)
+        # FSDP2 casts weights and inputs instead
+        with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
+            fallback = self.options.flat_attention == "auto"
+            result, failed = prove(base, route, fallback=fallback, call=model, agree=self._all_agree)
+        if failed and self.accelerator.is_main_process:
+            tried = "\n    ".join(map(str, failed))
+            logger.warning(
+                f"{type(base).__name__} trains as «{result}», because the start-up check failed as\n    {tried}"
+            )
+        return result
+
+    def _all_agree(self, verdict: bool) -> bool:
+        """Whether a check says so on all processes: they have to take the same route."""
+        return bool(self.accelerator.gather(torch.tensor([verdict], device=self.accelerator.device)).all())

@@ -1,0 +1,173 @@
+"""Arguments and options that cannot be combined with flat batches: what is refused, and what to change."""
+
+import os
+from typing import Any
+
+import numpy as np
+from accelerate.parallelism_config import ParallelismConfig
+from datasets import Dataset
+from peft import PeftModel, PromptLearningConfig
+from transformers import ProcessorMixin
+from transformers.utils import logging
+from trl import SFTConfig
+
+from ..batching.lengths import example_tokens
+from ..data.preferences import column_names
+from .configs import PaddingFreeOptions
+
+logger = logging.get_logger(__name__)
+
+
+def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
+    """
+    Refuse trainer arguments that cannot be combined with flat batches.
+
+    Args:
+        arguments (`dict[str, Any]`):
+            Arguments of the trainer.
+        collator (`type`):
+            The collator class that gives flat batches.
+
+    Raises:
+        `ValueError`: Naming the argument, its value, and what to change.
+    """
+    config = arguments["args"]
+    _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
+    _refuse_foreign_collator(arguments.get("data_collator"), collator)
+    _refuse_sequence_parallelism(config)
+    eval_dataset = arguments.get("eval_dataset")
+    eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    for dataset in (arguments.get("train_dataset"), *eval_datasets):
+        _refuse_vision(dataset)
+    if arguments.get("data_collator") is None:
+        _refuse_missing_pad_token(arguments.get("processing_class"), config)
+    for option in ("dispatch_batches", "split_batches"):
+        if getattr(config.accelerator_config, option):
+            raise ValueError(
+                f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
+                f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
+            )
+    config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of a streaming data set
+    if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
+        logger.warning(
+            "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
+            "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
+        )
+
+
+def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
+    if isinstance(model, PeftModel):
+        peft_config = model.active_peft_config
+    if isinstance(peft_config, PromptLearningConfig):
+        raise ValueError(
+            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, which a flat "
+            "batch cannot hold. Use LoRA, or set `padding_free=False`."
+        )
+
+
+def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
+    """TRL's own collator is taken over. A subclass of it may do anything, a subclass of ours gives flat batches."""
+    if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
+        return
+    raise ValueError(
+        f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
+        f"`trl_paddingfree.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
+    )
+
+
+def _refuse_sequence_parallelism(config: Any) -> None:
+    parallelism = config.parallelism_config
+    if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
+    for size, kind in (("cp_size", "context"), ("sp_size", "sequence")):
+        if parallelism is not None and getattr(parallelism, size) > 1:
+            raise ValueError(
+                f"`parallelism_config` with `{size}={getattr(parallelism, size)}`: {kind} parallelism cuts rows into "
+                f"parts of equal length, and a flat batch is not made of rows. Set `{size}=1`, or `padding_free=False`."
+            )
+
+
+def _refuse_vision(dataset: Any) -> None:
+    found = [] if dataset is None else [name for name in column_names(dataset) if name in ("image", "images")]
+    if found:
+        raise ValueError(
+            f"The data has a column `{found[0]}`: vision data is not supported without padding. Leave the column out "
+            f"with `dataset.remove_columns('{found[0]}')` to train on the text, or set `padding_free=False`."
+        )
+
+
+def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if tokenizer is None or config.pad_token is not None:
+        return
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
+            "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
+        )
+
+
+def refuse_moving(
+    options: PaddingFreeOptions, train_dataset: Any, config: Any, coupled: list[str], weighed: list[str]
+) -> None:
+    """
+    Refuse options that move examples between micro-batches where that would change the loss.
+
+    Args:
+        options ([`PaddingFreeOptions`]):
+            The options.
+        train_dataset (`Dataset` or `IterableDataset`):
+            The training data.
+        config ([`~transformers.TrainingArguments`]):
+            The configuration that they came with.
+        coupled (`list[str]`):
+            Options under which an example's loss depends on which others share its micro-batch.
+        weighed (`list[str]`):
+            Options under which the weight of an example in a step depends on its micro-batch, or on its process.
+
+    Raises:
+        `ValueError`: Naming the option, its value, and what to change.
+    """
+    arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
+    arranges, limit = options.arrange_micro_batches != "none", options.max_tokens_per_micro_batch
+    for name, reasons in (
+        (arranging, [*coupled, *weighed] if arranges else []),
+        (f"`max_tokens_per_micro_batch={limit}`", coupled if limit else []),
+    ):
+        if reasons:
+            raise ValueError(
+                f"{name} changes which examples share a micro-batch, and with {', '.join(reasons)} the loss of an "
+                "example depends on the others: leave one of them out."
+            )
+    if arranges and not isinstance(train_dataset, Dataset):
+        raise ValueError(
+            f"{arranging} needs a data set of known length to look ahead in, and a streaming one has none: leave it "
+            "out, or load the data set without `streaming`."
+        )
+    if arranges and config.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
+            "micro-batch: leave one of them out."
+        )
+
+
+def refuse_oversized(lengths: np.ndarray, prefix_sharing: bool, limit: int) -> None:
+    """
+    Refuse data with an example that no part of at most `limit` tokens can hold.
+
+    Args:
+        lengths (`np.ndarray`), prefix_sharing (`bool`):
+            As for [`~trl_paddingfree.batching.lengths.example_tokens`].
+        limit (`int`):
+            `max_tokens_per_micro_batch`.
+
+    Raises:
+        `ValueError`: Naming the example.
+    """
+    tokens = example_tokens(lengths, prefix_sharing)
+    longest = int(tokens.argmax())
+    if tokens[longest] > limit:
+        raise ValueError(
+            f"`max_tokens_per_micro_batch={limit}` is less than example {longest} of the training data needs "
+            f"({tokens[longest]} tokens). Raise it, lower `max_length`, or set `oversized_examples='alone'`."
+        )

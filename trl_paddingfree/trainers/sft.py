@@ -1,0 +1,95 @@
+"""SFT without padding."""
+
+import functools
+from typing import Any
+
+from trl import SFTConfig, SFTTrainer
+
+from .. import upstream
+from ..data.collate import LanguageModelingCollator
+from ..data.prepare import log_dropped
+from ..data.task import Task
+from ..flat.batch import IGNORE_INDEX
+from .base import PaddingFreeTrainer
+from .configs import PaddingFreeSFTConfig
+
+SFT = Task(
+    name="sft",
+    unit="rows",
+    found_by=tuple(
+        map(frozenset, ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"}))
+    ),
+    sequences=(("input_ids",),),
+    other_columns=("labels",),
+    collator=LanguageModelingCollator,
+    prepare=upstream.prepare_instructions,
+)
+
+
+class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
+    """
+    TRL's [`~trl.SFTTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True` each micro-batch
+    goes through the model as one flat row without padding, `max_length` is enforced, and packed documents never see
+    each other. With `padding_free=False` it is TRL's trainer.
+
+    Args:
+        args ([`PaddingFreeSFTConfig`] or [`~trl.SFTConfig`], *optional*):
+            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
+            [`PaddingFreeSFTConfig`].
+        data_collator ([`LanguageModelingCollator`], *optional*):
+            A collator that gives a flat batch. TRL's default collator is taken over.
+        *args, **kwargs:
+            As for [`~trl.SFTTrainer`].
+
+    Raises:
+        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
+        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+
+    Examples:
+    ```python
+    >>> from datasets import Dataset
+    >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> dataset = Dataset.from_list([{"text": "one two"}, {"text": "one two three four five"}] * 4)
+    >>> tokenizer = make_tokenizer(dataset["text"])
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> args = PaddingFreeSFTConfig("out", max_steps=1, **options)
+    >>> trainer = PaddingFreeSFTTrainer(
+    ...     model=make_model(tokenizer),  # or the name of one on the hub
+    ...     args=args,
+    ...     train_dataset=dataset,
+    ...     processing_class=tokenizer,
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, no shared prefixes)'
+
+    ```
+    """
+
+    task = SFT
+    trl_trainer, trl_config = SFTTrainer, SFTConfig
+    config_class = PaddingFreeSFTConfig
+
+    @functools.wraps(SFTTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)
+
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
+        return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), scored)
+
+    def weighed_by_micro_batch(self) -> list[str]:
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func):
+            return [f"{type(self.flat_base(self.model)).__name__}, whose loss is a mean over each micro-batch"]
+        alone = self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices
+        return ["`average_tokens_across_devices=False`"] if alone else []
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if not packing:
+            log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared
