@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from tests.tiny import make_tokenizer
+    from tests.helpers.tiny import make_tokenizer
 
     return make_tokenizer()
 
@@ -36,7 +36,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def model_dir(tokenizer, tmp_path_factory):
     """A folder with a tiny Llama and its tokenizer, as a user would name one."""
-    from tests.tiny import make_model
+    from tests.helpers.tiny import make_model
 
     folder = tmp_path_factory.mktemp("tiny-llama")
     make_model(vocab_size=len(tokenizer)).save_pretrained(folder)

@@ -4,23 +4,36 @@ import ast
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from trl import TrlParser
 
 import trl_paddingfree
-from tests.tiny import preference_data, prompt_completions
-from trl_paddingfree.cli.main import make_parser
+from tests.helpers.tiny import preference_data, prompt_completions
+from trl_paddingfree.benchmark.main import make_parser as make_benchmark_parser
+from trl_paddingfree.cli.main import SMALL_BENCHMARK, make_parser
+from trl_paddingfree.cli.train import make_parser as make_script_parser
+from trl_paddingfree.model.backends import BACKENDS
 from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-CHINESE = (ROOT / "README.zh.md").read_text(encoding="utf-8")
-LANGUAGES = {"en": README, "zh": CHINESE}
+# Every English page but those that a program writes, with the page that says the same in Chinese
+TRANSLATED = {"README.md": "README.zh.md"} | {
+    f"docs/{path.name}": f"docs/zh/{path.name}" for path in ROOT.glob("docs/*.md") if path.name != "models.md"
+}
+ENGLISH_ONLY = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/models.md", "docs/benchmarks/README.md"]
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in sorted([*TRANSLATED, *TRANSLATED.values(), *ENGLISH_ONLY])
+}
+LANGUAGES = {"en": sorted(TRANSLATED), "zh": sorted(TRANSLATED.values())}
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(trl_paddingfree.__path__, "trl_paddingfree.")
@@ -28,7 +41,13 @@ MODULES = sorted(
 )
 COMMANDS = ["inspect", "check", "bench", "dpo", "sft", "env", "quickstart"]
 SCRIPTS = {"dpo", "sft"}
-HEADS = {"command": "命令", "option": "选项", "route": "路线", "figure": "指标", "message": "信息"}
+HEADS = {"command": "命令", "option": "选项", "backend": "后端", "figure": "指标", "message": "信息"}
+# What generated tables stand between, on the pages that have some
+MARKERS = {
+    "README.md": "benchmark",
+    "README.zh.md": "benchmark",
+    "docs/benchmarks/README.md": "benchmark-tables",
+}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -36,15 +55,28 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+def page_with(language: str, head: str) -> str:
+    """The page of one language with the table whose first column is called `head`, in English."""
+    (page,) = [name for name in LANGUAGES[language] if f"\n| {in_language(head, language)} |" in PAGES[name]]
+    return PAGES[page]
+
+
 def table(language: str, head: str) -> list[list[str]]:
-    """The rows of the first table whose first column is called `head`, in English."""
-    text, head = LANGUAGES[language], head if language == "en" else HEADS[head]
-    lines = text.split(f"\n| {head} |", 1)[1].splitlines()[2:]
+    """The rows of the one table whose first column is called `head`, in English."""
+    _, after = page_with(language, head).split(f"\n| {in_language(head, language)} |")
+    lines = [*after.splitlines()[2:], ""]
     rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
-EXAMPLES = [block for block in blocks(README, "python") if not block.startswith(">>>")]
+def in_language(head: str, language: str) -> str:
+    """The head of a column in one language."""
+    return head if language == "en" else HEADS[head]
+
+
+PYTHON = [(name, block) for name in LANGUAGES["en"] for block in blocks(PAGES[name], "python")]
+EXAMPLES = [pytest.param(block, id=name) for name, block in PYTHON if not block.startswith(">>>")]
+SESSIONS = [pytest.param(block, id=name) for name, block in PYTHON if block.startswith(">>>")]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -68,8 +100,14 @@ def test_every_public_function_and_class_says_what_it_is(name):
     assert silent == []
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_readmes_python_trains(example, monkeypatch, tmp_path, model_dir):
+def test_the_readme_has_an_example_and_the_pages_have_others():
+    assert len([name for name, _ in PYTHON if name == "README.md"]) == 1
+    assert len(EXAMPLES) > 1
+    assert len(SESSIONS) > 0
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir):
     data = {"trl-lib/ultrafeedback_binarized": preference_data(8, 0), "trl-lib/Capybara": prompt_completions(8, 0)}
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
     on_cpu = f'output_dir={str(tmp_path)!r}, bf16=False, use_cpu=True, max_steps=1, report_to="none"'
@@ -82,9 +120,9 @@ def test_the_readmes_python_trains(example, monkeypatch, tmp_path, model_dir):
     assert names["trainer"].method.startswith("padding-free")
 
 
-def test_the_readmes_arithmetic_is_right():
-    (session,) = [block for block in blocks(README, "python") if block.startswith(">>>")]
-    test = doctest.DocTestParser().get_doctest(session, {}, "README.md", "README.md", 0)
+@pytest.mark.parametrize("session", SESSIONS)
+def test_the_pages_arithmetic_is_right(session):
+    test = doctest.DocTestParser().get_doctest(session, {}, "page", "page", 0)
     assert len(test.examples) > 5
     assert doctest.DocTestRunner().run(test).failed == 0
 
@@ -93,7 +131,7 @@ def commands(text: str) -> list[list[str]]:
     """The commands of all shell blocks, without comments."""
     joined = "\n".join(blocks(text, "bash")).replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if line and not line.startswith("#")]
-    return [shlex.split(part) for line in lines for part in line.split("&&")]
+    return [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
 
 
 def parses(script: str, argv: list[str]) -> None:
@@ -101,31 +139,60 @@ def parses(script: str, argv: list[str]) -> None:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    parser: TrlParser = importlib.import_module(f"trl_paddingfree.scripts.{script}").make_parser()
+    parser: TrlParser = make_script_parser(script)
     argv = [*argv, "--use_cpu", "true", "--bf16", "false"]
     *_, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
     launch_command_parser().parse_args([*resolve_accelerate_config_argument(rest), "script.py"])
 
 
-@pytest.mark.parametrize("argv", commands(README), ids=" ".join)
-def test_the_readmes_commands_parse(argv, monkeypatch):
+SHELL = {" ".join(argv): argv for name in (*LANGUAGES["en"], *ENGLISH_ONLY) for argv in commands(PAGES[name])}
+
+
+@pytest.mark.parametrize("argv", SHELL.values(), ids=SHELL)
+def test_the_pages_commands_parse(argv, monkeypatch):
     monkeypatch.chdir(ROOT)
-    program, command, *options = argv
+    argv = [part for part in argv if not re.match(r"[A-Z_]+=", part)]
+    program, command, *options = argv + [""] * (len(argv) == 1)
     if program == "trl-paddingfree" and command in SCRIPTS:
         parses(command, options)
-    elif program == "trl-paddingfree" and command != "bench":
+    elif program == "trl-paddingfree" and command == "bench":
+        make_benchmark_parser().parse_args(options or SMALL_BENCHMARK)
+    elif program == "trl-paddingfree":
         assert make_parser().parse_args(argv[1:]).command == command
     elif program == "accelerate":
         script = options.index("scripts/dpo.py")
         assert (ROOT / options[options.index("--config_file") + 1]).is_file()
         parses("dpo", options[script + 1 :])
+    elif program == "python" and command == "-m":
+        assert options[0] == "pytest"
+        assert [part for part in options if part.startswith("tests") and not (ROOT / part).exists()] == []
+    elif program == "python":
+        assert (ROOT / command).is_file()
+        source = (ROOT / command).read_text(encoding="utf-8")
+        assert [option for option in options if option.startswith("--") and f'"{option}"' not in source] == []
+    elif program.startswith("scripts/"):
+        assert os.access(ROOT / program, os.X_OK)
     else:
-        assert argv[:2] in (["pip", "install"], ["python", "-m"], ["trl-paddingfree", "bench"])
+        assert program in ("pip", "ruff", "mypy")
+        assert program != "pip" or command == "install"
 
 
 def test_the_readmes_test_command_is_that_of_ci():
-    assert "python -m pytest -n 2" in README
-    assert "python -m pytest -n 2" in (ROOT / ".ci" / "run").read_text()
+    for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", ".ci/run"):
+        assert "python -m pytest -n 2" in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+def test_contributing_names_what_ci_checks_and_the_lowest_versions():
+    documented = [" ".join(argv) for argv in commands(PAGES["CONTRIBUTING.md"])]
+    assert "scripts/lowest_versions.sh" in documented
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    checks = [line.removesuffix(" -q") for line in lines[lines.index("ruff check .") :]]
+    assert [check for check in checks if check not in documented] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_the_readme_is_short(name):
+    assert len(PAGES[name].splitlines()) <= 200
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -133,7 +200,7 @@ def test_every_command_is_documented(language):
     documented = re.findall(r"`(\w+)`", " ".join(row[0] for row in table(language, "command")))
     assert documented == COMMANDS
     for command in COMMANDS:
-        assert f"trl-paddingfree {command}" in LANGUAGES[language]
+        assert f"trl-paddingfree {command}" in page_with(language, "command")
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -146,22 +213,23 @@ def test_every_option_is_documented_with_its_default(language):
         value = getattr(config, field.strip("`"))
         expected = "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
         assert expected in default.replace("无", "none"), field
-        choices = PaddingFreeOptions.__dataclass_fields__[field.strip("`")].metadata.get("choices", [])
+        choices = get_args(PaddingFreeOptions.__dataclass_fields__[field.strip("`")].type)
+        choices = [choice for choice in choices if isinstance(choice, str)]
         if field != "`flat_attention`":  # its choices have a table of their own
             assert [choice for choice in choices if f'`"{choice}"`' not in meaning] == []
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_every_route_is_documented(language):
-    documented = [route.strip("`") for route, *_ in table(language, "route")]
-    assert ["auto", *documented] == PaddingFreeOptions.__dataclass_fields__["flat_attention"].metadata["choices"]
+def test_every_backend_is_documented(language):
+    documented = [backend.strip("`") for backend, *_ in table(language, "backend")]
+    assert documented == [*BACKENDS]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_logged_figure_is_documented(language):
-    source = (ROOT / "trl_paddingfree" / "trainer.py").read_text()
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "trl_paddingfree").rglob("*.py")]
     documented = [name.strip("`") for name, _ in table(language, "figure")]
-    assert documented == re.findall(r'"(flat/\w+)"', source)
+    assert documented == [name for source in sources for name in re.findall(r'"(flat/\w+)"', source)]
 
 
 def messages() -> str:
@@ -184,10 +252,14 @@ def test_the_messages_that_troubleshooting_quotes_exist(language):
     assert len(quoted) > 15
 
 
+def without_generated(text: str) -> str:
+    """A page without its generated tables."""
+    return re.sub(r"<!-- (benchmark[\w-]*):start -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
+
+
 def outline(text: str) -> list[str]:
     """Levels of the headings, and numbers of columns and rows of the tables, in order."""
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!-- benchmark:start -->.*?<!-- benchmark:end -->", "", text, flags=re.DOTALL)
+    text = without_generated(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     kinds = []
     for line in text.splitlines():
         if match := re.match(r"#+ ", line):
@@ -199,34 +271,81 @@ def outline(text: str) -> list[str]:
     return kinds
 
 
-def test_the_chinese_readme_is_in_step():
-    assert outline(CHINESE) == outline(README)
+def test_every_page_is_there_in_both_languages():
+    assert sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/zh/**/*")) == sorted(
+        set(TRANSLATED.values()) - {"README.zh.md"}
+    )
+    assert {path.name for path in ROOT.glob("*.md")} <= {*TRANSLATED, *TRANSLATED.values(), *ENGLISH_ONLY}
+
+
+@pytest.mark.parametrize(("english", "chinese"), TRANSLATED.items(), ids=TRANSLATED)
+def test_the_chinese_page_is_in_step(english, chinese):
+    ours, theirs = PAGES[english], PAGES[chinese]
+    assert outline(theirs) == outline(ours)
     for language in ("python", "bash", "text", "bibtex"):
-        assert blocks(CHINESE, language) == blocks(README, language)
-    cells = [re.findall(r"^\| (`[^|]*)", text, re.MULTILINE) for text in (README, CHINESE)]
-    english, chinese = ([re.findall(r"`[^`]+`", cell) for cell in column] for column in cells)
-    assert chinese == english
+        assert blocks(theirs, language) == blocks(ours, language)
+    cells = [re.findall(r"^\| (`[^|]*)", text, re.MULTILINE) for text in (ours, theirs)]
+    in_english, in_chinese = ([re.findall(r"`[^`]+`", cell) for cell in column] for column in cells)
+    assert in_chinese == in_english
+    # Names and numbers in the prose
+    prose = [re.sub(r"```.*?```", "", text, flags=re.DOTALL) for text in (ours, theirs)]
+    for pattern in (r"`[^`\n]+`", r"\d[\d.,]*\d|\d"):
+        in_english, in_chinese = (Counter(re.findall(pattern, text)) for text in prose)
+        assert in_chinese == in_english
+    # What both lead to: the same pages, each in its language, and one another
+    leads = [[target for target, _ in links(name)] for name in (english, chinese)]
+    assert chinese in leads[0]
+    assert english in leads[1]
+    assert {TRANSLATED.get(target, target) for target in leads[0]} - {chinese} == set(leads[1]) - {english}
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_links_lead_somewhere(language):
-    text = LANGUAGES[language]
+def links(name: str) -> list[tuple[str, str]]:
+    """Where the links of a page lead inside the repository: paths from its root, and anchors."""
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", PAGES[name]) if not target.startswith("https://")]
+    found = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        full = os.path.normpath(ROOT / Path(name).parent / path) if path else ROOT / name
+        found.append((os.path.relpath(full, ROOT), anchor))
+    return found
+
+
+def anchors(text: str) -> list[str]:
+    """What the headings of a page are called in links."""
     headings = [heading.lower() for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
-    anchors = [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings]
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors
-        elif not target.startswith("https://"):
-            assert (ROOT / target.split("#")[0]).exists(), target
+    return [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    for target, anchor in links(name):
+        assert (ROOT / target).exists(), target
+        assert not anchor or anchor in anchors(PAGES[target]), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_the_benchmark_has_its_place(language):
-    text = LANGUAGES[language]
-    assert text.count("<!-- benchmark:start -->\n") == text.count("<!-- benchmark:end -->\n") == 1
-    assert text.index("<!-- benchmark:start -->") < text.index("\n## ")
+def test_every_page_can_be_reached_from_the_readme(language):
+    start = "README.md" if language == "en" else "README.zh.md"
+    reached = {target for target, _ in links(start)}
+    index = "docs/README.md" if language == "en" else "docs/zh/README.md"
+    everything = {*LANGUAGES[language], *ENGLISH_ONLY} - {start, index}
+    assert everything <= reached
+    assert everything - {"CHANGELOG.md"} <= {target for target, _ in links(index)}
+
+
+@pytest.mark.parametrize(("name", "marker"), MARKERS.items(), ids=MARKERS)
+def test_the_benchmark_has_its_place(name, marker):
+    text = PAGES[name]
+    start, end = f"<!-- {marker}:start -->\n", f"<!-- {marker}:end -->\n"
+    assert text.count(start) == text.count(end) == 1
+    assert text.index(start) < text.index(end)
+    if name.startswith("README"):
+        assert text.index(start) < text.index("\n## ")
+        generated = text.split(start)[1].split(end)[0].splitlines()
+        assert len([line for line in generated if line.startswith("| ")]) == 1 + 3
 
 
 def test_the_version_is_the_same_everywhere():
-    assert f"version = {{{trl_paddingfree.__version__}}}" in README
+    for name in ("README.md", "README.zh.md"):
+        assert f"version = {{{trl_paddingfree.__version__}}}" in PAGES[name]
     assert f"\n## {trl_paddingfree.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()

@@ -10,8 +10,8 @@ import torch
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from tests import equivalence
-from tests.tiny import make_model, preference_data
+from tests.helpers import equivalence
+from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
 from trl_paddingfree.benchmark.baseline import baseline_attention
 from trl_paddingfree.benchmark.measure import count_syncs

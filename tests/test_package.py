@@ -78,9 +78,73 @@ def test_importing_every_module_changes_nothing_in_transformers_and_trl():
     assert json.loads(result.stdout.splitlines()[-1]) == []
 
 
-@pytest.mark.parametrize("name", ["segments", "prefix_tree", "layout", "batch", "attention"])
-def test_the_layout_and_its_attention_need_neither_trl_nor_flash_attn(name):
-    code = f"import sys, trl_paddingfree.{name}; print('trl' in sys.modules, 'flash_attn' in sys.modules)"
+# Which parts of the package each part may import. An arrow that is not here would point up, or around
+MAY_IMPORT: dict[str, set[str]] = {
+    "flat": set(),
+    "batching": set(),
+    "upstream": set(),
+    "model": {"flat", "upstream"},
+    "check": {"flat", "upstream", "model"},
+    "data": {"flat", "batching"},
+    "charts": {"data"},
+    "trainers": {"flat", "upstream", "model", "check", "data", "batching"},
+    "quickstart": {"charts", "data", "trainers"},
+    "benchmark": {"flat", "upstream", "model", "check", "data", "batching", "trainers"},
+    "cli": {"check", "charts", "data", "trainers", "quickstart", "benchmark"},
+    "__main__": {"cli"},
+    "__init__": {"flat", "check", "data", "trainers"},
+}
+
+
+def part_of(path: str) -> str:
+    return path.split(".")[0]
+
+
+def imported_parts(file: Path) -> set[str]:
+    """Parts of the package that a file imports, also inside functions."""
+    package = Path(trl_paddingfree.__file__).parent
+    folder, parts = file.relative_to(package).parent.parts, set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = folder[: len(folder) - node.level + 1]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            parts |= {part_of(".".join((*base, name))) for name in names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trl_paddingfree."):
+            parts.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            parts |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("trl_paddingfree.")}
+    return parts - {"__version__"}
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_lies_below_it(part):
+    package = Path(trl_paddingfree.__file__).parent
+    files = [*package.glob(f"{part}.py"), *package.glob(f"{part}/**/*.py")]
+    assert files
+    upward = {str(file.relative_to(package)): imported_parts(file) - MAY_IMPORT[part] - {part} for file in files}
+    assert {file: parts for file, parts in upward.items() if parts} == {}
+
+
+def test_no_two_parts_import_each_other_by_any_way():
+    above = dict(MAY_IMPORT)
+    while free := [part for part, below in above.items() if not below & above.keys()]:
+        above = {part: below for part, below in above.items() if part not in free}
+    assert not above
+
+
+def test_the_package_has_few_parts_and_each_is_listed():
+    package = Path(trl_paddingfree.__file__).parent
+    entries = sorted(path.name for path in package.iterdir() if path.name != "__pycache__")
+    assert len(entries) <= 14
+    assert {name.removesuffix(".py") for name in entries} - {"py.typed"} == MAY_IMPORT.keys()
+
+
+CORE = [name for name in MODULES if name.split(".")[1] in ("flat", "batching", "model", "upstream")]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_needs_neither_trl_nor_flash_attn(name):
+    code = f"import sys, {name}; print('trl' in sys.modules, 'flash_attn' in sys.modules)"
     assert in_a_fresh_process(code).split() == ["False", "False"]
 
 
@@ -90,7 +154,7 @@ def test_only_building_a_trainer_registers_attention(tokenizer, tmp_path):
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from transformers import AttentionInterface
-from tests.tiny import make_model, make_tokenizer, preference_data
+from tests.helpers.tiny import make_model, make_tokenizer, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
 from peft import LoraConfig
 names = set(AttentionInterface().keys())

@@ -6,14 +6,22 @@ Those that cannot occur here, and why:
 |---|---|
 | trl#4632 packing drops truncated tokens | packing is TRL's; what it gives is cut back into its documents |
 | trl#3526, #1230, #3067 "wrapped" packing mixes documents | asked for, and TRL's own meaning of the word |
-| trl#5279, #5286 images and `keep_end` | rows with images are refused, see `test_bad_input` |
+| trl#5279, #5286 images and `keep_end` | rows with images are refused, see trainers/test_refusals.py |
 | trl#5923 a GPU test that never ran | all but the kernels themselves is tested on the CPU |
 | trl#5316, #3549 requests: SDPA and eager, shared prefixes | this package |
 | transformers#26548 Python ints in a batch | a batch holds tensors and one object that moves itself |
 | flash-attention#2562, #2568 zero-length queries in FA4 | no segment is empty, see the test of #1254 |
-| ms-swift#6825, #5164 sequence parallelism | refused, see `test_bad_input` |
+| ms-swift#6825, #5164 sequence parallelism | refused, see trainers/test_refusals.py |
 | ms-swift#6548 GSPO | not offered |
 | ms-swift#4942 `predict_with_generate` | not offered; generation is untouched, see the test of transformers#32487 |
+
+And those that a test of the start-up check or of all architectures covers:
+
+| bug | test |
+|---|---|
+| transformers#46634 an all-ones mask, a cache left on | check/test_prove.py, `test_all_ones_mask_is_caught`, `test_use_cache_is_caught` |
+| transformers#39814, #47525 sequences that start at different positions | check/test_prove.py, `test_segments_with_different_first_positions_are_caught` |
+| transformers#46093, #35861 (Bamba), NeMo-RL#2105 layers with state are not told of boundaries | check/test_architectures.py, `test_architecture_with_state_trains_flat_where_its_kernels_are` |
 """
 
 import copy
@@ -28,11 +36,12 @@ from transformers import AutoModelForImageTextToText
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from tests import dpo_runs, test_check, test_models
-from tests.architectures import tiny_config, tiny_model
-from tests.equivalence import TOLERANCE, assert_same, run
-from tests.reference_flash import reference_flash
-from tests.tiny import conversations, make_model, preference_data
+from tests.helpers import dpo_runs
+from tests.helpers.architectures import tiny_config, tiny_model
+from tests.helpers.equivalence import TOLERANCE, assert_same, run
+from tests.helpers.flat_and_padded import assert_equals_padded
+from tests.helpers.reference_flash import reference_flash
+from tests.helpers.tiny import conversations, make_model, preference_data
 from trl_paddingfree import (
     FlatBatch,
     LanguageModelingCollator,
@@ -210,15 +219,16 @@ def test_trl_2615_a_step_of_two_micro_batches_is_one_of_twice_the_size(model_dir
 def test_trl_5807_gemma3_trains_on_text_without_token_types():
     model = tiny_model("gemma3")
     add_fused_lm_head(model)
-    test_models.assert_equals_padded(model.train(), Route("segment", "sdpa", prefix_sharing=True), prefix_sharing=True)
+    assert_equals_padded(model.train(), Route("segment", "sdpa", prefix_sharing=True), SEED)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_trl_6356_both_kinds_of_gradient_checkpointing_see_the_layout(reentrant):
-    model = test_models.make("llama2", "sdpa")
+    model = make_model(num_key_value_heads=4).train()
+    add_fused_lm_head(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    test_models.assert_equals_padded(model, Route("segment", "sdpa", prefix_sharing=True), prefix_sharing=True)
+    assert_equals_padded(model, Route("segment", "sdpa", prefix_sharing=True), SEED)
 
 
 def test_trl_lora_on_the_head_is_refused(model_dir):
@@ -233,19 +243,6 @@ def test_trl_lora_on_the_head_is_refused(model_dir):
 
 
 # --- transformers --------------------------------------------------------------------------------------------------
-
-
-def test_transformers_46634_all_ones_mask(monkeypatch):
-    test_check.test_all_ones_mask_is_caught(monkeypatch)
-
-
-def test_transformers_46634_cache_left_on(monkeypatch):
-    test_check.test_use_cache_is_caught(monkeypatch)
-
-
-def test_transformers_39814_sequences_that_start_at_different_positions(monkeypatch):
-    """Also #47525."""
-    test_check.test_segments_with_different_first_positions_are_caught(monkeypatch)
 
 
 def test_transformers_47496_positions_that_start_at_two_are_refused():
@@ -274,12 +271,6 @@ def test_transformers_38007_three_axes_of_positions_are_not_boundaries(model_typ
 def test_transformers_39121_a_flat_batch_is_one_row():
     for _, batch in random_batches():
         assert {len(x) for x in (batch.input_ids, batch.position_ids, batch.shift_labels)} == {1}
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
-def test_transformers_46093_layers_with_state_are_told_of_boundaries(name, caplog):
-    """Also #35861 (Bamba), and NeMo-RL#2105: `cu_seqlens` dropped on the way."""
-    test_models.test_architecture_with_state_trains_flat_where_its_kernels_are(name, None, caplog)
 
 
 def test_transformers_31629_every_tensor_has_the_type_that_models_want():

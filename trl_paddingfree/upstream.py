@@ -1,6 +1,6 @@
 """What the package wants of private names of transformers and TRL, each with the reason why.
 
-`tests/test_seams.py` lists all of them, also those that the trainers extend or read on themselves, and fails by name
+`tests/test_upstream.py` lists all of them, also those that the trainers extend or read on themselves, and fails by name
 when an upgrade moves one. Public names are imported where they are used.
 """
 

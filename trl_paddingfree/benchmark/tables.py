@@ -70,7 +70,7 @@ def chart(folder: Path) -> list[str]:
 def headline(folder: Path) -> str:
     """What the README shows."""
     found = {key: line for name, key, line in reversed(rows(folder, "docs/benchmarks/")) if name in ("dpo", "sft")}
-    return "\n".join([EXPLANATION, "", *table([found[key] for key in HEADLINE if key in found])])
+    return "\n".join(table([found[key] for key in HEADLINE if key in found]))
 
 
 def everything(folder: Path) -> str:

@@ -47,17 +47,13 @@ class StartUpCheck:
     def plan(self, model: Any) -> Route:
         """The route to try first."""
         base = self.base(model)
-        route = choose_route(
+        return choose_route(
             base,
             self.options.flat_attention,
             prefix_sharing=self.options.prefix_sharing,
             dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
             device=self.accelerator.device if base.device.type == "cpu" else base.device,
         )
-        if self.options.prefix_sharing and not route.prefix_sharing:
-            reason = why_not_to_share(base, route.backend, route.previous)
-            logger.warning(f"{type(base).__name__} trains without shared prefixes: {reason}.")
-        return route
 
     def prove_all(self, models: Sequence[Any]) -> Route:
         """
@@ -70,9 +66,15 @@ class StartUpCheck:
             `UnprovenModelError`: If a model has no exact route.
         """
         started = time.perf_counter()
-        results = [self._prove(model, self.plan(model)) for model in models]
-        if not all(result.prefix_sharing for result in results) and any(result.prefix_sharing for result in results):
-            results = [self._prove(model, self.plan(model).without_sharing()) for model in models]
+        routes = [self.plan(model) for model in models]
+        for model, route in zip(models, routes, strict=True):
+            reason = why_not_to_share(self.base(model), route.backend, route.previous)
+            if self.options.prefix_sharing and reason:
+                logger.warning(f"{type(self.base(model)).__name__} trains without shared prefixes: {reason}.")
+        results = list(map(self._prove, models, routes))
+        sharing = {result.prefix_sharing for result in results}
+        if len(sharing) > 1:
+            results = [self._prove(*each) for each in zip(models, (r.without_sharing() for r in routes), strict=True)]
         if self.accelerator.is_main_process:
             logger.warning(
                 f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."

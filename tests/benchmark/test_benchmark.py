@@ -1,0 +1,432 @@
+"""The benchmark measures what it says: work against brute force, counts against the counter, wrong losses refused."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.reference_flash import flash_attn_varlen_func
+from tests.helpers.tiny import make_model as tiny_llama
+from tests.helpers.tiny import preference_data, prompt_completions
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.benchmark import baseline, main, tables
+from trl_paddingfree.benchmark.datasets import one_sample_per_turn
+from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
+from trl_paddingfree.benchmark.measure import interleave, tolerances
+from trl_paddingfree.benchmark.methods import Settings
+from trl_paddingfree.benchmark.rows import Rows, make_rows, read_lengths
+from trl_paddingfree.benchmark.run import Benchmark
+from trl_paddingfree.benchmark.shapes import SHAPES, make_model
+from trl_paddingfree.benchmark.studies.arranging import arranging_report, measure_imbalance, measure_meetings
+from trl_paddingfree.benchmark.studies.collators import collators_report, time_collators
+from trl_paddingfree.benchmark.studies.packing import measure_packing, packing_report
+from trl_paddingfree.benchmark.tasks import BENCHMARKED
+
+SEEDS = [3, 17]
+VOCAB = SHAPES["tiny"]["vocab_size"]
+# Counts are integers below 2**53: only the solution of three equations in float64 rounds
+COUNT = 1e-9
+# The kernel's softmax is in float32, of values of order one
+FLOAT32 = 1e-5
+
+
+def script():
+    path = Path(__file__).parents[2] / "scripts" / "benchmark.py"
+    spec = importlib.util.spec_from_file_location("benchmark_script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(task, **changed):
+    defaults = {
+        "model": "tiny",
+        "device": "cpu",
+        "dtype": "float32",
+        "tuning": "lora",
+        "batch_size": 4,
+        "max_length": 64,
+        "gradient_checkpointing": False,
+        "precomputed_reference": False,
+        "liger": False,
+        "torch_compile": False,
+        "learning_rate": 1e-3,
+        "seed": 0,
+    }
+    return Settings(task, **{**defaults, **changed})
+
+
+@pytest.fixture(scope="module", params=["dpo", "sft"])
+def benchmark(request):
+    return Benchmark(settings(request.param))
+
+
+def rows(benchmark, seed=0, **kwargs):
+    settings = benchmark.settings
+    return make_rows(settings.task, "uniform:6-60", vocab_size=VOCAB, max_length=64, seed=seed, **kwargs)
+
+
+def test_lengths_come_from_csv_files(tmp_path):
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,chosen,rejected\n5,3,2\n9,1,4\n")
+    assert read_lengths(str(file), "dpo") == ("pairs", [(5, 3, 2), (9, 1, 4)])
+    with pytest.raises(ValueError, match=r"sft needs \('total', 'assistant'\)"):
+        read_lengths(str(file), "sft")
+
+
+def test_a_pair_has_one_prompt_and_rows_are_as_long_as_the_lengths_say(tmp_path):
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,chosen,rejected\n5,3,2\n9,1,40\n16,1,1\n")
+    made = make_rows("dpo", str(file), vocab_size=50, max_length=16).examples
+    assert [[len(ids) for ids in example.values()] for example in made] == [[5, 3, 2], [9, 1, 7]]
+    shared = make_rows("dpo", "equal:20", vocab_size=50, max_length=64, common_prefix=7, pairs_per_prompt=2).examples
+    assert shared[0]["prompt_ids"] == shared[1]["prompt_ids"] != shared[2]["prompt_ids"]
+    assert shared[0]["prompt_ids"][:7] == shared[2]["prompt_ids"][:7]
+    row = make_rows("sft", "equal:20", vocab_size=50, max_length=15).examples[0]
+    assert row["labels"] == [-100] * 10 + row["input_ids"][10:]
+    assert len(row["input_ids"]) == 15
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_limit_is_every_distinct_prefix_once(seed):
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, 2, rng.integers(1, 12)).tolist() for _ in range(9)]
+    batch = FlatBatch.from_rows(sequences, sequences)
+    prefixes = {tuple(row[:n]) for row in sequences for n in range(1, len(row) + 1)}
+    limit = Work.limit(batch, causal=True)
+    assert (limit.tokens, limit.pairs) == (len(prefixes), sum(map(len, prefixes)))
+    assert Work.limit(batch).pairs >= limit.pairs
+    assert limit.tokens == batch.counts.distinct
+    assert limit.tokens <= Work.flat(batch).tokens < limit.tokens + len(sequences)  # one more for each further branch
+
+
+def test_without_anything_shared_the_limit_is_what_a_flat_batch_computes():
+    batch = FlatBatch.from_rows([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]])
+    assert Work.limit(batch) == Work.flat(batch) == Work(tokens=5, pairs=9 + 4, scored=3)
+    assert Work.limit(batch, causal=True) == Work(tokens=5, pairs=6 + 3, scored=3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cost_per_unit_of_work_is_what_the_counter_counts(benchmark, seed):
+    batch = rows(benchmark, seed).batches(4, seed)[0]
+    for runner in benchmark.runners:
+        for examples in runner.arrange([batch, batch])[:1]:
+            work, flops = runner.count(examples)
+            assert benchmark.cost.of(work) == pytest.approx(flops, rel=COUNT), runner.method.name
+
+
+def test_a_training_step_costs_what_its_matrices_say():
+    cost = Benchmark(settings("dpo", tuning="full", precomputed_reference=True), methods=["trl", "shared"]).cost
+    shape = SHAPES["tiny"]
+    layers, hidden, inner = shape["num_hidden_layers"], shape["hidden_size"], shape["intermediate_size"]
+    keys = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    linear = layers * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner)
+    assert cost.per_token == pytest.approx(6 * linear, rel=COUNT)  # forward, and two gradients
+    assert cost.per_pair == pytest.approx(14 * layers * hidden, rel=COUNT)  # two products, and five in the backward
+    assert cost.per_scored == pytest.approx(8 * hidden * VOCAB, rel=COUNT)  # TRL's head computes its logits twice
+
+
+def test_products_that_add_up_are_counted_in_place_and_out_of_place():
+    a, b, total = torch.ones(3, 5), torch.ones(5, 7), torch.zeros(3, 7)
+    assert count_flops(lambda: total.addmm_(a, b)) == count_flops(lambda: torch.addmm(total, a, b)) == 2 * 3 * 5 * 7
+    assert count_flops(lambda: torch.addmm(total, a, b, out=total)) == 2 * 3 * 5 * 7
+
+
+def test_recomputation_is_no_model_flop():
+    # With LoRA, checkpointing also has the gradient of the embeddings computed
+    some = {"tuning": "full", "precomputed_reference": True}
+    with_checkpointing = Benchmark(settings("dpo", gradient_checkpointing=True, **some), methods=["trl", "shared"])
+    cost, model_cost = with_checkpointing.cost, with_checkpointing.model_cost
+    without = Benchmark(settings("dpo", **some), methods=["trl", "shared"]).cost
+    assert model_cost.per_token == pytest.approx(without.per_token, rel=COUNT)
+    assert cost.per_token > 1.2 * model_cost.per_token
+    assert cost.per_scored == pytest.approx(model_cost.per_scored, rel=COUNT)  # TRL's head is not checkpointed
+
+
+def test_three_counts_give_the_cost():
+    cost = StepCost(6.0, 4.0, 10.0)
+    works = [Work(10, 100, 3), Work(20, 400, 5), Work(7, 49, 7)]
+    assert StepCost.solve([(work, int(cost.of(work))) for work in works]).of(Work(1, 1, 1)) == pytest.approx(20)
+
+
+def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
+    result = benchmark.run(rows(benchmark), num_batches=2, rounds=2)
+    names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods]
+    assert list(result["methods"]) == names
+    assert result["agree"]
+    for values in result["differences"].values():
+        assert all(value <= result["allowed"][name] for name, value in values.items())
+    losses = {name: result["losses"][name] for name in result["differences"]}
+    assert all(len(set(np.round(values, 6))) > 1 for values in losses.values()), "the methods do not train"
+    for name in result["differences"]:
+        method = result["methods"][name]
+        assert method["speedup"] > 0
+        assert method["useful_mfu"] > 0
+        assert method["expected_over_counted"] == pytest.approx(1, rel=COUNT)
+        assert set(method["parts"]) == {"data", "forward", "backward", "optimizer"}
+    assert result["methods"]["trl"]["speedup"] == 1
+    assert result["methods"]["shared"]["flops_over_limit"] < 1.05
+    assert result["methods"]["trl"]["flops_over_limit"] > 1.2
+    json.dumps(result)
+
+
+def test_no_speed_is_reported_where_a_method_computes_something_else(benchmark, monkeypatch):
+    collator = benchmark.runners[-1].trainer.data_collator
+
+    def wrong(examples):
+        batch = collator(examples)
+        batch["flat_batch"].input_ids[0, 3] += 1
+        return batch
+
+    monkeypatch.setattr(benchmark.runners[-1].trainer, "data_collator", wrong)
+    monkeypatch.setattr(benchmark, "_tree_batches", lambda batches: [collator(b)["flat_batch"] for b in batches])
+    result = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
+    assert not result["agree"]
+    assert any(value > result["allowed"][name] for name, value in result["differences"]["shared"].items())
+    assert not any("speedup" in method for method in result["methods"].values())
+
+
+def test_every_batch_goes_to_every_method_before_the_next_in_an_order_that_rotates():
+    class Recorder:
+        def __init__(self, name):
+            self.method = type("Method", (), {"name": name})
+
+        def arrange(self, batches):
+            return batches
+
+        def step(self, batch):
+            taken.append((batch, self.method.name))
+
+    taken = []
+    interleave([Recorder(name) for name in "abc"], [1, 2], rounds=2)
+    assert [batch for batch, _ in taken] == [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3
+    assert "".join(name for _, name in taken) == "abc" + "bca" + "bca" + "cab"
+
+
+def test_packing_trains_on_the_same_rows():
+    packing = Benchmark(settings("sft"), methods=["trl", "trl-packing", "flat"])
+    batches = rows(packing).batches(4, 0)[:3]
+    packed = packing.runners[1].arrange(batches)
+    documents = sorted(n for batch in packed for example in batch for n in example["seq_lengths"])
+    assert documents == sorted(len(row["input_ids"]) for batch in batches for row in batch)
+    assert len(packed) < len(batches)
+    for seed in SEEDS:  # the second time, packed steps have led to other weights than padded ones
+        measured = packing.run(rows(packing, seed), num_batches=3, rounds=1)
+        assert measured["packing_difference"] < tolerances(packing.settings)["loss"]
+
+
+def test_typical_batches_waste_as_much_as_all():
+    bench = Benchmark(settings("dpo"), methods=["trl", "shared"])
+    batches = rows(bench).batches(4, 0)
+    chosen = bench._all_batches(bench._typical(batches, 5))["flops_over_limit"]["trl"]
+    overall = bench._all_batches(batches)["flops_over_limit"]["trl"]
+    first = bench._all_batches(batches[:5])["flops_over_limit"]["trl"]
+    assert abs(chosen - overall) < abs(first - overall)
+
+
+def test_reference_log_probs_can_come_with_the_rows():
+    result = Benchmark(settings("dpo", precomputed_reference=True, tuning="full")).run(
+        make_rows("dpo", "uniform:6-60", vocab_size=VOCAB, max_length=64), num_batches=1, rounds=2
+    )
+    assert result["agree"]
+    # The reference is the model itself before its first step: the loss starts at the logarithm of two
+    assert result["losses"]["trl"][0] == pytest.approx(np.log(2), abs=1e-4)
+    assert result["losses"]["trl"][1] < result["losses"]["trl"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("llama-3-8b", 8030), ("llama-3.2-1b", 1236), ("qwen2.5-0.5b", 494), ("qwen2.5-7b", 7616), ("smollm2-135m", 135)],
+)
+def test_shapes_are_as_large_as_their_names_say(name, millions):
+    model = make_model(name, torch.bfloat16, "meta")
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=5e-3)
+
+
+def varlen_on_cpu():
+    def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
+        sides = (-1, -1) if window is None else (window - 1, 0)
+        return flash_attn_varlen_func(
+            query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=sides
+        )
+
+    return attend
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_unpadded_attention_is_attention_under_the_mask(monkeypatch, window):
+    monkeypatch.setattr(baseline, "torch_varlen", varlen_on_cpu)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, heads, 7, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = torch.arange(7) < torch.tensor([7, 2, 5])[:, None]
+    output, _ = baseline.unpadded_varlen(None, query, key, value, mask, sliding_window=window)
+    allowed = mask[:, None, None] & torch.ones(7, 7, dtype=torch.bool).tril()
+    if window:
+        allowed &= ~torch.ones(7, 7, dtype=torch.bool).tril(-window)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed | ~mask[:, None, :, None], enable_gqa=True
+    ).transpose(1, 2)
+    assert (output[mask] - expected[mask]).abs().max() < FLOAT32
+    flat = baseline.unpadded_varlen(
+        None,
+        *(x.transpose(1, 2)[mask].transpose(0, 1)[None] for x in (query, key, value)),
+        None,
+        sliding_window=window,
+        cu_seq_lens_q=torch.tensor([0, 7, 9, 14], dtype=torch.int32),
+        max_length_q=7,
+    )[0]
+    assert (flat[0] - expected[mask]).abs().max() < FLOAT32
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task):
+    monkeypatch.setattr(baseline, "torch_varlen", varlen_on_cpu)
+    bench = Benchmark(settings(task), attention=baseline.register_unpadded())
+    assert bench.run(rows(bench), num_batches=2, rounds=1)["agree"]
+
+
+def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
+    arguments = ["dpo", "--model", "tiny", "--lengths", "uniform:6-40", "--max-length", "64", "--batch-size", "2"]
+    arguments += ["--batches", "1", "--rounds", "1", "--profile", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    result = json.loads((tmp_path / "dpo.json").read_text())
+    assert result["command"].startswith("trl-paddingfree bench dpo --model tiny --lengths uniform:6-40")
+    assert (tmp_path / "dpo.md").read_text() in capsys.readouterr().out
+    assert (tmp_path / "dpo.png").stat().st_size > 10_000
+    assert 0 < result["runs"][0]["profile"]["shared"]["gather"] < 1
+    assert result["runs"][0]["profile"]["flat"]["gather"] == 0
+
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|", result["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "dpo.json").rename(tmp_path / "machine" / "dpo.json")
+    speedup = f"{result['runs'][0]['methods']['shared']['speedup']:.2f}x"
+    assert speedup in tables.everything(tmp_path)
+    assert len(tables.headline(tmp_path).splitlines()) == 2  # none of its rows is here
+    result["runs"][0]["rows"] = tables.HEADLINE[0][1]
+    (tmp_path / "machine" / "dpo.json").write_text(json.dumps(result))
+    assert speedup in tables.headline(tmp_path)
+    assert "](docs/benchmarks/machine/dpo.md)" in tables.headline(tmp_path)
+    assert "machine/dpo.png" not in tables.everything(tmp_path)
+    (tmp_path / "dpo.png").rename(tmp_path / "machine" / "dpo.png")
+    assert "](machine/dpo.png)" in tables.everything(tmp_path)
+
+
+def test_the_documentation_is_checked_against_the_results(tmp_path):
+    folder = tmp_path / "docs" / "benchmarks"
+    folder.mkdir(parents=True)
+    pages = {tmp_path / "README.md": "benchmark", folder / "README.md": "benchmark-tables"}
+    for page, marker in pages.items():
+        page.write_text(f"before\n<!-- {marker}:start -->\nstale\n<!-- {marker}:end -->\nafter\n")
+    assert tables.update(tmp_path, check=True) == 1
+    assert all("stale" in page.read_text() for page in pages)
+    assert tables.update(tmp_path, check=False) == 0
+    assert tables.update(tmp_path, check=True) == 0
+    for page in pages:
+        assert page.read_text().startswith("before\n")
+        assert page.read_text().endswith("\nafter\n")
+        assert "| machine, model |" in page.read_text()
+    (tmp_path / "README.md").write_text("no markers")
+    with pytest.raises(ValueError, match="needs the lines"):
+        tables.update(tmp_path, check=False)
+
+
+def test_the_script_writes_what_a_study_measured_with_its_command(tmp_path):
+    assert script().main(["--collators", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "collators.json").read_text())
+    assert result["command"] == f"python scripts/benchmark.py --collators {tmp_path}"
+    assert {"commit", "date", "measured"} <= result.keys()
+    assert result["command"] in (tmp_path / "collators.md").read_text()
+
+
+@pytest.mark.parametrize("argv", [["--arranging"], ["--packing"], ["--render"], ["--collators"]], ids=" ".join)
+def test_the_script_asks_for_arguments_that_are_missing(argv, capsys):
+    with pytest.raises(SystemExit) as exit:
+        script().main(argv)
+    assert exit.value.code == 2
+    assert f"{argv[0]}: expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [("prompt", "chosen", "rejected"), ("total", "assistant")], ids=len)
+def test_arranged_micro_batches_have_more_even_work(tmp_path, columns):
+    lengths = np.random.default_rng(SEEDS[0]).lognormal(5, 1, (512, len(columns))).astype(int) + 2
+    file = tmp_path / "lengths.csv"
+    file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in lengths)]))
+    measured = measure_imbalance(str(file), num_processes=4)
+    assert 1 <= measured["arranged"]["time"] < measured["drawn"]["time"]
+    assert 1 <= measured["arranged"]["memory"] < measured["drawn"]["memory"]
+
+
+def test_rows_of_one_length_leave_no_process_waiting(tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("total,assistant\n" + 256 * "40,20\n")
+    measured = measure_imbalance(str(file), num_processes=4)
+    assert measured["drawn"] == measured["arranged"] == {"time": 1.0, "memory": 1.0}
+
+
+def test_pairs_of_one_prompt_share_it_when_they_meet(tmp_path):
+    """With all pairs in one step, the four of a prompt of 100 tokens meet: 99 of their 880 tokens are computed once."""
+    file = tmp_path / "lengths.csv"
+    file.write_text("prompt,chosen,rejected\n" + 64 * "100,10,10\n")
+    measured = measure_meetings(str(file), step_size=64)
+    assert measured["arranged"] == pytest.approx((100 + 8 * 10 + 7) / 880)
+    assert measured["arranged"] < measured["drawn"] < 1
+    balance = measure_imbalance(str(file), num_processes=2, accumulation=1)
+    report = arranging_report([balance], [measured])
+    assert f"| {measured['rows']} | 64 | {measured['drawn']:.3f} |" in report
+
+
+def test_packing_makes_fewer_steps_and_cuts_examples(tmp_path):
+    """Four rows of 60 tokens and one of 130 that a maximum of 100 cuts: by TRL's strategies, 5, 5 and 4 rows of 100."""
+    file = tmp_path / "lengths.csv"
+    file.write_text("total,assistant\n" + 4 * "60,20\n" + "130,20\n")
+    measured = measure_packing(str(file), max_length=100, batch_size=1)
+    methods = measured["methods"]
+    assert {name: figures["steps"] for name, figures in methods.items()} == {
+        "padding_free": 5,
+        "bfd": 5,
+        "bfd_split": 5,
+        "wrapped": 4,
+    }
+    assert methods["padding_free"]["lost"] == methods["bfd"]["lost"] == pytest.approx(30 / 370)
+    assert methods["bfd_split"]["lost"] == methods["wrapped"]["lost"] == 0
+    assert methods["padding_free"]["cut"] == methods["bfd_split"]["cut"] == pytest.approx(1 / 5)
+    assert methods["wrapped"]["cut"] == pytest.approx(3 / 5)
+    assert "| `wrapped` | 4 |" in packing_report([measured])
+
+
+def test_collators_are_timed_beside_trls():
+    measured = time_collators(length=64, pairs=4, repeats=1)
+    assert [one["rows"] for one in measured] == [8] * 4
+    assert all(one["ms"] > 0 for one in measured)
+    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in collators_report(measured, "machine")
+
+
+def test_conversations_are_cut_after_every_assistant_turn():
+    turns = [{"role": role, "content": str(i)} for i, role in enumerate(["user", "assistant", "user", "assistant"])]
+    samples = one_sample_per_turn({"messages": [turns]})
+    assert samples == {"prompt": [turns[:1], turns[:3]], "completion": [[turns[1]], [turns[3]]]}
+
+
+def test_neighbours_stay_together_in_batches():
+    rows = Rows("rows", [{"input_ids": [i]} for i in range(10)], together=True)
+    batches = [[example["input_ids"][0] for example in batch] for batch in rows.batches(3, seed=1)]
+    assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_a_data_set_is_measured_with_the_tokenizer_of_a_folder(task, tokenizer, tmp_path, capsys):
+    model_dir = str(tmp_path / "model")
+    tiny_llama(vocab_size=VOCAB).save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
+    data = {"dpo": preference_data, "sft": prompt_completions}[task](24, SEEDS[0])
+    file = tmp_path / "rows.jsonl"
+    data.to_json(file)
+    source = ["--dataset", str(file), "--tokenizer", model_dir, "--model", model_dir]
+    sizes = ["--batch-size", "4", "--max-length", "40", "--batches", "1", "--rounds", "1"]
+    assert main([task, *source, *sizes, "--methods", "trl", "flat", "shared"]) == 0
+    assert "| rows, batch 4 |" in capsys.readouterr().out

@@ -1,0 +1,220 @@
+"""Architectures that must work: flat and shared, on every route, forward and backward, against padded TRL."""
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers.utils import is_flash_attn_2_available
+from trl import DPOTrainer, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import assert_equals_padded
+from tests.helpers.reference_flash import reference_flash, torch_varlen_func
+from tests.helpers.reference_state import reference_state_kernels
+from trl_paddingfree.check.prove import UnprovenModelError, prove
+from trl_paddingfree.model.routes import carries_state, choose_route
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+
+# name: model type and options; rows are longer than the window where there is one
+MUST_WORK = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "mixtral": ("mixtral", {"sliding_window": 8}),
+    "granite": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "dbrx": ("dbrx", {}),
+    "falcon": ("falcon", {"new_decoder_architecture": True}),
+    "falcon-multi-query": ("falcon", {"multi_query": True}),
+    "gemma": ("gemma", {}),
+    "olmo": ("olmo", {"clip_qkv": 2.0}),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "phi3": ("phi3", {"sliding_window": 8}),
+    "qwen2": ("qwen2", SLIDING),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
+    "gemma3": ("gemma3_text", {}),
+    "qwen3": ("qwen3", SLIDING),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "cohere": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "exaone4": ("exaone4", {}),
+    "granitemoe": ("granitemoe", {}),
+    "llama4_text": ("llama4_text", {}),
+    "phimoe": ("phimoe", {}),
+    "nemotron": ("nemotron", {}),
+    "seed_oss": ("seed_oss", {}),
+    "apertus": ("apertus", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt", {}),
+    "persimmon": ("persimmon", {"qk_layernorm": True}),
+}
+EAGER_ONLY = ["gemma2", "gpt_oss"]
+CARRY_STATE = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "bamba", "falcon_h1", "lfm2"]
+
+
+def make(name: str, attention: str | None, dtype: torch.dtype = torch.float32):
+    """A model of `MUST_WORK` with TRL's fused head, in training mode without dropout."""
+    model_type, options = MUST_WORK.get(name, (name, {}))
+    model = tiny_model(model_type, attn_implementation=attention, dtype=dtype, seed=SEED, **options)
+    if model_type == "llama4_text":  # as its documentation in this package says
+        model.base_model_prefix = "model"
+    add_fused_lm_head(model)
+    return model.train(model_type != "phimoe")  # it draws its experts at random in training
+
+
+@pytest.mark.parametrize("name", EAGER_ONLY)
+def test_attention_that_sdpa_cannot_compute_is_not_loaded_with_it(name):
+    if name == "gemma2" and Version(transformers.__version__) < Version("5.21"):
+        pytest.skip("transformers loads it, and leaves out its soft-capping")
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        make(name, "sdpa")
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, kind) for name in MUST_WORK for kind in ("sdpa", "eager") if kind == "eager" or name not in EAGER_ONLY],
+)
+def test_architecture_equals_padded(name, attention, prefix_sharing):
+    model = make(name, attention)
+    route = choose_route(model)
+    assert route.backend == ("mask" if "falcon" in name else "segment")
+    if prefix_sharing:  # recomputation must meet the same layout
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equals_padded(model, replace(route, prefix_sharing=prefix_sharing), SEED)
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@pytest.mark.parametrize("name", [name for name in MUST_WORK if name != "llama4_text"])
+def test_architecture_equals_padded_with_flash_attention(name, prefix_sharing):
+    # GPT-2's own code for flash attention looks for an `nn.Linear` in float32, which it does not have
+    dtype = torch.float64 if name == "gpt2" else torch.float32
+    with reference_flash():
+        model = make(name, "flash_attention_2", dtype)
+        route = choose_route(model)
+        if "falcon" in name:
+            assert route.backend == "positions"
+            prefix_sharing = False
+        assert_equals_padded(model, replace(route, prefix_sharing=prefix_sharing), SEED)
+
+
+# PyTorch's kernel, which stands in where flash-attn is not installed, has neither soft-capping nor sinks
+NO_STAND_IN = ["gemma2", "gpt_oss"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, attention) for attention in (None, "flash_attention_2") for name in MUST_WORK if name != "llama4_text"],
+)
+def test_architecture_passes_the_check_with_the_kernels_of_a_gpu(name, attention):
+    installed = is_flash_attn_2_available()
+    if attention and not installed and name in NO_STAND_IN:
+        pytest.skip("needs flash-attn")
+    with reference_flash(torch_varlen_func) if attention and not installed else nullcontext():
+        model = make(name, attention, torch.bfloat16).cuda()
+        result, failed = prove(model, choose_route(model))
+    assert not failed
+    assert result.prefix_sharing == (result.route.backend != "positions")
+    assert result.route.backend in (("flash", "positions") if attention else ("varlen", "segment", "mask"))
+
+
+@pytest.mark.parametrize("attention", [None, "flash_attention_2"])
+@pytest.mark.parametrize("name", CARRY_STATE)
+def test_architecture_with_state_trains_flat_where_its_kernels_are(name, attention, caplog):
+    with reference_flash() if attention else nullcontext():
+        model = make(name, attention)
+        assert carries_state(model)
+        with reference_state_kernels(model):
+            result, failed = prove(model, choose_route(model))
+            assert not failed
+            assert not result.prefix_sharing
+            assert_equals_padded(model, result.route, SEED)
+    messages = [record.message for record in caplog.records if "shared prefixes" in record.message]
+    assert len(messages) <= 1
+
+
+@pytest.mark.parametrize("name", CARRY_STATE)
+def test_architecture_with_state_is_refused_without_its_kernels_by_their_name(name):
+    model = make(name, None)
+    with pytest.raises(UnprovenModelError, match="pip install (causal-conv1d|mamba-ssm)"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "rwkv", "recurrent_gemma", "minimax", "xlstm"])
+def test_architecture_that_ignores_boundaries_is_refused_with_the_reason(name):
+    model = make(name, None)
+    with pytest.raises(UnprovenModelError, match="do not ask where a sequence begins"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("name", ["bart", "roberta", "openai-gpt"])
+def test_architecture_that_cannot_be_told_is_refused_with_the_reason(name):
+    reason = {"bart": "no `position_ids`", "roberta": "positions from 2", "openai-gpt": "no 4-D mask"}[name]
+    model = make(name, None)
+    with pytest.raises(UnprovenModelError, match=reason):
+        prove(model, choose_route(model))
+
+
+def test_backbone_that_trl_does_not_find_is_refused_with_the_remedy():
+    model = tiny_model("llama4_text")
+    with pytest.raises(ValueError, match="base_model_prefix = 'model'"):
+        choose_route(model)
+
+
+@pytest.mark.parametrize("trainer_class", [DPOTrainer, SFTTrainer])
+@pytest.mark.parametrize("name", ["falcon", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text", "nemotron"])
+def test_architecture_trains_like_padded_trl(name, trainer_class, tokenizer):
+    from tests.helpers.equivalence import assert_same, run
+    from tests.helpers.tiny import conversations, preference_data
+    from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer
+    from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
+
+    dpo = trainer_class is DPOTrainer
+    ours_class, ours_config = (
+        (PaddingFreeDPOTrainer, PaddingFreeDPOConfig) if dpo else (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
+    )
+    data = (preference_data if dpo else conversations)(12, SEED)
+    options = {
+        "train_dataset": data,
+        "steps": 2,
+        "max_length": 64,
+        # TRL's router loss looks for a `num_experts` that the configuration of Llama 4 does not have
+        "router_aux_loss_coef": 0.0 if name == "llama4_text" else None,
+        "trainer_kwargs": {"processing_class": tokenizer, **({"ref_model": make(name, None)} if dpo else {})},
+    }
+    config_class = next(base for base in ours_config.__mro__ if base.__module__.startswith("trl."))
+    padded = run(trainer_class, config_class, model=make(name, None), **options)
+    ours = run(ours_class, ours_config, model=make(name, None), prefix_sharing=True, **options)
+    assert ours.trainer.flat.route.prefix_sharing
+    assert_same(padded, ours)
+
+
+@pytest.mark.models
+def test_the_table_of_models_is_up_to_date():
+    from tests.helpers.model_table import MODEL_TYPES, markdown, table, verdicts
+
+    written = verdicts((Path(__file__).parents[2] / "docs" / "models.md").read_text())
+    now = verdicts(markdown(table(MODEL_TYPES)))
+    changed = {name: (written.get(name), now.get(name)) for name in written | now if written.get(name) != now.get(name)}
+    assert not changed, "run `python scripts/models.py --output docs/models.md` and read the difference"

@@ -1,0 +1,429 @@
+"""The start-up check: it catches every known way in which sequences leak, and nothing else."""
+
+import copy
+import os
+import socket
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.models.bamba import modeling_bamba
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
+from tests.helpers.reference_state import reference_state_kernels
+from trl_paddingfree.check.probe import RowsAlone
+from trl_paddingfree.check.prove import LEAK_FRACTION, UnprovenModelError, check_flat, prove
+from trl_paddingfree.flat.batch import FlatBatch
+from trl_paddingfree.model import attention, forward
+from trl_paddingfree.model.forward import installed_route
+from trl_paddingfree.model.routes import Route, choose_route
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
+SEGMENT, MASK = Route("segment", "sdpa", prefix_sharing=True), Route("mask", "sdpa", prefix_sharing=True)
+# What transformers knows of sequences without us: position ids that restart, and no mask
+POSITIONS = Route("positions", "sdpa", prefix_sharing=False)
+FLASH_POSITIONS = Route("positions", "flash_attention_2", prefix_sharing=False)
+
+
+def make(model_type="llama", attention="sdpa", **options):
+    model = tiny_model(model_type, attn_implementation=attention, seed=SEED, **options)
+    add_fused_lm_head(model)
+    return model
+
+
+def deep(dtype=torch.bfloat16, seed=SEED):
+    """32 layers, as a trained model would be scaled: a token of context counts, rounding adds up."""
+    options = {"num_hidden_layers": 32, "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.1}
+    model = tiny_model("llama", dtype=dtype, seed=seed, attn_implementation="sdpa", **options)
+    add_fused_lm_head(model)
+    return model
+
+
+def give(module, args, kwargs, **more):
+    """A hook that gives a module more arguments."""
+    return args, {**kwargs, **more}
+
+
+# --- Each cause of a leak, turned on -------------------------------------------------------------------------------
+
+
+def test_positions_alone_keep_sequences_apart_where_nothing_goes_wrong():
+    """The control of the tests below: without their cause, the check passes."""
+    assert check_flat(make(), POSITIONS).passed
+    with reference_flash():
+        assert check_flat(make(attention="flash_attention_2"), FLASH_POSITIONS).passed
+
+
+def test_all_ones_mask_is_caught(monkeypatch):
+    monkeypatch.setattr(forward, "backbone_mask", lambda backend, layout, *_: torch.ones_like(layout.seq_idx))
+    result = check_flat(make(), POSITIONS)
+    assert not result.passed
+    assert result.leak > LEAK_FRACTION * result.effect
+
+
+def test_use_cache_is_caught(monkeypatch):
+    model, original = make(), forward._flat_backbone
+
+    @contextmanager
+    def with_cache(*args, **kwargs):
+        with original(*args, **kwargs):  # our hook is there: this one runs after it
+            turn_on = partial(give, use_cache=True)
+            handle = model.base_model.register_forward_pre_hook(turn_on, with_kwargs=True)
+            yield
+            handle.remove()
+
+    monkeypatch.setattr(forward, "_flat_backbone", with_cache)
+    result = check_flat(model, POSITIONS)
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+    assert check_flat(model, SEGMENT).passed  # with a layout, a cache does no harm
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe", "opt"])
+def test_masks_built_without_position_ids_are_caught(model_type):
+    model = make(model_type, attention="eager")
+    result = check_flat(model, Route("positions", "eager", prefix_sharing=False))
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+    assert check_flat(model, Route("segment", "eager", prefix_sharing=True)).passed
+
+
+@pytest.mark.parametrize("model_type", ["persimmon", "ctrl", "gpt_bigcode"])
+def test_swallowed_position_ids_are_caught(model_type, monkeypatch):
+    """Layers that use `position_ids` up leave flash attention nothing to infer boundaries from."""
+    with reference_flash():
+        model = make(model_type, attention="flash_attention_2")
+        assert check_flat(model, FLASH_POSITIONS).passed
+        monkeypatch.setattr(forward, "needs_boundaries", lambda *_: False)
+        result = check_flat(model, FLASH_POSITIONS)
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "nemotron"])
+def test_swallowed_keyword_arguments_do_not_lose_the_layout(model_type):
+    """These drop unknown arguments before attention, and the layout arrives all the same: in the mask."""
+    model, seen = make(model_type), []
+
+    def look(module, args, kwargs):
+        if isinstance(kwargs.get("attention_mask"), attention.FlatMask):
+            seen.append("unknown" in kwargs)
+
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(look, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(partial(give, unknown=1), with_kwargs=True)
+    assert check_flat(model, SEGMENT).passed
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+def test_a_kernel_that_ignores_boundaries_is_caught(prefix_sharing):
+    def one_run(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False):
+        whole_q, whole_k = torch.tensor([0, len(q)]), torch.tensor([0, len(k)])
+        return flash_attn_varlen_func(q, k, v, whole_q, whole_k, len(q), len(k), 0.0, softmax_scale, causal)
+
+    with reference_flash(one_run):
+        model = make(attention="flash_attention_2")
+        result = check_flat(model, Route("flash", "flash_attention_2", prefix_sharing=prefix_sharing))
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+
+
+def test_segments_with_different_first_positions_are_caught(monkeypatch):
+    """transformers takes the smallest position for the start of every sequence; a tree's branches start elsewhere."""
+    monkeypatch.setattr(forward, "needs_boundaries", lambda *_: False)
+    with reference_flash():
+        model = make(attention="flash_attention_2")
+        assert check_flat(model, FLASH_POSITIONS).passed
+        original = FlatBatch.from_rows
+
+        def shifted(*args, **kwargs):
+            batch = original(*args, **kwargs)
+            batch.position_ids.add_(batch.layout.seq_idx)  # rotary embeddings do not mind
+            return batch
+
+        monkeypatch.setattr(FlatBatch, "from_rows", shifted)
+        result = check_flat(model, FLASH_POSITIONS)
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+
+
+@pytest.mark.parametrize("window", [8, 2047])
+def test_a_window_that_does_not_reach_attention_is_caught_however_wide_it_is(window):
+    """PhiMoE makes masks with its window, and does not tell attention of it."""
+    model = make("phimoe", sliding_window=window)
+    result, failed = prove(model, choose_route(model))
+    assert [r.route.backend for r in failed] == ["segment", "segment"]
+    assert (result.route.backend, result.prefix_sharing) == ("mask", True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("mistral", "sliding_window"), ("gemma3_text", "sliding_window"), ("llama4_text", "attention_chunk_size")],
+)
+def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
+    model = make(model_type, **{name: 2048})
+    model.base_model_prefix = "model"
+    seen = set()
+    model.base_model.register_forward_pre_hook(lambda *_: seen.add(getattr(model.config, name)))
+    assert prove(model, choose_route(model))[0].prefix_sharing
+    assert seen == {8}
+    assert getattr(model.config, name) == 2048
+    assert {vars(module)[name] for module in model.modules() if vars(module).get(name)} <= {2048}
+
+
+def test_a_state_that_passes_on_is_caught(monkeypatch):
+    monkeypatch.setattr(forward, "carries_state", lambda model: False)
+    result = check_flat(make("lfm2"), SEGMENT.without_sharing())
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+
+
+def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):
+    """Mamba layers take a fused kernel in training, and another in evaluation."""
+    model = make("bamba")
+    size = model.config.hidden_size
+    with reference_state_kernels(model):
+        assert check_flat(model, SEGMENT.without_sharing()).passed
+        mix = lambda states, *args, **kwargs: states[..., :size].cumsum(1)  # noqa: E731
+        monkeypatch.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", mix)
+        result = check_flat(model, SEGMENT.without_sharing())
+    assert result.leak > LEAK_FRACTION * result.effect
+    assert not result.passed
+
+
+def one_token_off(by):
+    """Attention whose segments see `by` more keys than theirs: 1, the last token of the row before; -1, one too few."""
+
+    def attend(layout, previous, module, query, key, value, **kwargs):
+        segments = layout.segments
+        outputs = []
+        for i, (first, last) in enumerate(zip(segments.offsets, segments.offsets[1:], strict=False)):
+            begin = first if i == 0 else max(0, min(first - by, last - 1))
+            mask = torch.ones(last - first, last - begin, dtype=torch.bool).tril(first - begin)
+            mask |= torch.eye(last - first, last - begin, dtype=torch.bool)  # a query without keys is NaN
+            outputs.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    query[:, :, first:last],
+                    *(x[:, :, begin:last].repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value)),
+                    attn_mask=mask,
+                ).transpose(1, 2)
+            )
+        return torch.cat(outputs, 1), None
+
+    return attend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("by", [1, -1], ids=["leak", "loss"])
+def test_one_token_of_context_too_many_or_too_few_is_caught_in_32_layers(by, dtype, monkeypatch):
+    model = deep(dtype)
+    assert check_flat(model, SEGMENT.without_sharing()).passed
+    monkeypatch.setitem(attention.ATTENTION, "segment", one_token_off(by))
+    result = check_flat(model, SEGMENT.without_sharing())
+    assert not result.passed
+    if by == 1:
+        assert result.leak > LEAK_FRACTION * result.effect
+
+
+# --- Nothing else --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", [SEGMENT, MASK], ids=lambda r: r.backend)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("seed", [SEED, SEED + 1], ids=lambda s: f"seed{s}")
+def test_a_correct_low_precision_model_of_32_layers_passes(seed, dtype, route):
+    model = deep(dtype, seed)
+    reference = RowsAlone(model)
+    for prefix_sharing in (False, True):
+        result = check_flat(model, replace(route, prefix_sharing=prefix_sharing), reference)
+        assert result.passed, result
+
+
+def test_tolerance_follows_the_model_and_its_dtype():
+    """The unit of rounding of bfloat16 is 2^16 times that of float32, and so is the tolerance, within a few bits."""
+    tolerances = [RowsAlone(deep(dtype)).tolerance for dtype in (torch.float32, torch.bfloat16)]
+    assert 2**12 < tolerances[1] / tolerances[0] < 2**20
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_correct_mixture_in_bfloat16_passes(model_type):
+    model = make(model_type, attention=None, dtype=torch.bfloat16)
+    assert prove(model, choose_route(model))[0].prefix_sharing
+
+
+def off_on_flat_batches(model, often):
+    """A call of `model` that gets one token of its first flat batches wrong."""
+    calls = 0
+
+    def call(**inputs):
+        nonlocal calls
+        output = model(**inputs)
+        if "flat_batch" in inputs and (calls := calls + 1) <= often:
+            output.log_probs[0, 3] += 1.0
+        return output
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("dtype", "often", "passes"),
+    [(torch.bfloat16, 3, True), (torch.bfloat16, 1, False), (torch.bfloat16, 1000, False), (torch.float32, 3, False)],
+    ids=["rounding", "leak", "mistake", "mistake-in-float32"],  # a draw takes three flat batches
+)
+def test_only_what_happens_again_with_other_tokens_counts_in_low_precision(dtype, often, passes):
+    """
+    A token that rounding sends to another expert is no mistake, if it goes there whatever stands in other rows. In
+    float32 it is no rounding.
+    """
+    model = make("mixtral", dtype=dtype)
+    route, call = choose_route(model), off_on_flat_batches(model, often)
+    with nullcontext() if passes else pytest.raises(UnprovenModelError):
+        result, failed = prove(model, route.without_sharing(), fallback=False, call=call)
+        assert result.passed
+        assert not failed
+
+
+def lora(model):
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).get_base_model()
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def on_several_devices(model):
+    """Accelerate's hooks on every layer, as `device_map` puts them, which move every argument."""
+    devices = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"], "cpu")
+    return dispatch_model(model, {**devices, "model.layers.0": "cpu", "model.layers.1": "cpu"}, force_hooks=True)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    # bitsandbytes quantizes blocks of 64 weights
+    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(folder)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bfloat16", "autocast", "lora", "checkpointed", "devices", "4bit"])
+def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, request, monkeypatch):
+    if kind == "4bit":
+        model = request.getfixturevalue("quantized")
+        add_fused_lm_head(model)
+    else:
+        model = make(dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        wrap = {"lora": lora, "checkpointed": checkpointed, "devices": on_several_devices}.get(kind, lambda m: m)
+        model = wrap(model)
+    autocast = torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext()
+    model.train()
+    model.get_input_embeddings().eval()  # training modes differ between modules, and stay so
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    monkeypatch.setattr(socket.socket, "connect", None)  # no network
+
+    def state():
+        return (
+            [module.training for module in model.modules()],
+            [parameter.requires_grad for parameter in model.parameters()],
+            copy.deepcopy([parameter.grad for parameter in model.parameters()]),
+            [parameter.clone() for parameter in model.parameters()],
+            torch.get_rng_state(),
+            torch.is_grad_enabled(),
+        )
+
+    before = state()
+    with autocast:
+        result, failed = prove(model, choose_route(model))
+    assert result.prefix_sharing
+    assert not failed
+    after = state()
+    assert before[:2] == after[:2]
+    assert before[5] == after[5]
+    assert torch.equal(before[4], after[4])
+    for a, b in zip([*before[2], *before[3]], [*after[2], *after[3]], strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def test_check_restores_the_random_state_of_a_model_that_draws():
+    model, drawn = make(), []
+    model.base_model.register_forward_pre_hook(lambda module, args: drawn.append(torch.rand(3)))
+    before = torch.get_rng_state()
+    assert check_flat(model, SEGMENT).passed
+    assert drawn
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_check_costs_a_few_hundred_tokens():
+    """Less than one micro-batch of ordinary length: under 1 % of any run of a hundred of them."""
+    model, tokens = make(), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
+    prove(model, choose_route(model))
+    assert sum(tokens) < 4 * 512
+
+
+# --- What it does about it -----------------------------------------------------------------------------------------
+
+
+def test_a_model_without_an_attention_function_gets_a_mask():
+    model = make("falcon")
+    result, failed = prove(model, choose_route(model))
+    assert (result.route.backend, result.prefix_sharing, failed) == ("mask", True, [])
+
+
+def test_a_model_that_is_exact_flat_but_not_shared_trains_flat():
+    model = make("mpt", attention=None)  # its ALiBi counts along the flat row, which does not matter without sharing
+    result, failed = prove(model, choose_route(model))
+    assert not result.prefix_sharing
+    assert [r.prefix_sharing for r in failed] == [True]
+
+
+def test_refusal_names_the_model_the_figures_and_what_to_do():
+    model = make("jamba")
+    with pytest.raises(UnprovenModelError) as error:
+        prove(model, choose_route(model))
+    for part in ("JambaForCausalLM", "WRONG (error", "allowed", "segment", "mask", "padding_free=False"):
+        assert part in str(error.value)
+
+
+def test_an_explicit_route_is_used_or_refused():
+    model = make("phimoe", sliding_window=2047)
+    with pytest.raises(UnprovenModelError):
+        prove(model, choose_route(model, "segment"), fallback=False)
+    assert installed_route(model).backend == "segment"
+    with pytest.raises(ValueError, match="takes no mask"), reference_flash():
+        choose_route(make(attention="flash_attention_2"), "mask")
+
+
+def test_a_model_that_padding_changes_is_not_believed():
+    """Where padded rows differ from rows alone by more than rounding, agreement within that means nothing."""
+
+    def read_the_width(module, args, kwargs, output):
+        width = min(kwargs["input_ids"].size(1), 25)
+        output.last_hidden_state = output.last_hidden_state * (1 + width / 1000)
+        return output
+
+    model = make()
+    model.base_model.register_forward_hook(read_the_width, with_kwargs=True)
+    result = check_flat(model, SEGMENT.without_sharing())
+    assert result.error < 4 * result.noise
+    assert not result.passed
+
+
+def test_an_answer_of_nan_does_not_pass():
+    model = make()
+    model.lm_head.weight.data.fill_(float("nan"))
+    assert not check_flat(model, SEGMENT.without_sharing()).passed

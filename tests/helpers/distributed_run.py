@@ -1,0 +1,100 @@
+"""One training run, started by `accelerate launch` or alone: writes what it logged and ended with to a JSON file."""
+
+import json
+import os
+import random
+import sys
+
+import torch
+from accelerate import DistributedType
+from datasets import Dataset, load_from_disk
+
+from tests.helpers.tiny import conversations, preference_data
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+
+
+def from_disk(dataset: Dataset, folder: str) -> Dataset:
+    """A data set as one from a file."""
+    if not os.path.exists(folder):
+        dataset.save_to_disk(folder)
+    return load_from_disk(folder)
+
+
+def tokens_to_score_in_every_second_pair() -> Dataset:
+    """Token ids, in pairs of rows that are scored or not."""
+    rng, rows = random.Random(0), []
+    for i in range(48):
+        ids = [rng.randrange(5, 60) for _ in range(rng.randint(2, 20))]
+        rows.append({"input_ids": ids, "labels": ids if i // 2 % 2 == 0 else [-100] * len(ids)})
+    return Dataset.from_list(rows)
+
+
+def main(task: str, model: str, output: str, options: str) -> None:
+    settings = json.loads(options)
+    peft = settings.pop("lora", False)
+    resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
+    evaluate = settings.pop("evaluate", 0)
+    on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
+    trainer_class, config_class, data = {
+        "dpo": (PaddingFreeDPOTrainer, PaddingFreeDPOConfig, preference_data),
+        "sft": (PaddingFreeSFTTrainer, PaddingFreeSFTConfig, conversations),
+    }[task]
+    args = config_class(
+        **{
+            "output_dir": os.path.dirname(output),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "report_to": "none",
+            "save_strategy": "no",
+            "max_length": 48,
+            "disable_tqdm": True,
+            **({"dataset_kwargs": {"skip_prepare_dataset": True}} if unscored else {}),
+            **settings,
+        }
+    )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
+        args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU
+    kwargs, train_dataset = {}, data(48, seed=1)
+    if unscored:
+        train_dataset = tokens_to_score_in_every_second_pair()
+    if peft:
+        from peft import LoraConfig
+
+        kwargs["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
+    if evaluate:
+        kwargs["eval_dataset"] = data(evaluate, seed=2)
+    if on_disk:  # where TRL shares what one process has computed
+        folder = os.path.dirname(output)
+        with args.main_process_first():
+            train_dataset = from_disk(train_dataset, os.path.join(folder, "train"))
+            if evaluate:
+                kwargs["eval_dataset"] = from_disk(kwargs["eval_dataset"], os.path.join(folder, "eval"))
+    trainer = trainer_class(model=model, args=args, train_dataset=train_dataset, **kwargs)
+    if fail_on_rank is not None:
+        step = trainer.training_step
+
+        def failing(*a, **k):
+            if trainer.state.global_step == 1 and trainer.accelerator.process_index == fail_on_rank:
+                raise RuntimeError("this process fails on purpose")
+            return step(*a, **k)
+
+        trainer.training_step = failing
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(args.output_dir)
+    if trainer.accelerator.is_main_process:
+        with open(output, "w") as file:
+            engine = trainer.accelerator.distributed_type.value
+            json.dump({"log": trainer.state.log_history, "world": args.world_size, "engine": engine}, file)
+    trainer.accelerator.wait_for_everyone()
+    if torch.distributed.is_initialized():
+        # The destructor of DDP's reducer joins a thread of gloo that may wait for the interpreter: end without it
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Training runs in processes of their own, and what they logged and ended with."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers import distributed_run
+from tests.helpers.equivalence import TOLERANCE
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 240  # seconds for one launch, most of which is importing
+# Figures that are averages over micro-batches weigh tokens anew when another process holds the example
+PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_reshard_after_forward: true
+mixed_precision: 'no'
+use_cpu: true
+"""
+ZERO = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: {stage}
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  zero3_save_16bit_model: true
+mixed_precision: 'no'
+"""
+ENGINES = {"fsdp": FSDP, **{f"zero{stage}": ZERO.format(stage=stage) for stage in (1, 2, 3)}}
+
+
+def command(ranks, task, model, output, options, engine=None):
+    run = ["-m", "tests.helpers.distributed_run", task, model, str(output / "result.json"), json.dumps(options)]
+    output.mkdir(exist_ok=True)
+    if engine:
+        config = output / "accelerate.yaml"
+        config.write_text(ENGINES[engine])
+        launch = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(ranks)]
+        return [sys.executable, "-m", *launch, "--main_process_port", "0", *run]
+    if ranks > 1:
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        return [sys.executable, "-m", *torchrun, *run]
+    return [sys.executable, *run]
+
+
+def environment():
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # DeepSpeed compiles with ninja
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def launch(*args, **kwargs):
+    process = subprocess.run(
+        command(*args, **kwargs), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert process.returncode == 0, "".join(process.stderr.partition("Traceback")[1:])[:6000]
+    return json.loads((args[3] / "result.json").read_text())
+
+
+def alone(task, model, output, options):
+    """The same run in this process."""
+    output.mkdir(exist_ok=True)
+    distributed_run.main(task, model, str(output / "result.json"), json.dumps(options))
+    return json.loads((output / "result.json").read_text())
+
+
+def assert_same_run(one, many, one_dir=None, many_dir=None, only="", ignore=PER_MICRO_BATCH):
+    expected = {(e["step"], name): value for e in one["log"] for name, value in e.items() if name.startswith(only)}
+    actual = {(entry["step"], name): value for entry in many["log"] for name, value in entry.items()}
+    ignored = ("flat/", "runtime", "per_second", "flos", *ignore)
+    names = [key for key in expected if not any(part in key[1] for part in ignored)]
+    assert names
+    for key in names:
+        got, wanted = actual[key], expected[key]
+        assert got == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE), f"{key}: {got}, not {wanted}"
+    if one_dir is not None:
+        (file,) = (path.name for path in one_dir.glob("*.safetensors"))
+        weights = load_file(many_dir / file)
+        for name, weight in load_file(one_dir / file).items():
+            assert (weights[name] - weight).abs().max() <= TOLERANCE * (1 + weight.abs().max()), name

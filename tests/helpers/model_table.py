@@ -1,0 +1,157 @@
+"""The table of docs/models.md: what the start-up check says of every causal language model of transformers."""
+
+import multiprocessing
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.reference_flash import reference_flash
+from tests.helpers.reference_state import reference_state_kernels
+from trl_paddingfree import upstream
+from trl_paddingfree.check.obstacles import obstacles
+from trl_paddingfree.check.probe import RowsAlone
+from trl_paddingfree.check.prove import CheckResult, check_flat
+from trl_paddingfree.model.routes import choose_route, routes_to_try
+
+SECONDS = 120  # per model; the slowest takes one
+SHOWN = ("segment", "mask", "flash", "positions")
+COLUMNS = ("model type", "verdict", "segment", "mask", "verdict with flash attention", "flash", "positions")
+HEADER = """\
+# Models
+
+What the start-up check says of every causal language model in transformers {version}. Written by `python
+scripts/models.py --output docs/models.md`, on tiny random models in float32 on the CPU; the trainers run the same check
+on the model that you train, and train nothing that it refuses.
+
+- **flat and shared**: exact without padding, and with shared prefixes. **flat**: exact without padding; prefixes are
+  not shared. **explicit mask**: the same under a dense 4-D mask, whose memory and time grow with the square of the
+  batch's tokens. **by positions**: the model is told of sequences by their `position_ids`, as transformers does it.
+  **refused**: `padding_free=True` raises, with the reason that stands here.
+- The figures are, for each way to compute attention, the largest difference of log-probabilities from the same rows one
+  by one (root mean square, in nats), and the most that the model's own rounding explains.
+- With flash attention, attention in plain PyTorch stands in for the kernel.
+- Layers that carry state need `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, which run on GPUs. "With
+  them": what the check says where plain PyTorch stands in for these kernels.
+
+Defects elsewhere that a setting gets around, with padding and without:
+
+- Llama 4, Mllama: TRL's fused LM head does not find the backbone. Set `model.base_model_prefix = "model"` on the model
+  that you pass to the trainer. Llama 4 also needs `router_aux_loss_coef=0.0`: TRL's router loss asks its configuration
+  for `num_experts`.
+- DBRX: give `attn_config` a `clip_qkv`; without one, clamping queries and keys raises.
+- Falcon: its flash attention reads `position_ids` and nothing else. Load it with `"sdpa"` to share prefixes.
+- GPT-J, GPT-Neo: their flash attention is told neither of masks nor of positions. Load them with `"eager"`.
+"""
+
+
+def check(model_type: str, attention: str | None) -> dict[str, str]:
+    """Run the check on one architecture loaded one way: a verdict, and a figure for each backend."""
+    # GPT-2's own code for flash attention cannot take float32
+    dtype = torch.bfloat16 if attention and model_type in ("gpt2", "gpt-sw3") else torch.float32
+    with reference_flash() if attention else nullcontext():
+        try:
+            model = tiny_model(model_type, attn_implementation=attention, dtype=dtype)
+        except Exception as error:  # whatever keeps transformers from building a model is the entry of the table
+            return {"verdict": f"could not be built: {first_line(error)}"}
+        if attention and "flash" not in upstream.attn_implementation(model):
+            return {"verdict": f"needs {upstream.attn_implementation(model)}: not tried"}
+        note = ""
+        if model.base_model is model:
+            model.base_model_prefix, note = "model", ", after `model.base_model_prefix = 'model'`"
+        add_fused_lm_head(model)
+        try:
+            reference = RowsAlone(model)
+        except Exception as error:
+            return {"verdict": f"TRL cannot train it: {first_line(error)}"}
+        results = every_route(model, reference)
+        verdict = first_passing(results)
+        if not verdict:
+            reasons = obstacles(model, [result.failure for result in results])
+            verdict = "refused: " + " ".join(reasons)
+            if "pip install" in verdict:
+                with reference_state_kernels(model):
+                    verdict += f" With them: {first_passing(every_route(model, reference)) or 'refused'}."
+    figures = {backend: figure([r for r in results if r.route.backend == backend]) for backend in SHOWN}
+    return {"verdict": verdict + note, **figures}
+
+
+def every_route(model: PreTrainedModel, reference: RowsAlone) -> list[CheckResult]:
+    """The check on every route that the trainers would try, in their order."""
+    return [check_flat(model, route, reference) for route in routes_to_try(model, choose_route(model))]
+
+
+def first_passing(results: list[CheckResult]) -> str:
+    """How the model would train; empty if it would not."""
+    for result in results:
+        if result.passed:
+            by = {"mask": "explicit mask, ", "positions": "by positions, "}.get(result.route.backend, "")
+            return by + ("flat and shared" if result.prefix_sharing else "flat")
+    return ""
+
+
+def figure(results: list[CheckResult]) -> str:
+    """The cell of one backend."""
+    if answered := [result for result in results if not result.failure]:
+        worst = max(answered, key=lambda result: (not result.passed, result.error))
+        return f"{worst.error:.0e} of {worst.tolerance:.0e}"
+    return "raises" if results else ""
+
+
+def first_line(error: Exception) -> str:
+    """The error in one line without characters that break a table."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text.replace("|", "/")[:120]
+
+
+def row(model_type: str) -> list[str]:
+    """One row of the table."""
+    plain, flash = check(model_type, None), {"verdict": ""}
+    if any(route in plain for route in SHOWN):
+        flash = check(model_type, "flash_attention_2")
+    if "does not support Flash Attention" in flash["verdict"]:
+        flash = {"verdict": "not in transformers"}
+    plain_cells = [plain.get(name, "") for name in ("verdict", "segment", "mask")]
+    return [f"`{model_type}`", *plain_cells, *(flash.get(name, "") for name in ("verdict", "flash", "positions"))]
+
+
+def _work(model_type: str, connection: Any) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    connection.send(row(model_type))
+
+
+def table(model_types: list[str]) -> list[list[str]]:
+    """The rows of the table, each computed in a process of its own: a model may hang or crash."""
+    context, rows = multiprocessing.get_context("fork"), []
+    for model_type in model_types:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(model_type, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            answer = ours.recv() if ours.poll(SECONDS) else [f"`{model_type}`", f"no answer in {SECONDS} s"]
+        except EOFError:
+            answer = [f"`{model_type}`", "crashed"]
+        rows.append(answer + [""] * (len(COLUMNS) - len(answer)))
+        process.kill()
+        process.join()
+    return rows
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """The page."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
+    return (
+        HEADER.format(version=transformers.__version__) + "".join(f"\n| {' | '.join(line)} |" for line in lines) + "\n"
+    )
+
+
+def verdicts(page: str) -> dict[str, tuple[str, str]]:
+    """The two verdicts on each model type, without the figures, which differ from one machine to the next."""
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    return {cells[0]: (cells[1], cells[4] if len(cells) > 4 else "") for cells in rows}

@@ -1,0 +1,315 @@
+"""Every attention backend against attention under the dense mask, forward and backward."""
+
+import functools
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
+
+from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash, torch_varlen_func
+from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.flat.prefix_tree import share_prefixes
+from trl_paddingfree.flat.segments import Segments
+from trl_paddingfree.model.attention import ATTENTION, GatherKeyValue, register_attention, varlen_reasons
+from trl_paddingfree.model.masks import FlatMask, dense_mask
+
+# float64 against float32 scores of the stand-in kernel: rounding of sums over at most 30 keys of order one
+FLOAT32 = 2e-6
+FLOAT64 = 1e-12
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
+
+
+class Attention(torch.nn.Module):
+    """What attention functions read of the layer that calls them."""
+
+    is_causal = True
+    training = False
+    layer_idx = 0
+
+    def __init__(self, groups: int):
+        super().__init__()
+        self.num_key_value_groups = groups
+        self.head_dim = 8
+        self.scaling = 8**-0.5
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
+
+
+class SoftcapAttention(Attention):
+    """A layer whose file has an eager function with soft-capping."""
+
+
+class SinkAttention(Attention):
+    """A layer whose file has an eager function with sinks."""
+
+    def __init__(self, groups: int):
+        super().__init__(groups)
+        self.sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.1], dtype=torch.float64))
+
+
+SoftcapAttention.__module__ = modeling_gemma2.__name__
+SinkAttention.__module__ = modeling_gpt_oss.__name__
+
+
+def random_segments(seed: int) -> Segments:
+    """A tree of rows of two tokens' alphabet: prefixes within prefixes, rows that are prefixes of others."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 2, rng.integers(1, 14)) for _ in range(6)]
+    return share_prefixes(rows)[0]
+
+
+SEGMENTS = {
+    "flat": Segments.from_lengths([7, 1, 12, 3]),
+    "one branch": Segments((6, 3), (-1, 0), (0, 2)),
+    "nested": Segments((5, 4, 2, 9), (-1, 0, 1, -1), (0, 3, 6, 0)),
+    f"random{SEED}": random_segments(SEED),
+}
+FEATURES = {
+    "plain": {},
+    "grouped": {"kv_heads": 2},
+    "window": {"kv_heads": 2, "window": 3},
+    "narrow value": {"value_dim": 4},
+    "scale": {"scaling": 0.9},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True, "kv_heads": 1},
+}
+
+
+def oracle(query, key, value, segments, window=None, softcap=None, sinks=None, scaling=8**-0.5):
+    """`(1, T, H, D)` attention under the mask that follows from the definition of a path."""
+    allowed = torch.from_numpy(segments.dense_mask())
+    if window is not None:
+        positions = torch.from_numpy(segments.position_ids)
+        allowed = allowed & (positions[None] > positions[:, None] - window)
+    group = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(-1, -1, scores.size(2), 1)], -1)
+    return (scores.softmax(-1)[..., : key.size(2)] @ value).transpose(1, 2)
+
+
+def states(segments, kv_heads=4, value_dim=8, dtype=torch.float64, device="cpu"):
+    torch.manual_seed(SEED)
+    shapes = [(1, 4, segments.num_tokens, 8), (1, kv_heads, segments.num_tokens, 8)]
+    shapes.append((1, kv_heads, segments.num_tokens, value_dim))
+    return [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+
+
+def compare(backend, previous, module, inputs, segments, tolerance, kwargs, expected_kwargs):
+    """Output and the gradient of every input."""
+    layout = FlatLayout.from_segments(segments).to(inputs[0].device)
+    parameters = [*inputs, *module.parameters()]
+    output, _ = ATTENTION[backend](layout, previous, module, *inputs, **kwargs)
+    expected = oracle(*inputs, segments, **expected_kwargs)
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype, device=expected.device).view_as(expected)
+    gradients = [torch.autograd.grad((x * weights).sum(), parameters, retain_graph=True) for x in (output, expected)]
+    assert float((output - expected).abs().max()) < tolerance
+    for ours, theirs in zip(*gradients, strict=True):
+        assert float((ours - theirs).abs().max()) < tolerance * max(1.0, float(theirs.abs().max()))
+
+
+def feature_arguments(feature, previous):
+    """The layer, the arguments that its model gives attention, and what the oracle makes of them."""
+    options = dict(FEATURES[feature])
+    shape = {name: options.pop(name) for name in ("kv_heads", "value_dim") if name in options}
+    groups = 4 // shape.get("kv_heads", 4)
+    layer = {"softcap": SoftcapAttention, "sinks": SinkAttention}.get(feature, Attention)
+    if previous == "eager" and layer is Attention:
+        layer = SoftcapAttention  # any file with an ordinary eager function
+    module = layer(groups)
+    kwargs = {"scaling": options.get("scaling", module.scaling)}
+    if "window" in options:
+        kwargs["sliding_window"] = options["window"]
+    if "softcap" in options:
+        kwargs["softcap"] = options["softcap"]
+    if options.pop("sinks", False):
+        options["sinks"] = module.sinks
+        if previous != "eager":  # eager functions read them from the layer
+            kwargs["s_aux"] = module.sinks
+    return shape, module, kwargs, options
+
+
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize(
+    ("previous", "feature"),
+    # models with soft-capping or sinks have no SDPA
+    [(p, f) for p in ("sdpa", "eager") for f in FEATURES if p == "eager" or f not in ("softcap", "sinks")],
+)
+def test_segment_backend_equals_the_dense_mask(previous, feature, segments):
+    shape, module, kwargs, options = feature_arguments(feature, previous)
+    tolerance = FLOAT64 if previous == "sdpa" else FLOAT32  # eager functions take the softmax in float32
+    compare("segment", previous, module, states(segments, **shape), segments, tolerance, kwargs, options)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_flash_backend_equals_the_dense_mask(segments, feature):
+    shape, module, kwargs, options = feature_arguments(feature, "flash_attention_2")
+    with reference_flash():
+        compare("flash", "flash_attention_2", module, states(segments, **shape), segments, FLOAT32, kwargs, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["plain", "grouped", "window", "narrow value", "scale"])
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+def test_gpu_kernels_equal_the_dense_mask(backend, segments, feature):
+    """PyTorch's kernel, called by us, and called by transformers in the place of flash-attn's."""
+    shape, module, kwargs, options = feature_arguments(feature, "sdpa")
+    inputs = states(segments, **shape, dtype=torch.bfloat16, device="cuda")
+    high = [x.detach().double().requires_grad_() for x in inputs]
+    expected = oracle(*high, segments, **options)
+    with reference_flash(torch_varlen_func) if backend == "flash" else nullcontext():
+        layout = FlatLayout.from_segments(segments).to("cuda")
+        previous = "flash_attention_2" if backend == "flash" else "sdpa"
+        output, _ = ATTENTION[backend](layout, previous, module.cuda(), *inputs, **kwargs)
+    low = oracle(*inputs, segments, **options)
+    # The kernel may err twice as much as plain bfloat16 arithmetic does
+    budget = 2 * ((low - expected).abs().max() + torch.finfo(torch.bfloat16).eps * expected.abs().max())
+    assert (output - expected).abs().max() <= budget
+    weights = torch.rand_like(expected)
+    gradients = [
+        torch.autograd.grad((x * weights).sum(), y, retain_graph=True)
+        for x, y in ((output, inputs), (expected, high), (low, inputs))
+    ]
+    for ours, exact, rough in zip(*gradients, strict=True):
+        budget = 2 * ((rough - exact).abs().max() + torch.finfo(torch.bfloat16).eps * exact.abs().max())
+        assert (ours - exact).abs().max() <= budget
+
+
+@pytest.mark.parametrize("backend", ["segment-sdpa", "segment-eager", "flash", "mask"])
+def test_the_last_query_sees_the_last_key(backend):
+    """Bottom-right alignment: query k of a segment that inherits two keys sees keys 0 to k + 2, on every backend."""
+    segments = Segments((3, 2), (-1, 0), (0, 2))
+    layout = FlatLayout.from_segments(segments)
+    key = torch.zeros(1, 1, 5, 8, dtype=torch.float64)
+    value = torch.eye(5, 8, dtype=torch.float64)[None, None]  # equal scores: the output is the mean of what is seen
+    query = torch.zeros(1, 1, 5, 8, dtype=torch.float64)
+    if backend == "mask":
+        mask = dense_mask(layout, None, torch.float64)
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+    else:
+        name, _, previous = backend.partition("-")
+        with reference_flash():
+            arguments = (layout, previous or "flash_attention_2", SoftcapAttention(1), query, key, value)
+            output, _ = ATTENTION[name](*arguments, scaling=1.0)
+    seen = (output[0, :, 0, :5] > 0).tolist()
+    assert seen == [
+        [True, False, False, False, False],
+        [True, True, False, False, False],
+        [True, True, True, False, False],
+        [True, True, False, True, False],
+        [True, True, False, True, True],
+    ]
+
+
+def test_flash_backend_gives_lengths_as_ints_and_closes_the_boundaries():
+    seen = []
+
+    @functools.wraps(flash_attn_varlen_func)  # transformers looks at the kernel's signature
+    def kernel(*args, **kwargs):
+        seen.append(kwargs)
+        return flash_attn_varlen_func(*args, **kwargs)
+
+    segments = SEGMENTS["nested"]
+    with reference_flash(kernel):
+        module = Attention(1)
+        ATTENTION["flash"](FlatLayout.from_segments(segments), "flash_attention_2", module, *states(segments))
+    (call,) = seen
+    assert (type(call["max_seqlen_q"]), call["max_seqlen_q"]) == (int, 9)  # a tensor costs a device sync per layer
+    assert (type(call["max_seqlen_k"]), call["max_seqlen_k"]) == (int, 9)
+    assert call["cu_seqlens_q"].tolist() == [0, 5, 9, 11, 20]
+    assert call["cu_seqlens_k"].tolist() == [0, 5, 12, 20, 29]
+
+
+def test_layout_in_chunks_equals_the_dense_mask_cut_into_chunks():
+    for seed in range(SEED, SEED + 50):
+        segments = random_segments(seed)
+        size = 1 + seed % 5
+        positions = segments.position_ids // size
+        expected = segments.dense_mask() & (positions[:, None] == positions[None])
+        assert (FlatLayout.from_segments(segments).chunked(size).segments.dense_mask() == expected).all(), seed
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_dense_mask_of_a_layout_is_that_of_its_segments(window):
+    for segments in SEGMENTS.values():
+        mask = dense_mask(FlatLayout.from_segments(segments), window, torch.float32)
+        expected = segments.dense_mask()
+        if window is not None:
+            expected = expected & (segments.position_ids[None] > segments.position_ids[:, None] - window)
+        assert ((mask == 0).numpy() == expected).all()
+        assert (mask[mask != 0] == torch.finfo(torch.float32).min).all()
+
+
+def test_gradients_of_shared_keys_add_up_in_float32():
+    """1,000 copies of one key, each with a gradient of 1: bfloat16 would stop counting at 256."""
+    copies = 1000
+    segments = Segments((2, *[1] * copies), (-1, *[0] * copies), (0, *[1] * copies))
+    layout = FlatLayout.from_segments(segments)
+    key = torch.ones(segments.num_tokens, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    GatherKeyValue.apply(key, layout).sum().backward()
+    assert key.grad[0].item() == torch.tensor(copies + 1).bfloat16().item()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "options", "reason"),
+    [
+        ({}, {}, "on cpu"),
+        ({}, {"dtype": torch.float32}, "dtype is torch.float32"),
+        ({}, {"size": 12}, "head size is 12"),
+        ({}, {"size": 264}, "head size is 264"),
+        ({"softcap": 1.0}, {}, "no `softcap`"),
+        ({"s_aux": torch.zeros(4)}, {}, "no `s_aux`"),
+        ({"dropout": 0.1}, {}, "no dropout"),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else x,
+)
+def test_varlen_names_every_reason_against_it(kwargs, options, reason):
+    query = torch.zeros(1, 4, 3, options.get("size", 8), dtype=options.get("dtype", torch.bfloat16))
+    assert any(reason in text for text in varlen_reasons(query, kwargs))
+
+
+def test_what_the_varlen_kernel_lacks_goes_to_segments():
+    segments = SEGMENTS["nested"]
+    compare("varlen", "sdpa", Attention(1), states(segments), segments, FLOAT64, {"scaling": 8**-0.5}, {})
+
+
+def test_calls_without_a_layout_go_to_the_previous_implementation():
+    name = register_attention("sdpa", "segment")
+    inputs = [x.detach() for x in states(SEGMENTS["flat"])]
+    ours = AttentionInterface()[name](Attention(1), *inputs, None, scaling=0.3)[0]
+    theirs = AttentionInterface()["sdpa"](Attention(1), *inputs, None, scaling=0.3)[0]
+    assert torch.equal(ours, theirs)
+    assert AttentionMaskInterface()[name] is AttentionMaskInterface()["sdpa"]
+
+
+def test_flat_mask_keeps_its_layout_where_models_touch_it():
+    mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
+    for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu")):
+        assert touched.flat_layout is mask.flat_layout
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda m: m.expand(2, 1, 3, 3),
+        lambda m: m[:, 0],
+        lambda m: torch.cat([m, m], -1),
+        lambda m: torch.zeros(3, 3) + m,
+    ],
+    ids=["expand", "index", "concatenate", "add"],
+)
+def test_a_model_that_computes_with_its_mask_is_told_that_it_is_none(compute):
+    mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
+    with pytest.raises(RuntimeError, match="computes with its attention mask"):
+        compute(mask)

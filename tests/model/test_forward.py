@@ -1,0 +1,203 @@
+"""The flat forward against each row run alone: logits, gradients, counts."""
+
+import copy
+import types
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations.neftune import neftune_post_forward_hook
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.tiny import make_model
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.model.forward import install, installed_route
+from trl_paddingfree.model.routes import Route, choose_route
+
+# float64 on CPU: rounding of sums over at most a few hundred terms of order one
+FLOAT64 = 1e-10
+# TRL's head accumulates its statistics in float32, whatever the model's dtype
+FLOAT32 = 1e-5
+ROUTES = [
+    Route("segment", "sdpa", prefix_sharing=True),
+    Route("segment", "eager", prefix_sharing=True),
+    Route("mask", "sdpa", prefix_sharing=True),
+]
+
+tokens = st.integers(1, 4)
+trees = st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=6)
+
+
+def padded(rows, labels):
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    labels = torch.tensor([label + [-100] * (width - len(label)) for label in labels])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture(scope="module", params=ROUTES, ids=lambda r: f"{r.backend}-{r.previous}")
+def double_model(request):
+    model = make_model(dtype=torch.float64, attn_implementation=request.param.previous, vocab_size=8)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    install(model, request.param)
+    return model
+
+
+@given(rows=trees, prefix_sharing=st.booleans(), multiple=st.sampled_from([None, 8]))
+@settings(max_examples=40, deadline=None)
+def test_flat_logits_equal_each_row_alone(double_model, rows, prefix_sharing, multiple):
+    batch = FlatBatch.from_rows(rows, rows, prefix_sharing=prefix_sharing, pad_to_multiple_of=multiple)
+    with torch.no_grad():
+        logits = double_model(flat_batch=batch).logits
+        for row, flat in zip(rows, logits, strict=True):
+            alone = double_model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+            assert (flat[: len(row)] - alone).abs().max() < FLOAT64
+            assert (flat[len(row) :] == 0).all()
+
+
+@given(rows=trees, prefix_sharing=st.booleans(), scored_from=st.integers(0, 5))
+@settings(max_examples=25, deadline=None)
+def test_flat_log_probs_and_gradients_equal_padded(double_model, rows, prefix_sharing, scored_from):
+    labels = [[-100 if i < scored_from else t for i, t in enumerate(row)] for row in rows]
+    inputs = padded(rows, labels)
+    batch = FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing)
+    expected = double_model(**inputs, fused_lm_head=True, use_cache=False)
+    actual = double_model(**inputs, flat_batch=batch, fused_lm_head=True, use_cache=False)
+    assert (actual.label_mask == expected.label_mask).all()
+    for name in ("log_probs", "entropy", "is_top1"):
+        difference = getattr(actual, name).double() - getattr(expected, name).double()
+        assert difference.abs().sum() <= FLOAT32 * max(1, difference.numel())
+    weights = torch.rand_like(expected.log_probs)
+    parameters = list(double_model.parameters())
+    ours = torch.autograd.grad((actual.log_probs * weights).sum(), parameters)
+    theirs = torch.autograd.grad((expected.log_probs * weights).sum(), parameters)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= FLOAT32 * (1 + b.abs().max())
+
+
+def test_only_scored_tokens_reach_the_head_and_only_computed_tokens_the_layers():
+    model = make_model()
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    prompt = list(range(1, 31))
+    rows = [[*prompt, 40, 41, 42], [*prompt, 50], [*prompt, 60, 61]]
+    labels = [[-100] * 30 + row[30:] for row in rows]
+    inputs, batch = padded(rows, labels), FlatBatch.from_rows(rows, labels)
+    seen = {}
+    model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: seen.update(layer=out.shape[1]))
+    with FlopCounterMode(display=False) as counter:
+        output = model(**inputs, flat_batch=batch, fused_lm_head=True)
+    assert output.log_probs.shape == (3, 32)
+    assert seen["layer"] == batch.counts.computed == 30 + 3 + 2 + 3
+    config = model.config
+    per_token = sum(p.numel() for name, p in model.named_parameters() if "proj" in name)
+    head = config.hidden_size * config.vocab_size * 6  # six scored tokens
+    matmuls = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    # batched products of attention and of rotary frequencies are not linear layers
+    attention = sum(f for op, f in counter.get_flop_counts()["Global"].items() if str(op) == "aten.bmm")
+    assert matmuls - attention == 2 * (per_token * batch.counts.computed + head)
+
+
+def test_calls_without_a_flat_batch_are_untouched():
+    model = make_model()
+    reference = copy.deepcopy(model)
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    inputs = padded([[1, 2, 3, 4], [5, 6]], [[1, 2, 3, 4], [5, 6]])
+    assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
+    generate = {"max_new_tokens": 5, "do_sample": False}
+    del inputs["labels"]
+    assert torch.equal(model.generate(**inputs, **generate), reference.generate(**inputs, **generate))
+
+
+def test_installing_again_changes_the_route_and_nothing_else():
+    model = make_model()
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    before = model.forward
+    for route in (choose_route(model), choose_route(model, "mask"), choose_route(model, "segment")):
+        install(model, route)
+        assert installed_route(model) == route
+        assert route.previous == "sdpa"
+        assert model.forward == before
+
+
+def test_a_backend_that_was_asked_for_is_used_or_refused_with_every_reason():
+    model = make_model()
+    assert choose_route(model, "mask").backend == "mask"
+    with pytest.raises(ValueError, match="needs CUDA\n.*needs float16 or bfloat16"):
+        choose_route(model, "varlen")
+    with pytest.raises(ValueError, match="pip install flash-attn"):
+        choose_route(model, "flash")
+    with pytest.raises(ValueError, match="`flat_attention='fast'` is not one of"):
+        choose_route(model, "fast")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_batch(reentrant):
+    """Two batches go forward before either goes backward: no layout may be looked up in shared state."""
+    model = make_model(dtype=torch.float64)
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    rows = [
+        [[1, 2, 3, 4, 5], [1, 2, 3, 6]],
+        [[7, 8, 9, 10], [7, 11, 12, 13, 14]],
+    ]  # both 7 or 9 flat tokens, other cuts
+    batches = [(padded(r, r), FlatBatch.from_rows(r, r)) for r in rows]
+
+    def gradients():
+        losses = [model(**inputs, flat_batch=batch, fused_lm_head=True).log_probs.sum() for inputs, batch in batches]
+        model.zero_grad()
+        sum(losses).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    model.train()
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    for a, b in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_a_second_trainer_and_mixed_precision_find_the_route():
+    """Trainers add their head to the same instance, accelerate wraps its forward, and models may share a config."""
+    model = make_model()
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+    wrapped = model.forward
+    assert choose_route(model) == installed_route(model) == Route("segment", "sdpa", prefix_sharing=True)
+    install(model, choose_route(model, "mask"))
+    assert model.forward == wrapped
+    assert installed_route(model) == Route("mask", "sdpa", prefix_sharing=True)
+    add_fused_lm_head(model)
+    assert installed_route(model) is None
+    install(model, choose_route(model))
+    assert installed_route(model) == Route("segment", "sdpa", prefix_sharing=True)
+    sibling = type(model)(model.config)
+    assert choose_route(sibling) == Route("segment", "sdpa", prefix_sharing=True)
+
+
+def test_neftune_noise_has_the_size_of_rows():
+    """Uniform noise of at most alpha / sqrt(length * hidden size): the longest of many draws is near that."""
+    model = make_model()
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    embeddings, seen = model.get_input_embeddings(), []
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
+    inputs = padded([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8)
+    flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8, prefix_sharing=False)
+    model.train()
+    for kwargs in (inputs, {**inputs, "flat_batch": flat_batch}):
+        model(**kwargs, fused_lm_head=True)
+    bound = 5.0 / (6 * model.config.hidden_size) ** 0.5
+    for noise in seen:
+        assert 0.9 * bound < noise.abs().max() <= bound * (1 + 1e-5)
+    assert embeddings.neftune_noise_alpha == 5.0

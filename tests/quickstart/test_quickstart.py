@@ -1,0 +1,120 @@
+"""The quick start, short: what it trains on, what it compares, and what it says."""
+
+import inspect
+import json
+import textwrap
+import time
+
+import pytest
+
+from tests.helpers.tiny import conversations, preference_data
+from trl_paddingfree import quickstart, stdlib_data
+from trl_paddingfree.cli.main import main
+from trl_paddingfree.quickstart.watch import Run, watch_memory
+
+SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Run the quick start; its exit code, its JSON, and the folder it wrote to."""
+
+    def run(*argv: str):
+        code = main(["quickstart", *SHORT, "--output_dir", str(tmp_path), "--json", *argv])
+        return code, json.loads(capsys.readouterr().out), tmp_path
+
+    return run
+
+
+def test_every_docstring_of_the_standard_library_answers_a_question_about_its_function():
+    answers = dict(stdlib_data.docstrings())
+    signature = f"json.dumps{inspect.signature(json.dumps)}"
+    assert answers[f"What does this do?\n\ndef {signature}"] == inspect.getdoc(json.dumps)
+    assert answers["What does this do?\n\nclass textwrap.TextWrapper"] == inspect.getdoc(textwrap.TextWrapper)
+    assert len(answers) > 1000
+    assert not any("def test." in question or "site-packages" in question for question in answers)
+
+
+def test_topics_are_what_help_answers():
+    answers = dict(stdlib_data.topics())
+    assert answers["Explain “assert” in Python."].startswith('The "assert" statement')
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_pair_is_the_own_answer_against_that_to_another_question(seed):
+    own = dict([*stdlib_data.docstrings(), *stdlib_data.topics()])
+    pairs = stdlib_data.preference_data(seed)
+    assert len(pairs) == len([*stdlib_data.docstrings(), *stdlib_data.topics()])
+    questions, chosen, rejected = ([turns[0]["content"] for turns in column] for column in pairs.to_dict().values())
+    known = sum(own[question] == answer for question, answer in zip(questions, chosen, strict=True))
+    assert known / len(pairs) > 0.99  # a few functions are defined twice
+    assert sorted(chosen) == sorted(rejected)
+    assert sum(a == b for a, b in zip(chosen, rejected, strict=True)) / len(pairs) < 0.01
+    assert stdlib_data.preference_data(seed)[0] == pairs[0] != stdlib_data.preference_data(seed + 1)[0]
+
+
+def test_the_quick_start_finds_equal_losses_and_fewer_tokens(run):
+    code, result, folder = run()
+    assert code == 0
+    assert result["task"] == "dpo"
+    assert result["steps"] == 2
+    assert result["equal"]
+    assert 0 <= result["loss_difference"] < 1e-5
+    assert result["first_loss"]["padding_free"] == pytest.approx(0.693147, abs=1e-4)  # log 2: nothing is trained yet
+    assert result["last_loss"]["padding_free"] != result["first_loss"]["padding_free"]
+    assert 0 < result["tokens_computed"]["padding_free"] < 0.8 * result["tokens_computed"]["trl_padded"]
+    assert result["speed_up"] == result["seconds"]["trl_padded"] / result["seconds"]["padding_free"]
+    assert result["method"] == "padding-free (segment, shared prefixes)"
+    assert result["sample"]["question"].startswith(("What does this do?", "Explain"))
+    assert (folder / "chart.png").read_bytes()[:4] == b"\x89PNG"
+    saved = json.loads((folder / "result.json").read_text())
+    assert saved == {name: value for name, value in result.items() if name != "sample"}
+    assert (folder / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("lora", [[], ["--use_peft"]], ids=["full", "lora"])
+def test_your_own_model_and_pairs_take_their_place(run, tmp_path, model_dir, lora):
+    preference_data(12, 1).to_json(tmp_path / "pairs.jsonl")
+    code, result, _ = run("--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl"), *lora)
+    assert code == 0
+    assert result["equal"]
+    assert result["sample"]["question"].startswith("w")
+    assert not (tmp_path / "model").exists()
+
+
+def test_instructions_are_compared_in_sft(run, tmp_path):
+    conversations(12, 1).to_json(tmp_path / "rows.jsonl")
+    code, result, _ = run("--dataset_name", str(tmp_path / "rows.jsonl"))
+    assert code == 0
+    assert result["task"] == "sft"
+    assert result["equal"]
+    assert result["tokens_computed"]["padding_free"] < result["tokens_computed"]["trl_padded"]
+
+
+def test_losses_that_differ_exit_1(run, monkeypatch, tmp_path, model_dir):
+    monkeypatch.setattr(quickstart, "FLOAT32_TOLERANCE", -1.0)
+    preference_data(8, 1).to_json(tmp_path / "pairs.jsonl")
+    code, result, _ = run("--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl"))
+    assert code == 1
+    assert not result["equal"]
+
+
+def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, model_dir):
+    preference_data(8, 1).to_json(tmp_path / "pairs.jsonl")
+    options = ["--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl"), "--output_dir", str(tmp_path)]
+    assert main(["quickstart", *SHORT, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "DPO, 2 steps on the same batches" in printed
+    for row in ("first loss", "last loss", "time", "tokens computed", "peak memory", "Asked:", "Answered:"):
+        assert row in printed
+    assert "% less" in printed
+
+
+def test_memory_is_that_of_the_peak_above_the_start():
+    run, size = Run(), 2**28
+    with watch_memory(run):
+        block = bytearray(size)
+        block[:: 2**12] = b"x" * len(block[:: 2**12])  # memory counts once it is written to
+        time.sleep(0.2)  # dozens of samples, also on a busy machine
+        del block
+    assert 0.9 * size < run.memory * 2**30 < 1.5 * size

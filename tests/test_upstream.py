@@ -1,0 +1,289 @@
+"""Every private name of transformers, TRL and accelerate that the package touches, and what it takes for granted.
+
+An upgrade that moves one of them fails here, under its name.
+"""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+import trl_paddingfree
+from tests.helpers.architectures import tiny_model
+from tests.helpers.tiny import make_model
+from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, upstream
+from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.flat.segments import Segments
+from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
+
+PACKAGE = Path(trl_paddingfree.__file__).parent
+
+# Where each private name lives, and the parameters that we give it
+PRIVATE = {
+    "transformers:PreTrainedModel._can_set_attn_implementation": (),
+    "transformers:PreTrainedModel._is_stateful": None,
+    "transformers:PreTrainedConfig._attn_implementation": None,
+    "transformers.modeling_flash_attention_utils:_flash_attention_forward": (
+        "query_states",
+        "key_states",
+        "value_states",
+        "attention_mask",
+        "query_length",
+        "is_causal",
+        "softmax_scale",
+        "sliding_window",
+        "softcap",
+        "dropout",
+        "use_top_left_mask",
+        "target_dtype",
+        "attn_implementation",
+        *BOUNDARIES[:4],
+    ),
+    "transformers:Trainer._get_train_sampler": (),
+    "transformers:Trainer._prepare_inputs": ("inputs",),
+    "transformers:Trainer._save_checkpoint": ("model", "trial"),
+    "transformers:Trainer._save_rng_state": ("output_dir",),
+    "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
+    "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
+        "module",
+        "params_and_buffers_to_ignore",
+    ),
+    "trl:DPOTrainer._name": None,
+    "trl:SFTTrainer._name": None,
+    "trl:DPOTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
+    "trl:SFTTrainer._prepare_dataset": (
+        "dataset",
+        "processing_class",
+        "args",
+        "packing",
+        "formatting_func",
+        "dataset_name",
+    ),
+    "trl:DPOTrainer._precompute_ref_logps": (),
+}
+# Set on instances, by the `__init__` of the class
+INSTANCE = {
+    "trl:DPOTrainer._metrics",
+    "trl:SFTTrainer._metrics",
+    "trl:DPOTrainer._tokenizer",
+    "trl:SFTTrainer._tokenizer",
+    "trl:DPOTrainer._total_train_tokens",
+    "trl:SFTTrainer._total_train_tokens",
+    "transformers:Trainer._train_batch_size",
+}
+# Read by the benchmark only, which says so itself where they are missing
+BENCHMARK = {
+    "_get_raw",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_varlen_attn",
+    "_varlen_attn_backward",
+}
+# Methods of TRL's trainers that ours extend: each calls `super()`
+EXTENDED = {
+    "__init__",
+    "_get_train_sampler",
+    "_precompute_ref_logps",
+    "_prepare_dataset",
+    "_save_checkpoint",
+    "_save_rng_state",
+    "compute_loss",
+    "compute_ref_log_probs",
+    "create_model_card",
+    "get_train_dataloader",
+    "log",
+    "train",
+    "training_step",
+}
+
+
+def find(place: str):
+    module, _, path = place.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize(("place", "parameters"), PRIVATE.items(), ids=PRIVATE)
+def test_private_name_is_where_we_look_for_it(place, parameters):
+    found = find(place)
+    found = getattr(found, "__func__", found)
+    if parameters is not None:
+        missing = set(parameters) - inspect.signature(found).parameters.keys()
+        assert not missing
+
+
+@pytest.mark.parametrize("place", sorted(INSTANCE))
+def test_private_attribute_is_set_by_its_class(place):
+    owner, _, name = place.rpartition(".")
+    assert any(f"self.{name} " in inspect.getsource(cls) for cls in find(owner).__mro__[:-1])
+
+
+def test_every_private_name_that_the_package_touches_is_listed_here():
+    touched, own = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                touched.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                touched |= {alias.name for alias in node.names if alias.name.startswith("_")}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+    listed = {place.rpartition(".")[2].rpartition(":")[2] for place in [*PRIVATE, *INSTANCE]} | BENCHMARK
+    assert touched - own - listed - {"__version__"} == set()
+
+
+def extended_methods():
+    for trainer, theirs in ((PaddingFreeDPOTrainer, DPOTrainer), (PaddingFreeSFTTrainer, SFTTrainer)):
+        for cls in trainer.__mro__:
+            if cls.__module__.startswith("trl_paddingfree"):
+                for name, function in vars(cls).items():
+                    if inspect.isfunction(function) and hasattr(theirs, name):
+                        yield theirs, name, function
+
+
+def test_extended_methods_take_what_upstreams_take():
+    for parent, name, function in extended_methods():
+        theirs = inspect.signature(getattr(parent, name)).parameters
+        if name != "__init__" and not any(p.kind == p.VAR_POSITIONAL for p in theirs.values()):
+            ours = inspect.signature(function).parameters.values()
+            assert [p.name for p in ours if p.kind == p.POSITIONAL_OR_KEYWORD and p.name not in theirs] == [], name
+
+
+def test_extended_methods_are_the_ones_listed_here():
+    assert {name for _, name, _ in extended_methods()} == EXTENDED
+
+
+# --- What transformers does with them ------------------------------------------------------------------------------
+
+
+def flat_mask():
+    return FlatMask.carrying(FlatLayout.from_segments(Segments((3, 2), (-1, 0), (0, 1))))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"],
+)
+def test_a_4d_mask_passes_through_every_mask_function(name):
+    create = getattr(transformers.masking_utils, name)
+    config, mask = make_model().config, flat_mask()
+    returned = create(config=config, inputs_embeds=torch.zeros(1, 5, 8), attention_mask=mask, past_key_values=None)
+    assert returned is mask
+
+
+def test_a_4d_mask_is_no_mask_to_layers_that_carry_state():
+    create = transformers.masking_utils.create_recurrent_attention_mask
+    assert create(make_model().config, torch.zeros(1, 5, 8), flat_mask()) is None
+
+
+def test_every_model_with_chunks_takes_a_dict_of_masks():
+    model = tiny_model("llama4_text")
+    names = set(model.config.layer_types)
+    assert names == {"full_attention", "chunked_attention"}
+    with pytest.raises(KeyError, match="chunked_attention"):
+        model.model(torch.zeros(1, 3, dtype=torch.long), attention_mask={"full_attention": None})
+
+
+def test_the_registries_take_our_names_and_give_them_back():
+    AttentionInterface.register("paddingfree-test", len)
+    AttentionMaskInterface.register("paddingfree-test", len)
+    assert AttentionInterface()["paddingfree-test"] is len
+    assert upstream.mask_function("paddingfree-test") is len
+
+
+def test_an_implementation_set_on_a_model_is_the_one_that_its_layers_look_up():
+    model = make_model(attn_implementation="sdpa")
+    assert upstream.attn_implementation(model) == "sdpa"
+    upstream.set_attn_implementation(model, "paddingfree-test")
+    assert upstream.attn_implementation(model) == "paddingfree-test"
+    layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    assert {layer.config._attn_implementation for layer in layers} == {"paddingfree-test"}
+
+
+def test_eager_attention_is_a_function_of_the_layers_own_file():
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    layer = tiny_model("gemma2").model.layers[0].self_attn
+    assert upstream.attention_function("eager", layer) is eager_attention_forward
+
+
+@pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("falcon", False), ("gptj", False), ("mpt", False)])
+def test_models_that_look_attention_up_elsewhere_are_known(model_type, takes):
+    assert upstream.takes_attention_function(tiny_model(model_type)) == takes
+
+
+def test_float32_states_are_brought_to_the_weights_dtype():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+    module.config = SimpleNamespace()
+    assert upstream.flash_target_dtype(torch.zeros(1), module) == torch.bfloat16
+    assert upstream.flash_target_dtype(torch.zeros(1, dtype=torch.bfloat16), module) is None
+
+
+def test_llama4_scales_queries_by_their_place_on_the_axis():
+    """The defect that `rescale_by_position` undoes: without it, or with another formula, it must change too."""
+    layer = tiny_model("llama4_text").model.layers[1].self_attn
+    source = inspect.getsource(type(layer).forward)
+    assert "torch.arange(hidden_states.shape[1]" in source
+    assert "torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0" in source
+    assert {"attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale"} <= vars(layer).keys()
+
+
+def test_layers_that_carry_state_say_which_kernel_keeps_sequences_apart():
+    from trl_paddingfree.check.obstacles import _MISSING_KERNEL
+
+    model = tiny_model("lfm2")
+    with pytest.raises(ValueError, match=_MISSING_KERNEL.pattern):
+        model(torch.zeros(1, 4, dtype=torch.long), seq_idx=torch.tensor([[0, 0, 1, 1]], dtype=torch.int32))
+
+
+# --- What TRL does with its fused head -----------------------------------------------------------------------------
+
+
+def test_the_fused_head_calls_the_backbone_and_takes_shifted_labels():
+    model = make_model()
+    add_fused_lm_head(model)
+    seen = []
+    model.base_model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    ids = torch.tensor([[5, 6, 7]])
+    labels = torch.tensor([[6, -100, 8]])
+    output = model(input_ids=ids, shift_labels=labels, fused_lm_head=True)
+    assert isinstance(output, FusedCausalLMOutput)
+    assert output.log_probs.shape == (1, 3)
+    assert output.log_probs[0, 1] == 0
+    assert seen[0]["use_cache"] is False
+    expected = model(input_ids=ids).logits.log_softmax(-1)[0, [0, 2], [6, 8]]
+    torch.testing.assert_close(output.log_probs[0, [0, 2]], expected)
+
+
+def test_fused_output_has_the_fields_that_are_brought_back_to_rows():
+    fields = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "loss"}
+    assert fields <= FusedCausalLMOutput.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("config_class", [DPOConfig, SFTConfig])
+def test_trls_configs_have_the_flag_that_we_take_over(config_class):
+    assert "padding_free" in config_class.__dataclass_fields__
+
+
+def test_generation_and_training_share_one_signature():
+    """`generate` validates its arguments against the forward's signature, which our wrapper keeps."""
+    model = make_model()
+    add_fused_lm_head(model)
+    from trl_paddingfree.model.forward import choose_route, install
+
+    install(model, choose_route(model))
+    assert inspect.signature(model.forward).parameters.keys() >= {"input_ids", "attention_mask"}
+    assert isinstance(model, PreTrainedModel)
+    model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)

@@ -1,0 +1,117 @@
+"""Runs that are killed, terminated, or meet a full disk go on as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
+from trl_paddingfree.trainers.checkpoints import checkpoint_to_resume, is_whole
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# Counts and sums that TRL and transformers start anew when a run is resumed
+RESTARTED = (*PER_MICRO_BATCH, "num_tokens", "train_loss")
+
+
+def start(*args):
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command(*args), cwd=ROOT, env=environment(), **silent)
+
+
+def kill(process):
+    """`kill -9`, of the launcher and of the processes that it started."""
+    for running in [*psutil.Process(process.pid).children(recursive=True), process]:
+        running.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+def wait_for(checkpoint, process):
+    deadline = time.monotonic() + TIMEOUT
+    while not is_whole(checkpoint):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_path, ranks, seed):
+    """On as many processes as it was killed on, and on another number."""
+    options = {
+        "max_steps": 60,
+        "gradient_accumulation_steps": 2,
+        "arrange_micro_batches": "tokens",
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
+
+    def sized(n):
+        return {**options, "per_device_train_batch_size": 4 // n}
+
+    whole = alone("dpo", model_dir, tmp_path / "whole", sized(1))
+    killed = tmp_path / "killed"
+    process = start(ranks, "dpo", model_dir, killed, sized(ranks))
+    wait_for(killed / "checkpoint-2", process)
+    time.sleep(random.Random(seed).random())
+    kill(process)
+    checkpoint = checkpoint_to_resume(True, str(killed))
+    for n in (1, 2):
+        resumed, folder = {**sized(n), "resume": checkpoint}, tmp_path / f"resumed on {n}"
+        run = alone("dpo", model_dir, folder, resumed) if n == 1 else launch(n, "dpo", model_dir, folder, resumed)
+        assert_same_run(whole, run, tmp_path / "whole", folder, ignore=RESTARTED)
+
+
+def test_a_terminated_run_saves_and_resumes(model_dir, tmp_path):
+    """SIGTERM, with transformers' `enable_jit_checkpoint`."""
+    options = {
+        "arrange_micro_batches": "tokens",
+        "per_device_train_batch_size": 2,
+        "lr_scheduler_type": "constant",
+    }
+    stopped = tmp_path / "stopped"
+    saving = {"enable_jit_checkpoint": True, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    process = start(1, "dpo", model_dir, stopped, {**options, **saving, "max_steps": 1_000_000})
+    wait_for(stopped / "checkpoint-2", process)
+    process.terminate()
+    assert process.wait(TIMEOUT) == 0
+    checkpoint = checkpoint_to_resume(True, str(stopped))
+    step = int(checkpoint.split("-")[-1])
+    end = {"max_steps": step + 2}
+    whole = alone("dpo", model_dir, tmp_path / "whole", {**options, **end})
+    resumed = alone("dpo", model_dir, tmp_path / "resumed", {**options, **end, "resume": checkpoint})
+    after = {"log": [entry for entry in whole["log"] if entry["step"] > step]}
+    assert_same_run(after, resumed, tmp_path / "whole", tmp_path / "resumed", ignore=RESTARTED)
+
+
+def test_a_full_disk_while_saving_leaves_the_checkpoint_before(model_dir, tmp_path):
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = alone("dpo", model_dir, tmp_path / "whole", {**options, "save_strategy": "no"})
+    full = tmp_path / "full"
+    (full / "checkpoint-4").mkdir(parents=True)
+    (full / "checkpoint-4" / "optimizer.pt").symlink_to("/dev/full")
+    with pytest.raises(Exception, match="No space left on device|unexpected pos"):
+        alone("dpo", model_dir, full, options)
+    assert checkpoint_to_resume(True, str(full)) == str(full / "checkpoint-2")
+    (full / "checkpoint-4" / "optimizer.pt").unlink()
+    resumed = alone("dpo", model_dir, full, {**options, "resume": True})
+    assert is_whole(full / "checkpoint-4")
+    assert_same_run(whole, resumed, tmp_path / "whole", full, ignore=RESTARTED)
+
+
+def test_only_whole_checkpoints_are_resumed(tmp_path):
+    with pytest.raises(ValueError, match="has no complete checkpoint: leave it out"):
+        checkpoint_to_resume(True, str(tmp_path))
+    for step, state in ((2, "{}"), (10, '{"epoch": 0.'), (9, "{}"), (11, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    newest = str(tmp_path / "checkpoint-9")
+    assert checkpoint_to_resume("true", str(tmp_path)) == checkpoint_to_resume(True, str(tmp_path)) == newest
+    assert checkpoint_to_resume(str(tmp_path / "checkpoint-2"), str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"checkpoint-10'` is no complete checkpoint.*'.*checkpoint-9' is complete"):
+        checkpoint_to_resume(str(tmp_path / "checkpoint-10"), str(tmp_path))

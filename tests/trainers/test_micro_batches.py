@@ -1,0 +1,215 @@
+"""Moving and splitting the examples of one optimizer step: the same training, in another order."""
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import DPOConfig, DPOTrainer
+
+from tests.helpers.equivalence import TOLERANCE, run
+from tests.helpers.tiny import conversations, preference_data
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree.batching.arrange import StepSampler, balance, by_tokens, imbalance
+from trl_paddingfree.batching.budget import split_by_tokens
+from trl_paddingfree.batching.lengths import example_tokens, truncated
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# Figures that are averaged over micro-batches weigh their tokens anew when examples move between them
+PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
+
+
+def same_training(a, b, ignored=PER_MICRO_BATCH):
+    assert len(a.log_history) == len(b.log_history)
+    for one, other in zip(a.log_history, b.log_history, strict=True):
+        for name in one:
+            if not any(part in name for part in ("flat/", "runtime", "per_second", "flos", *ignored)):
+                assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
+    for name, weight in a.weights.items():
+        assert (b.weights[name] - weight).abs().max() <= TOLERANCE * (1 + weight.abs().max()), name
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
+    costs = costs * num_bins
+    bins = balance(costs, num_bins)
+    assert sorted(item for bin_ in bins for item in bin_) == list(range(len(costs)))
+    assert {len(bin_) for bin_ in bins} == {len(costs) // num_bins}
+    # no worse than filling bins as the items come
+    spread = [sum(costs[item] for item in bin_) for bin_ in bins]
+    assert max(spread) - min(spread) <= max(costs)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 120))
+@settings(max_examples=200, deadline=None)
+def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
+    parts = split_by_tokens(tokens, limit)
+    assert sorted(item for part in parts for item in part) == list(range(len(tokens)))
+    assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("prefix_sharing", [True, False])
+def test_predicted_tokens_are_those_of_the_batch(mode, prefix_sharing):
+    from trl_paddingfree import PreferenceCollator
+
+    rng = np.random.default_rng(SEED)
+    collator = PreferenceCollator(0, 20, mode, padding_free=True, prefix_sharing=prefix_sharing)
+    for lengths in rng.integers(2, 20, (40, 3)):
+        # tokens that occur once, so that only the prompt is shared
+        ids = np.split(np.arange(1, 1 + lengths.sum()), np.cumsum(lengths)[:2])
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        batch = collator([{name: part.tolist() for name, part in zip(names, ids, strict=True)}])
+        (predicted,) = example_tokens(truncated(lengths[None], 20, mode), prefix_sharing)
+        assert batch["flat_batch"].counts.computed == predicted
+
+
+def test_an_incomplete_last_step_stays_as_it_is():
+    sampler = StepSampler(list(range(10)), 4, arrange=lambda step: step[::-1])
+    assert list(sampler) == [3, 2, 1, 0, 7, 6, 5, 4, 8, 9]
+    assert len(sampler) == 10
+
+
+def test_balancing_lowers_the_waiting_of_eight_processes():
+    work = np.random.default_rng(SEED).lognormal(5, 1, 4096)
+    order = list(StepSampler(range(4096), 128, by_tokens(work, 4, 8)))
+    assert imbalance(work[order], 4, 8) < 1 + 0.5 * (imbalance(work, 4, 8) - 1)
+
+
+@pytest.mark.parametrize("seed", [SEED], ids=lambda s: f"seed{s}")
+@pytest.mark.parametrize("arrange", ["tokens", "prefix"])
+def test_rearranged_dpo_steps_train_the_same(model_dir, arrange, seed):
+    common = {"model": model_dir, "train_dataset": preference_data(32, seed)}
+    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_train_epochs": 2, "steps": 6}
+    plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options)
+    arranged = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, arrange_micro_batches=arrange)
+    same_training(plain, arranged)
+    assert isinstance(arranged.trainer._get_train_sampler(), StepSampler)
+
+
+@pytest.mark.parametrize("arrange", ["tokens", "prefix"])
+def test_rearranged_sft_steps_train_the_same(model_dir, arrange):
+    common = {"model": model_dir, "train_dataset": conversations(32, SEED), "prefix_sharing": True, "max_length": 64}
+    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "steps": 4}
+    plain = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options)
+    same_training(
+        plain, run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, arrange_micro_batches=arrange)
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_token_budget_trains_the_same_as_padded_trl(model_dir, accumulation):
+    common = {"model": model_dir, "train_dataset": preference_data(32, SEED)}
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation, "steps": 3}
+    padded = run(DPOTrainer, DPOConfig, **common, **options)
+    seen = []
+
+    class Watched(PaddingFreeDPOTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(inputs["flat_batch"].counts.computed)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    ours = run(Watched, PaddingFreeDPOConfig, **common, **options, max_tokens_per_micro_batch=130)
+    same_training(padded, ours, ignored=())
+    assert max(seen) <= 130
+    assert len(seen) > 3 * accumulation
+
+
+def test_a_token_budget_for_sft_trains_the_same(model_dir):
+    common = {"model": model_dir, "train_dataset": conversations(32, SEED), "max_length": 64}
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
+    plain = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options)
+    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, max_tokens_per_micro_batch=100)
+    same_training(plain, ours, ignored=())
+    assert ours.trainer.total_counts() == plain.trainer.total_counts()  # nothing is shared, and no part is repeated
+
+
+def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model_dir):
+    """Models without `accepts_loss_kwargs` are not told how many tokens a step has."""
+
+    class Mean(PaddingFreeSFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+    common = {"model": model_dir, "train_dataset": conversations(32, SEED), "max_length": 64}
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
+    plain = run(Mean, PaddingFreeSFTConfig, **common, **options)
+    ours = run(Mean, PaddingFreeSFTConfig, **common, **options, max_tokens_per_micro_batch=100)
+    same_training(plain, ours, ignored=())
+    trainer = plain.trainer
+    trainer.flat.options.arrange_micro_batches = "tokens"
+    with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
+        trainer.refuse_micro_batches()
+
+
+def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):
+    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 1}
+    with pytest.raises(ValueError, match=r"`max_tokens_per_micro_batch=10` is less than example \d+ .*needs \(\d+ tok"):
+        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, max_tokens_per_micro_batch=10)
+    options = {"max_tokens_per_micro_batch": 10, "oversized_examples": "alone"}
+    run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss_type": ["aot"]}, "loss_type='aot'"),
+        ({"loss_type": ["sigmoid", "sft"]}, "loss_type='sft'"),
+    ],
+)
+@pytest.mark.parametrize("moving", [{"arrange_micro_batches": "tokens"}, {"max_tokens_per_micro_batch": 500}])
+def test_losses_that_couple_examples_are_refused(model_dir, options, reason, moving):
+    common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
+    with pytest.raises(ValueError, match=reason):
+        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, **moving)
+
+
+def test_a_streaming_data_set_cannot_be_arranged(model_dir):
+    stream = preference_data(8, SEED).to_iterable_dataset()
+    with pytest.raises(ValueError, match="needs a data set of known length"):
+        run(
+            PaddingFreeDPOTrainer,
+            PaddingFreeDPOConfig,
+            model=model_dir,
+            train_dataset=stream,
+            arrange_micro_batches="tokens",
+        )
+
+
+def test_two_ways_to_arrange_at_once_are_refused(model_dir):
+    with pytest.raises(ValueError, match="both decide which examples share a micro-batch"):
+        run(
+            PaddingFreeSFTTrainer,
+            PaddingFreeSFTConfig,
+            model=model_dir,
+            train_dataset=conversations(8, SEED),
+            train_sampling_strategy="batch_rebalance",
+            arrange_micro_batches="tokens",
+        )
+
+
+def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
+    class Mine(PaddingFreeDPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss, _ = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            return loss
+
+    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
+    common["per_device_train_batch_size"] = 8
+    plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
+    same_training(plain, run(Mine, PaddingFreeDPOConfig, **common), ignored=())
+    same_training(plain, run(Mine, PaddingFreeDPOConfig, **common, max_tokens_per_micro_batch=130), ignored=())
+
+
+def test_a_collator_brings_no_token_budget_of_its_own(model_dir):
+    """A budget moves examples, which has to be checked: it comes from the configuration."""
+    from trl_paddingfree import PreferenceCollator
+
+    collator = PreferenceCollator(0, max_tokens=10)
+    common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
+    result = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, trainer_kwargs={"data_collator": collator})
+    assert result.trainer.data_collator.max_tokens is None
+    assert collator.max_tokens == 10

@@ -1,0 +1,375 @@
+"""Bad input stops before anything is computed and says what to change, or is counted and said."""
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from datasets import Dataset
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from trl import DPOConfig, SFTConfig
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from tests.helpers.dpo_runs import assert_layouts_agree, lora, train
+from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data
+from trl_paddingfree import (
+    LanguageModelingCollator,
+    PaddingFreeDPOTrainer,
+    PaddingFreeSFTConfig,
+    PaddingFreeSFTTrainer,
+    PreferenceCollator,
+)
+
+SEED = 7793
+COMMON = {"bf16": False, "report_to": "none", "use_cpu": True, "padding_free": True, "max_steps": 1}
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """A model that must not compute anything."""
+    model = make_model()
+
+    def forward(*args, **kwargs):
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(model.get_input_embeddings(), "forward", forward)
+    return model
+
+
+def build(tmp_path, dataset=None, *, model, tokenizer, trainer_kwargs=None, **options):
+    args = DPOConfig(output_dir=str(tmp_path), **{**COMMON, **options})
+    dataset = preference_data(8, SEED) if dataset is None else dataset
+    kwargs = {"processing_class": tokenizer, **(trainer_kwargs or {})}
+    return PaddingFreeDPOTrainer(model=model, args=args, train_dataset=dataset, **kwargs)
+
+
+class OwnCollator:
+    def __call__(self, examples):
+        raise AssertionError("called")
+
+
+@dataclass
+class ChangedTrlCollator(DataCollatorForPreference):
+    pass
+
+
+@dataclass
+class ChangedCollator(PreferenceCollator):
+    def torch_call(self, examples):
+        return super().torch_call(examples[:2])
+
+
+ARGUMENTS = {
+    "prompt tuning": (
+        {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)},
+        "`peft_config` of type PromptTuningConfig puts virtual tokens",
+    ),
+    "a foreign collator": ({"data_collator": OwnCollator()}, "`data_collator` is a OwnCollator"),
+    "a subclass of TRL's collator": (
+        {"data_collator": ChangedTrlCollator(pad_token_id=0)},
+        "`data_collator` is a ChangedTrlCollator.*`trl_paddingfree.PreferenceCollator`",
+    ),
+    "the other trainer's collator": (
+        {"data_collator": LanguageModelingCollator(pad_token_id=0)},
+        "`data_collator` is a LanguageModelingCollator",
+    ),
+    "eval data with images": (
+        {"eval_dataset": {"e": Dataset.from_list([{"images": [], "prompt": "w1", "chosen": "w2", "rejected": "w3"}])}},
+        "column `images`: vision data is not supported",
+    ),
+    "eval data of another kind": (
+        {"eval_dataset": Dataset.from_list([{"text": "w1"}])},
+        r"The eval data has no column `chosen`, its columns are \['text'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_cannot_be_flat_are_refused(name, untouched, tokenizer, tmp_path):
+    trainer_kwargs, message = ARGUMENTS[name]
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, model=untouched, tokenizer=tokenizer, trainer_kwargs=trainer_kwargs)
+
+
+def test_a_model_that_already_has_virtual_tokens_is_refused(tokenizer, tmp_path):
+    model = get_peft_model(make_model(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="PrefixTuningConfig puts virtual tokens before every row"):
+        build(tmp_path, model=model, tokenizer=tokenizer)
+
+
+OPTIONS = {
+    "dispatch_batches": (
+        {"accelerator_config": {"dispatch_batches": True}},
+        "`accelerator_config={'dispatch_batches': True}` cuts batches",
+    ),
+    "split_batches": (
+        {"accelerator_config": {"split_batches": True}},
+        "`accelerator_config={'split_batches': True}` cuts batches",
+    ),
+    "context parallelism": (
+        {"parallelism_config": ParallelismConfig(cp_size=2)},
+        "`cp_size=2`: context parallelism .* Set `cp_size=1`",
+    ),
+    "sequence parallelism": (
+        {"parallelism_config": ParallelismConfig(sp_size=4)},
+        "`sp_size=4`: sequence parallelism .* Set `sp_size=1`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_cut_batches_are_refused(name, untouched, tokenizer, tmp_path):
+    options, message = OPTIONS[name]
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, model=untouched, tokenizer=tokenizer, **options)
+
+
+@pytest.mark.parametrize(("variable", "size"), [("CP_SIZE", "cp_size"), ("SP_SIZE", "sp_size")])
+def test_parallelism_that_accelerate_was_launched_with_is_refused(
+    variable, size, untouched, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{variable}", "2")
+    with pytest.raises(ValueError, match=f"`parallelism_config` with `{size}=2`"):
+        build(tmp_path, model=untouched, tokenizer=tokenizer)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+GOOD = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
+GOOD_CHAT = {"prompt": user("w1"), "chosen": assistant("w2"), "rejected": assistant("w3")}
+ROWS = {
+    "no `rejected`": ([{"prompt": "w1", "chosen": "w2"}], "train data has no column `rejected`"),
+    "tokens only": (
+        [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}],
+        r"no column `chosen`, its columns are \['prompt_ids'",
+    ),
+    "nothing": ([GOOD, {**GOOD, "chosen": None}], "Row 1 of the train data: `chosen` is None"),
+    "a number": ([{**GOOD, "rejected": 3}], "Row 0 of the train data: `rejected` is 3"),
+    "a prompt of nothing": ([GOOD, GOOD, {**GOOD, "prompt": None}], "Row 2 of the train data: `prompt` is None"),
+    "a list of strings": ([{**GOOD_CHAT, "prompt": ["w1"]}], "`prompt` is a list with 'w1', which has no role"),
+    "no messages": ([GOOD_CHAT, {**GOOD_CHAT, "chosen": []}], "Row 1 of the train data: `chosen` is an empty list"),
+    "a message of nothing": (
+        [GOOD_CHAT, {**GOOD_CHAT, "rejected": assistant(None)}],
+        "Row 1 of the train data: `rejected` is a list with a message whose content is None",
+    ),
+    "a message of a number": ([{**GOOD_CHAT, "prompt": user(4)}], "message whose content is 4"),
+    "text beside messages": ([{**GOOD_CHAT, "prompt": "w1"}], "`prompt` is a str, `chosen` is a list"),
+    "images": ([{**GOOD, "image": [1]}], "column `image`: vision data is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_are_not_text_are_refused_by_number(name, untouched, tokenizer, tmp_path):
+    rows, message = ROWS[name]
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, Dataset.from_list(rows), model=untouched, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", [name for name, (rows, _) in ROWS.items() if len(rows) == 1])
+def test_the_first_row_of_a_stream_is_refused_at_once(name, untouched, tokenizer, tmp_path):
+    rows, message = ROWS[name]
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, Dataset.from_list(rows).to_iterable_dataset(), model=untouched, tokenizer=tokenizer)
+
+
+def test_a_bad_row_in_a_stream_is_refused_when_it_is_read(tokenizer):
+    dataset = preference_data(6, SEED, conversational=False).to_list() + [{**GOOD, "chosen": None}]
+    stream = Dataset.from_list(dataset).to_iterable_dataset()
+    with pytest.raises(ValueError, match="Row 6 of the train data: `chosen` is None"):
+        train(
+            "shared", lambda: {"model": make_model(), "ref_model": make_model(), "processing_class": tokenizer}, stream
+        )
+
+
+def test_a_message_that_calls_a_tool_needs_no_content(tokenizer, tmp_path):
+    call = {"type": "function", "function": {"name": "w3", "arguments": "w4"}}
+    chosen = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message['content'] }} <|im_end|> {% endgeneration %}",
+        "{{ message['content'] or message['tool_calls'][0]['function']['name'] }} <|im_end|> {% endgeneration %}",
+    )
+    dataset = Dataset.from_list([{**GOOD_CHAT, "chosen": chosen}])
+    trainer = build(tmp_path, dataset, model=make_model(), tokenizer=tokenizer, trainer_kwargs={"peft_config": lora()})
+    assert trainer.train_dataset[0]["chosen_ids"] == tokenizer("w3 <|im_end|>")["input_ids"]
+
+
+def without(*tokens):
+    tokenizer = make_tokenizer()
+    for token in tokens:
+        setattr(tokenizer, token, None)
+    return tokenizer
+
+
+def test_a_tokenizer_without_pad_and_eos_token_is_refused(untouched, tmp_path):
+    with pytest.raises(ValueError, match="neither a `pad_token` nor an `eos_token`.* Set `tokenizer.pad_token`"):
+        build(tmp_path, model=untouched, tokenizer=without("pad_token", "eos_token"))
+
+
+def test_plain_text_without_an_eos_token_is_refused(untouched, tmp_path):
+    with pytest.raises(ValueError, match="no `eos_token` to end a completion.* Set `tokenizer.eos_token`"):
+        build(tmp_path, Dataset.from_list([GOOD]), model=untouched, tokenizer=without("eos_token"))
+
+
+@pytest.mark.parametrize("token", ["pad_token", "eos_token"])
+def test_a_tokenizer_that_trl_can_do_with_trains_the_same(token):
+    # Without a pad token TRL pads with eos, which is also a token to learn; conversations end as their template says
+    def make():
+        return {"model": make_model(), "processing_class": without(token), "peft_config": lora()}
+
+    assert_layouts_agree(make, preference_data(8, SEED), steps=2)
+
+
+ODD_ROWS = [
+    {"prompt": "", "chosen": "w1 w2", "rejected": "w3"},
+    {"prompt": "w4 w5 w6", "chosen": "", "rejected": " w7"},
+    {"prompt": "w4 w5", "chosen": " w8", "rejected": ""},
+    {"prompt": "w9", "chosen": " w10 w11", "rejected": " w10 w11"},
+    {"prompt": "", "chosen": "", "rejected": ""},
+]
+
+
+def test_odd_pairs_are_counted_and_train_as_in_trl(tokenizer, caplog):
+    # Evaluated one by one, so that each is also a batch of its own
+    dataset = Dataset.from_list(ODD_ROWS + preference_data(7, SEED, conversational=False).to_list())
+
+    def make():
+        models = {"model": make_model(), "ref_model": make_model(seed=1)}
+        return {**models, "processing_class": tokenizer, "eval_dataset": Dataset.from_list(ODD_ROWS)}
+
+    with caplog.at_level(logging.WARNING):
+        options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
+        padded = assert_layouts_agree(make, dataset, **options)
+    assert len(padded.trainer.train_dataset) == len(dataset)
+    # `preference_data` has one identical pair of its own
+    counted = "2 with an empty prompt, 3 with an empty completion, 3 with identical chosen and rejected, of 12 pairs"
+    assert [m for m in caplog.messages if counted in m and "The train data" in m]
+    assert [m for m in caplog.messages if "The eval data: 2 with an empty prompt" in m and "of 5 pairs" in m]
+
+
+def test_odd_conversations_are_counted_and_train_as_in_trl(tokenizer, caplog):
+    odd = [
+        {"prompt": user(""), "chosen": assistant("w1 w2"), "rejected": assistant("w3")},
+        {"prompt": user("w4"), "chosen": assistant(""), "rejected": assistant("")},
+    ]
+    dataset = Dataset.from_list(odd + preference_data(6, SEED).to_list())
+    with caplog.at_level(logging.WARNING):
+        assert_layouts_agree(
+            lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()}, dataset, steps=2
+        )
+    counted = "1 with an empty prompt, 1 with an empty completion, 2 with identical chosen and rejected, of 8 pairs"
+    assert any(counted in message for message in caplog.messages)
+
+
+def test_implicit_prompts_train_as_in_trl_and_only_completions_count_as_empty(tokenizer, caplog):
+    rows = [
+        {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}
+        for row in preference_data(7, SEED)
+    ]
+    rows.append({"chosen": user("w1") + assistant(""), "rejected": user("w1") + assistant("w2")})
+    with caplog.at_level(logging.WARNING):
+        assert_layouts_agree(
+            lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()},
+            Dataset.from_list(rows),
+            steps=2,
+        )
+    counted = "The train data: 1 with an empty completion, 1 with identical chosen and rejected, of 8 pairs"
+    assert any(counted in message for message in caplog.messages)
+
+
+def test_pairs_without_a_completion_left_are_dropped_as_in_trl_and_counted(tokenizer, caplog):
+    def make():
+        models = {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()}
+        return {**models, "eval_dataset": preference_data(9, SEED + 1)}
+
+    with caplog.at_level(logging.WARNING):
+        padded = assert_layouts_agree(make, preference_data(20, SEED), max_length=16)
+    for name, kept, total in (
+        ("train", len(padded.trainer.train_dataset), 20),
+        ("eval", len(padded.trainer.eval_dataset), 9),
+    ):
+        assert 0 < kept < total
+        assert any(
+            f"The {name} data: dropped {total - kept} of {total} examples, which `max_length=16`" in message
+            for message in caplog.messages
+        )
+
+
+def test_data_that_truncation_empties_is_refused(untouched, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="dropped 8 of 8 examples, which `max_length=3`.* Raise `max_length`"):
+        build(tmp_path, model=untouched, tokenizer=tokenizer, max_length=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"), [({}, True), ({"packing": True}, False), ({"per_device_train_batch_size": 2}, False)]
+)
+def test_batches_of_one_row_are_warned_about(tokenizer, tmp_path, caplog, options, warned):
+    """A pair is two rows, and a packed row is many documents: there is something to gain from those."""
+    options = {"per_device_train_batch_size": 1, "max_length": 32, "bf16": False, "use_cpu": True, **options}
+    args = PaddingFreeSFTConfig(str(tmp_path), report_to="none", **options)
+    with caplog.at_level(logging.WARNING):
+        pairs = {"model": make_model(), "tokenizer": tokenizer, "trainer_kwargs": {"peft_config": lora()}}
+        build(tmp_path, **pairs, per_device_train_batch_size=1)
+        PaddingFreeSFTTrainer(make_model(), args, train_dataset=conversations(8, 0), processing_class=tokenizer)
+    said = [message for message in caplog.messages if "next to nothing to gain" in message]
+    assert len(said) == warned
+
+
+def test_trl_does_not_warn_of_what_is_not_so(tokenizer, tmp_path, caplog, recwarn):
+    with caplog.at_level(logging.WARNING):
+        trainer = build(
+            tmp_path,
+            model=make_model(),
+            tokenizer=tokenizer,
+            trainer_kwargs={"peft_config": lora()},
+            save_strategy="no",
+        )
+        trainer.train()
+    messages = [*caplog.messages, *(str(warning.message) for warning in recwarn)]
+    assert not [m for m in messages if "temporarily unavailable" in m or "padding_free=False" in m]
+    assert [m for m in caplog.messages if m.startswith("Padding-free, ")]
+    ours = [record for record in caplog.records if record.name.startswith("trl_paddingfree")]
+    assert [r for r in caplog.records if r not in ours and r.name.startswith("trl")] == []
+    assert trainer.args.padding_free
+
+
+def test_a_collator_of_the_users_own_that_calls_ours_is_used_and_left_as_it_is(tokenizer, tmp_path):
+    collator = ChangedCollator(pad_token_id=0, max_length=30)
+    trainer = build(
+        tmp_path,
+        model=make_model(),
+        tokenizer=tokenizer,
+        trainer_kwargs={"peft_config": lora(), "data_collator": collator},
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["flat_batch"].row_mask.size(0) == 4
+    assert not collator.padding_free
+
+
+def test_instruction_data_with_images_is_refused(untouched, tokenizer, tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), **COMMON)
+    dataset = Dataset.from_list([{"messages": user("w1") + assistant("w2"), "images": [1]}])
+    with pytest.raises(ValueError, match="column `images`: vision data is not supported"):
+        PaddingFreeSFTTrainer(model=untouched, args=args, train_dataset=dataset, processing_class=tokenizer)
+
+
+def test_without_padding_free_nothing_is_refused_or_counted(tokenizer, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = build(
+            tmp_path,
+            Dataset.from_list(ODD_ROWS),
+            model=make_model(),
+            tokenizer=tokenizer,
+            trainer_kwargs={"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)},
+            padding_free=False,
+        )
+    assert not [record for record in caplog.records if record.name.startswith("trl_paddingfree")]
+    assert torch.is_tensor(next(iter(trainer.get_train_dataloader()))["input_ids"])

@@ -1,0 +1,278 @@
+"""SFT: padded TRL beside ours, on the same data, from the same weights."""
+
+import logging
+import os
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+from tests.helpers.equivalence import TOLERANCE, assert_same, run
+from tests.helpers.tiny import conversations, make_model, prompt_completions
+from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree.data.collate import LanguageModelingCollator
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
+MAX_LENGTH = 24
+
+TOOLS = [{"type": "function", "function": {"name": "w1", "description": "w2", "parameters": {}}}]
+
+
+def language_modeling(n, seed):
+    return Dataset.from_list([{"text": row["prompt"] + row["completion"]} for row in prompt_completions(n, seed)])
+
+
+def turn_by_turn(n, seed):
+    """One sample per assistant turn: each continues the one before it."""
+    rows = []
+    for row in conversations(n, seed):
+        rows += [{"messages": row["messages"][: end + 1]} for end in range(1, len(row["messages"]), 2)]
+    return Dataset.from_list(rows)
+
+
+def with_tools(n, seed):
+    return conversations(n, seed).add_column("tools", [TOOLS] * n)
+
+
+def tokenized(n, seed):
+    """What `skip_prepare_dataset` expects: token ids, and labels of which some are -100."""
+    import random
+
+    rng, rows = random.Random(seed), []
+    for _ in range(n):
+        ids = [rng.randint(5, 60) for _ in range(rng.randint(2, 20))]
+        rows.append({"input_ids": ids, "labels": [t if rng.random() < 0.7 else -100 for t in ids]})
+    return Dataset.from_list(rows)
+
+
+def compare(model_dir, dataset, *, trainer_kwargs=None, ours_kwargs=None, tolerance=TOLERANCE, **options):
+    """Train TRL with padding and ours without, and compare. Returns both trajectories."""
+    options = {"max_length": MAX_LENGTH, **options}
+    common = {"model": model_dir, "train_dataset": dataset, "trainer_kwargs": trainer_kwargs}
+    padded = run(SFTTrainer, SFTConfig, **common, **options)
+    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, **(ours_kwargs or {}))
+    assert_same(padded, ours, tolerance)
+    assert isinstance(ours.trainer.data_collator, LanguageModelingCollator)
+    return padded, ours
+
+
+@pytest.mark.parametrize("seed", [SEED], ids=lambda s: f"seed{s}")
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (conversations, {}),
+        (conversations, {"assistant_only_loss": True, "truncation_mode": "keep_end"}),
+        (prompt_completions, {}),
+        (prompt_completions, {"completion_only_loss": False, "pad_to_multiple_of": 8}),
+        (language_modeling, {"loss_type": "dft"}),
+        (language_modeling, {"label_smoothing_factor": 0.1}),
+        (turn_by_turn, {"assistant_only_loss": True, "gradient_accumulation_steps": 2}),
+        (with_tools, {}),
+        (tokenized, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) or "-".join(x) or "defaults",
+)
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+def test_data_and_losses(model_dir, data, options, prefix_sharing, seed):
+    _, ours = compare(model_dir, data(24, seed), ours_kwargs={"prefix_sharing": prefix_sharing}, **options)
+    counts = ours.trainer.total_counts()
+    if data is turn_by_turn and prefix_sharing:
+        assert counts.computed < counts.real
+    if not prefix_sharing and "pad_to_multiple_of" not in options:
+        assert counts.computed == counts.real
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"average_tokens_across_devices": False, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
+    ],
+    ids=["non-reentrant", "reentrant", "accumulation"],
+)
+def test_training_options(model_dir, options):
+    compare(model_dir, conversations(24, SEED), ours_kwargs={"prefix_sharing": True}, **options)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(r=4, target_modules="all-linear"),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    ],
+    ids=["all-linear", "embeddings"],
+)
+def test_lora(model_dir, lora):
+    compare(
+        model_dir,
+        conversations(24, SEED),
+        trainer_kwargs={"peft_config": lora},
+        ours_kwargs={"prefix_sharing": True},
+        gradient_checkpointing=True,
+    )
+
+
+def test_qlora(tokenizer, tmp_path):
+    # bitsandbytes quantizes blocks of 64 weights
+    make_model(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    quantized = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)}
+    compare(
+        str(tmp_path),
+        conversations(16, SEED),
+        trainer_kwargs={**quantized, "peft_config": LoraConfig(r=4, target_modules="all-linear")},
+        # adapters are bfloat16 under QLoRA: an update may fall to either side of a rounding boundary (eps = 2^-8)
+        tolerance=2**-7,
+    )
+
+
+@pytest.mark.gpu
+def test_activation_offloading(model_dir):
+    compare(model_dir, conversations(24, SEED), activation_offloading=True, use_cpu=False)
+
+
+def test_accumulating_eight_times_one_equals_one_batch_of_eight(model_dir):
+    dataset = conversations(16, SEED)
+    trajectories = [
+        run(
+            PaddingFreeSFTTrainer,
+            PaddingFreeSFTConfig,
+            model=model_dir,
+            train_dataset=dataset,
+            steps=2,
+            max_length=MAX_LENGTH,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+        )
+        for size in (1, 8)
+    ]
+    for a, b in zip(trajectories[0].losses, trajectories[1].losses, strict=True):
+        assert a == pytest.approx(b, rel=TOLERANCE)
+    for name, weight in trajectories[0].weights.items():
+        torch.testing.assert_close(trajectories[1].weights[name], weight, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_evaluation_and_streaming(model_dir):
+    train, evaluation = conversations(24, SEED), conversations(10, SEED + 1)
+    sets = {"a": evaluation.select(range(7)), "b": evaluation.select(range(7, 10))}
+    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    compare(model_dir, train, trainer_kwargs={"eval_dataset": sets}, **options)
+    streams = {"eval_dataset": {name: dataset.to_iterable_dataset() for name, dataset in sets.items()}}
+    compare(model_dir, train.to_iterable_dataset(), trainer_kwargs=streams, **options)
+
+
+def test_formatting_function(model_dir):
+    def format_row(row):
+        return row["prompt"] + " w0 " + row["completion"]
+
+    dataset = prompt_completions(16, SEED)
+    compare(model_dir, dataset, trainer_kwargs={"formatting_func": format_row}, completion_only_loss=False)
+
+
+def test_compute_metrics_sees_the_same_predictions(model_dir):
+    seen = []
+
+    def compute_metrics(prediction):
+        scored = prediction.label_ids[:, 1:] != -100
+        seen.append(prediction.predictions[:, :-1][scored])
+        return {}
+
+    evaluation = conversations(6, SEED)
+    kwargs = {"eval_dataset": evaluation, "compute_metrics": compute_metrics}
+    for trainer_class, config_class in ((SFTTrainer, SFTConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)):
+        trajectory = run(
+            trainer_class,
+            config_class,
+            model=model_dir,
+            train_dataset=evaluation,
+            trainer_kwargs=kwargs,
+            steps=1,
+            max_length=MAX_LENGTH,
+        )
+        trajectory.trainer.evaluate()
+    torch.testing.assert_close(torch.tensor(seen[0]), torch.tensor(seen[1]), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+def test_moe_router_loss_counts_a_shared_token_once_per_row(tokenizer, tmp_path, prefix_sharing):
+    model = make_model("mixtral", num_local_experts=4, num_experts_per_tok=2, vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = {"router_aux_loss_coef": 0.5, "ours_kwargs": {"prefix_sharing": prefix_sharing}}
+    padded, ours = compare(str(tmp_path), turn_by_turn(12, SEED), **options)
+    assert "aux_loss" in ours.log_history[0]
+    if prefix_sharing:
+        counts = ours.trainer.total_counts()
+        assert counts.computed < counts.real
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packing_equals_trls_own(model_dir, strategy):
+    """TRL isolates packed documents on a Llama with SDPA, so that there is something to compare with."""
+    compare(model_dir, conversations(30, SEED), packing=True, packing_strategy=strategy, max_length=64)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
+    from trl.trainer.utils import add_fused_lm_head
+
+    from trl_paddingfree.check.prove import check_flat, undisturbed
+    from trl_paddingfree.model.forward import Route, install
+
+    model = make_model(attn_implementation=attention)
+    add_fused_lm_head(model)
+    install(model, Route("segment", attention, prefix_sharing=True))
+    collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
+    document = [5, 6, 7, 8, 9]
+    outputs = []
+    for neighbour in ([10, 11, 12], [20, 21, 22]):
+        batch = collator([{"input_ids": neighbour + document + neighbour, "seq_lengths": [3, 5, 3]}])
+        with undisturbed(model):
+            outputs.append(model(**batch, fused_lm_head=True).log_probs)
+    assert torch.equal(outputs[0][1], outputs[1][1])
+    assert not torch.equal(outputs[0][0], outputs[1][0])
+    assert check_flat(model, Route("segment", attention, prefix_sharing=True)).passed
+
+
+def test_truncated_away_examples_are_dropped_and_counted(model_dir, caplog):
+    rows = [{"prompt": "w1 " * 30, "completion": " w2"}, *prompt_completions(8, SEED)]
+    with caplog.at_level(logging.WARNING):
+        ours = run(
+            PaddingFreeSFTTrainer,
+            PaddingFreeSFTConfig,
+            model=model_dir,
+            train_dataset=Dataset.from_list(rows),
+            steps=1,
+            max_length=MAX_LENGTH,
+        )
+    dropped = len(rows) - len(ours.trainer.train_dataset)
+    assert dropped >= 1
+    assert f"dropped {dropped} of {len(rows)} examples" in caplog.text
+
+
+def test_padding_free_false_is_trls_trainer_bit_for_bit(model_dir):
+    dataset = conversations(16, SEED)
+    padded = run(SFTTrainer, SFTConfig, model=model_dir, train_dataset=dataset, max_length=MAX_LENGTH)
+    options = {"max_length": MAX_LENGTH, "padding_free": False}
+    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, model=model_dir, train_dataset=dataset, **options)
+    assert padded.losses == ours.losses
+    assert all(torch.equal(padded.weights[name], weight) for name, weight in ours.weights.items())
+
+
+def test_trls_own_config_turns_it_on_too(model_dir):
+    ours = run(
+        PaddingFreeSFTTrainer,
+        SFTConfig,
+        model=model_dir,
+        train_dataset=conversations(8, SEED),
+        steps=1,
+        padding_free=True,
+        max_length=MAX_LENGTH,
+    )
+    assert ours.trainer.args.padding_free
+    assert not ours.trainer.flat.route.prefix_sharing
+    assert ours.trainer.total_counts().computed == ours.trainer.total_counts().real
