@@ -15,24 +15,26 @@ Those that cannot occur here, and why:
 | ms-swift#6548 GSPO | not offered |
 | ms-swift#4942 `predict_with_generate` | not offered; generation is untouched, see the test of transformers#32487 |
 
-And those that a test of the start-up check or of all architectures covers:
+And those that other tests cover, of check/test_prove.py or check/test_architectures.py:
 
 | bug | test |
 |---|---|
-| transformers#46634 an all-ones mask, a cache left on | check/test_prove.py, `test_all_ones_mask_is_caught`, `test_use_cache_is_caught` |
-| transformers#39814, #47525 sequences that start at different positions | check/test_prove.py, `test_segments_with_different_first_positions_are_caught` |
-| transformers#46093, #35861 (Bamba), NeMo-RL#2105 layers with state are not told of boundaries | check/test_architectures.py, `test_architecture_with_state_trains_flat_where_its_kernels_are` |
+| transformers#46634 an all-ones mask | `test_all_ones_mask_is_caught` |
+| transformers#46634 a cache left on | `test_use_cache_is_caught` |
+| transformers#39814, #47525 different first positions | `test_segments_with_different_first_positions_are_caught` |
+| transformers#46093, #35861, NeMo-RL#2105 | `test_architecture_with_state_trains_flat_where_its_kernels_are` |
 """
 
 import copy
 import gc
 import os
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForImageTextToText
+from transformers import AttentionMaskInterface, AutoModelForImageTextToText
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -54,6 +56,7 @@ from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.model.forward import install
 from trl_paddingfree.model.masks import FlatMask, boundaries
 from trl_paddingfree.model.routes import Route, choose_route
+from trl_paddingfree.trainers.token_counts import TokenCounts
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 PAIRS = [
@@ -98,15 +101,11 @@ def sft_run(model_dir):
 # --- TRL -----------------------------------------------------------------------------------------------------------
 
 
-def test_trl_3244_what_is_gathered_is_on_the_models_device(sft_run, monkeypatch):
-    trainer, gathered = sft_run[1].trainer, []
-    monkeypatch.setattr(trainer.state, "log_history", [])
-    gather = trainer.accelerator.gather
-    monkeypatch.setattr(trainer.accelerator, "gather", lambda x: gathered.append(x) or gather(x))
-    trainer.model.train()
-    trainer.log({"loss": 0.0})
-    assert gathered
-    assert all(tensor.device == trainer.accelerator.device for tensor in gathered)
+def test_trl_3244_what_is_gathered_is_on_the_models_device():
+    devices = []
+    gather = lambda tensor: devices.append(tensor.device.type) or torch.zeros(tensor.shape)  # noqa: E731
+    TokenCounts().figures(SimpleNamespace(device=torch.device("meta"), gather=gather))
+    assert devices == ["meta", "meta"]
 
 
 def test_trl_3673_no_2d_mask_reaches_the_model():
@@ -131,14 +130,21 @@ def test_trl_4170_the_first_token_of_a_sequence_is_never_a_target(prefix_sharing
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "kernels-community/x"])
-def test_trl_3942_every_flash_attention_gets_boundaries(name):
-    with reference_flash():
-        model = make_model(attn_implementation="flash_attention_2")
-        upstream.set_attn_implementation(model, "flash_attention_2")
-    model.config._attn_implementation = name
-    assert choose_route(model) == Route("flash", name, prefix_sharing=True)
-    told = boundaries(FlatBatch.from_rows(ROWS, ROWS).layout)
-    assert all(x is not None for x in told.values())
+def test_trl_3942_every_flash_attention_gets_boundaries(name, monkeypatch):
+    model, calls = make_model(), []
+    add_fused_lm_head(model)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["flash_attention_2"])  # as loading a kernel does
+    upstream.set_attn_implementation(model, name)
+    attend = lambda query, *args, **kwargs: calls.append(kwargs) or torch.zeros_like(query)  # noqa: E731
+    monkeypatch.setattr(upstream, "flash_attention_forward", attend)
+    batch = FlatBatch.from_rows(ROWS, ROWS)
+    install(model, choose_route(model))
+    log_probs(model, batch, ROWS)
+    assert [call["attn_implementation"] for call in calls] == [name, name]
+    for call in calls:
+        assert torch.equal(call["cu_seq_lens_q"], batch.layout.cu_seqlens_q)
+        assert torch.equal(call["cu_seq_lens_k"], batch.layout.cu_seqlens_k)
+        assert (call["max_length_q"], call["max_length_k"]) == (5, 5)
 
 
 def test_trl_3996_padding_to_a_multiple_changes_nothing():
@@ -224,7 +230,7 @@ def test_trl_5807_gemma3_trains_on_text_without_token_types():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_trl_6356_both_kinds_of_gradient_checkpointing_see_the_layout(reentrant):
-    model = make_model(num_key_value_heads=4).train()
+    model = tiny_model("llama").train()
     add_fused_lm_head(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()

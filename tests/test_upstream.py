@@ -22,7 +22,9 @@ from tests.helpers.tiny import make_model
 from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, upstream
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
+from trl_paddingfree.model.forward import install
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
+from trl_paddingfree.model.routes import choose_route
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 
@@ -196,20 +198,23 @@ def test_every_model_with_chunks_takes_a_dict_of_masks():
         model.model(torch.zeros(1, 3, dtype=torch.long), attention_mask={"full_attention": None})
 
 
-def test_the_registries_take_our_names_and_give_them_back():
-    AttentionInterface.register("paddingfree-test", len)
-    AttentionMaskInterface.register("paddingfree-test", len)
-    assert AttentionInterface()["paddingfree-test"] is len
-    assert upstream.mask_function("paddingfree-test") is len
+def test_every_layer_calls_the_registered_implementation_that_is_set_on_its_model():
+    calls, made = [], []
 
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        calls.append(module)
+        return query.transpose(1, 2), None
 
-def test_an_implementation_set_on_a_model_is_the_one_that_its_layers_look_up():
+    AttentionInterface.register("paddingfree-test", attend)
+    AttentionMaskInterface.register("paddingfree-test", lambda **kwargs: made.append(kwargs))
     model = make_model(attn_implementation="sdpa")
     assert upstream.attn_implementation(model) == "sdpa"
     upstream.set_attn_implementation(model, "paddingfree-test")
+    model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]))
+    assert calls == [layer.self_attn for layer in model.model.layers]
+    assert made
     assert upstream.attn_implementation(model) == "paddingfree-test"
-    layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    assert {layer.config._attn_implementation for layer in layers} == {"paddingfree-test"}
+    assert upstream.attention_function("paddingfree-test", model) is attend
 
 
 def test_eager_attention_is_a_function_of_the_layers_own_file():
@@ -281,8 +286,6 @@ def test_generation_and_training_share_one_signature():
     """`generate` validates its arguments against the forward's signature, which our wrapper keeps."""
     model = make_model()
     add_fused_lm_head(model)
-    from trl_paddingfree.model.forward import choose_route, install
-
     install(model, choose_route(model))
     assert inspect.signature(model.forward).parameters.keys() >= {"input_ids", "attention_mask"}
     assert isinstance(model, PreTrainedModel)
