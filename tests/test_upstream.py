@@ -98,6 +98,7 @@ EXTENDED = {
     "_save_checkpoint",
     "_save_rng_state",
     "compute_loss",
+    "compute_loss_context_manager",
     "compute_ref_log_probs",
     "create_model_card",
     "get_train_dataloader",

@@ -1,7 +1,7 @@
 """What the padding-free trainers add to TRL's: one model forward, one check, one set of figures."""
 
 import inspect
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,12 +265,10 @@ class PaddingFreeTrainer(WholeCheckpoints):
             state._set_sync_gradients(sync_gradients)
 
     def compute_loss_context_manager(self):
-        context: Any = super().compute_loss_context_manager()
-        if self.flat is None or self.flat.part is None:
-            return context
-        stack, (part, metrics) = ExitStack(), self.flat.part
-        stack.enter_context(metrics.of(part))
-        stack.enter_context(context)
+        stack: Any = super().compute_loss_context_manager()
+        if self.flat is not None and self.flat.part is not None:
+            part, metrics = self.flat.part
+            stack.enter_context(metrics.of(part))
         return stack
 
     def compute_loss(self, model, inputs, *args, **kwargs):
