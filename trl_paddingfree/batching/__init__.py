@@ -1,1 +1,1 @@
-"""Integers only: which examples share a micro-batch, and what fits into one."""
+"""Integers only: which examples share a micro-batch, and how much fits into one."""

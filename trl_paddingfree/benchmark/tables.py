@@ -125,6 +125,6 @@ def update(root: Path, check: bool) -> int:
             path.write_text(updated, encoding="utf-8")
         elif updated != current:
             name = path.relative_to(root)
-            print(f"{name} is not what docs/benchmarks says: run `python scripts/benchmark.py --readme`.")
+            print(f"{name} is out of date: run `python scripts/benchmark.py --readme`.")
             stale = True
     return int(stale)

@@ -20,7 +20,7 @@ def flash_implementations() -> list[str]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of what matters; `None` for what is not installed."""
+    """Versions of the packages that matter; `None` for those that are not installed."""
     found: dict[str, str | None] = dict.fromkeys((*PACKAGES, *OPTIONAL_PACKAGES))
     for name in found:
         with suppress(PackageNotFoundError):

@@ -165,7 +165,7 @@ def _add_quickstart(add: Callable) -> None:
 
 
 def loaded(name: str, load: Callable[[], Any]) -> Any:
-    """What `load` gives; if it cannot, an error that says of what `name` is not the name."""
+    """The result of `load`. Its errors are given a message that names `name`, which the user typed."""
     from datasets.exceptions import DatasetsError
 
     try:

@@ -78,7 +78,7 @@ class Segments:
         return cls(tuple(lengths), (-1,) * len(lengths), (0,) * len(lengths))
 
     def __getstate__(self) -> dict:
-        # What is derived is cheap to derive again: data loader workers send only the host truth
+        # Data loader workers send the host truth only: the rest is cheap to derive again
         return {name: getattr(self, name) for name in ("lengths", "parents", "starts")}
 
     @property

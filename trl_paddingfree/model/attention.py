@@ -133,7 +133,7 @@ def varlen_reasons(query: torch.Tensor, kwargs: dict[str, Any]) -> list[str]:
 
 
 def varlen_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
-    """The flash attention kernel that ships in PyTorch; what it lacks goes to [`segment_attention`]."""
+    """The flash attention kernel that ships in PyTorch. Calls that it cannot take go to [`segment_attention`]."""
     if varlen_reasons(query, kwargs):
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     value_dim = value.size(-1)

@@ -1,4 +1,4 @@
-"""The backends: the ways to compute attention over a flat batch, and what speaks against each for a model."""
+"""The backends: the ways to compute attention over a flat batch, and the reasons against each for a model."""
 
 from typing import Literal, get_args
 
@@ -51,7 +51,7 @@ def reasons_against(
         previous (`str`):
             The attention implementation that it was loaded with.
         dtype (`torch.dtype`), device (`torch.device`):
-            What attention will run in, and on.
+            Dtype and device that attention will run in and on.
     """
     reasons: dict[BackendName, list[str]] = {name: [] for name in BACKENDS}
     if not upstream.takes_attention_function(model):
