@@ -96,6 +96,7 @@ EXTENDED = {
     "_save_checkpoint",
     "_save_rng_state",
     "compute_loss",
+    "compute_loss_context_manager",
     "compute_ref_log_probs",
     "create_model_card",
     "get_train_dataloader",
@@ -281,7 +282,8 @@ def test_generation_and_training_share_one_signature():
     """`generate` validates its arguments against the forward's signature, which our wrapper keeps."""
     model = make_model()
     add_fused_lm_head(model)
-    from trl_paddingfree.model.forward import choose_route, install
+    from trl_paddingfree.model.forward import install
+    from trl_paddingfree.model.routes import choose_route
 
     install(model, choose_route(model))
     assert inspect.signature(model.forward).parameters.keys() >= {"input_ids", "attention_mask"}
