@@ -175,7 +175,7 @@ def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
     model.base_model_prefix = "model"
     seen = set()
     model.base_model.register_forward_pre_hook(lambda *_: seen.add(getattr(model.config, name)))
-    assert prove(model, choose_route(model))[0].prefix_sharing
+    assert check_flat(model, choose_route(model)).passed
     assert seen == {8}
     assert getattr(model.config, name) == 2048
     assert {vars(module)[name] for module in model.modules() if vars(module).get(name)} <= {2048}
@@ -367,12 +367,12 @@ def test_check_restores_the_random_state_of_a_model_that_draws():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_check_costs_a_few_hundred_tokens():
-    """Less than one micro-batch of ordinary length: under 1 % of any run of a hundred of them."""
+def test_check_costs_a_few_thousand_tokens():
+    """About one micro-batch of ordinary length, forward and backward: around 1 % of a run of a hundred of them."""
     model, tokens = make(), []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
     prove(model, choose_route(model))
-    assert sum(tokens) < 4 * 512
+    assert sum(tokens) < 5 * 512
 
 
 # --- What it does about it -----------------------------------------------------------------------------------------
@@ -385,7 +385,8 @@ def test_a_model_without_an_attention_function_gets_a_mask():
 
 
 def test_a_model_that_is_exact_flat_but_not_shared_trains_flat():
-    model = make("mpt", attention=None)  # its ALiBi counts along the flat row, which does not matter without sharing
+    # Its ALiBi counts along the flat row, which does not matter without sharing
+    model = make("mpt", attention=None, max_seq_len=4096)
     result, failed = prove(model, choose_route(model))
     assert not result.prefix_sharing
     assert [r.prefix_sharing for r in failed] == [True]

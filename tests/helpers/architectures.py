@@ -118,6 +118,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("num_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads"), 4),
         **dict.fromkeys(("swa_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16),
     },
+    "doge": {"keep_window_size": 8},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -130,6 +131,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_scale": 10.0,  # queries of layers without rotary positions grow every `floor_scale` tokens
     },
     "mamba2": {"head_dim": 16},
+    "minimax_m3_vl_text": {
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

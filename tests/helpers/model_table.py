@@ -2,6 +2,7 @@
 
 import multiprocessing
 from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from trl_paddingfree import upstream
-from trl_paddingfree.check.obstacles import obstacles
+from trl_paddingfree.check.gradients import RowsInTraining
 from trl_paddingfree.check.probe import RowsAlone
-from trl_paddingfree.check.prove import CheckResult, check_flat
+from trl_paddingfree.check.prove import CheckResult, check_flat, why_refused
 from trl_paddingfree.model.routes import choose_route, routes_to_try
 
 SECONDS = 120  # per model; the slowest takes one
@@ -71,8 +72,7 @@ def check(model_type: str, attention: str | None) -> dict[str, str]:
         results = every_route(model, reference)
         verdict = first_passing(results)
         if not verdict:
-            reasons = obstacles(model, [result.failure for result in results])
-            verdict = "refused: " + " ".join(reasons)
+            verdict = "refused: " + " ".join(why_refused(model, results)).replace("|", "/")
             if "pip install" in verdict:
                 with reference_state_kernels(model):
                     verdict += f" With them: {first_passing(every_route(model, reference)) or 'refused'}."
@@ -82,7 +82,8 @@ def check(model_type: str, attention: str | None) -> dict[str, str]:
 
 def every_route(model: PreTrainedModel, reference: RowsAlone) -> list[CheckResult]:
     """The check on every route that the trainers would try, in their order."""
-    return [check_flat(model, route, reference) for route in routes_to_try(model, choose_route(model))]
+    in_training = cache(partial(RowsInTraining, model))
+    return [check_flat(model, route, reference, in_training) for route in routes_to_try(model, choose_route(model))]
 
 
 def first_passing(results: list[CheckResult]) -> str:

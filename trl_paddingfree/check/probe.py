@@ -21,7 +21,7 @@ NOISE_FACTOR = 4.0
 HALF_DIGITS_FACTOR = 3.0
 # What limits how far a token sees, in layers and configurations, and how far it sees while rows are tried: to meet the
 # limits of real models, rows would have to be thousands of tokens long
-_LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale"), 8
+_LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk"), 8
 
 Call = Callable[..., Any]
 
@@ -77,15 +77,8 @@ def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
     return rows
 
 
-def _log_probs(
-    model: PreTrainedModel,
-    rows: list[np.ndarray],
-    *,
-    call: Call | None = None,
-    width: int = 0,
-    **flat: Any,
-) -> list[torch.Tensor]:
-    """Log-probability of every token of every row but its first: padded to `width`, or flat if told how."""
+def row_inputs(model: PreTrainedModel, rows: list[np.ndarray], width: int = 0, **flat: Any) -> dict[str, Any]:
+    """What the model is called with for rows that score every token: padded to `width`, or flat if told how."""
     lengths = [len(row) for row in rows]
     input_ids = torch.zeros(len(rows), max(width, *lengths), dtype=torch.long)
     for padded, row in zip(input_ids, rows, strict=True):
@@ -97,8 +90,16 @@ def _log_probs(
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
-    return [row[: n - 1] for row, n in zip(output, lengths, strict=True)]
+    return {**inputs, "fused_lm_head": True, "use_cache": False}
+
+
+def _log_probs(
+    model: PreTrainedModel, rows: list[np.ndarray], *, call: Call | None = None, width: int = 0, **flat: Any
+) -> list[torch.Tensor]:
+    """Log-probability of every token of every row but its first: padded to `width`, or flat if told how."""
+    inputs = row_inputs(model, rows, width, **flat)
+    output = (model if call is None else call)(**inputs).log_probs.double().cpu()
+    return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
 
 
 def root_mean_square(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:

@@ -8,6 +8,8 @@ log-probability, as root mean squares over scored tokens:
 - `leak`: how much a row moves when *other* rows of the flat batch change. Shapes stay the same, so a model without a
   leak does not move at all, up to rounding where rows meet in the experts of a mixture.
 - `effect`: how much a row moves when one token of its *own* context changes: the size that a mistake would have.
+
+A route that passes then computes gradients, as training will: see [`~trl_paddingfree.check.gradients`].
 """
 
 import time
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ..model.forward import install
 from ..model.routes import Route, routes_to_try
+from .gradients import GradientResult, RowsInTraining, check_gradients
 from .obstacles import obstacles
 from .probe import Call, RowsAlone, compute_dtype, narrowed, root_mean_square, undisturbed
 
@@ -50,6 +53,8 @@ class CheckResult:
             Largest `error` that passes.
         failure (`str`):
             The error that the model raised instead of an answer; empty if it answered.
+        gradients (`GradientResult`, *optional*):
+            What the pass with gradients found; `None` if there was none.
 
     Examples:
     ```python
@@ -73,6 +78,7 @@ class CheckResult:
     effect: float = float("nan")
     tolerance: float = float("nan")
     failure: str = ""
+    gradients: GradientResult | None = None
 
     @property
     def prefix_sharing(self) -> bool:
@@ -82,24 +88,34 @@ class CheckResult:
     @property
     def isolated(self) -> bool:
         """Whether rows do not see one another."""
+        if self.gradients is not None and self.gradients.failure:
+            return False
         return self.leak == 0 or self.leak <= min(self.tolerance, LEAK_FRACTION * self.effect)
 
     @property
     def passed(self) -> bool:
         """Whether the model may train this way."""
-        return not self.failure and self.error <= self.tolerance and self.isolated
+        trains = self.gradients is None or self.gradients.passed
+        return not self.failure and self.error <= self.tolerance and self.isolated and trains
 
     def __str__(self) -> str:
         if self.failure:
             return f"{self.route}: {self.failure}"
         verdict = "exact" if self.passed else "WRONG"
+        trained = "" if self.gradients is None else f"; {self.gradients}"
         return (
             f"{self.route}: {verdict} (error {self.error:.1e}, allowed {self.tolerance:.1e}; leak {self.leak:.1e}, a "
-            f"real one would be about {self.effect:.1e})"
+            f"real one would be about {self.effect:.1e}{trained})"
         )
 
 
-def check_flat(model: PreTrainedModel, route: Route, reference: RowsAlone | None = None) -> CheckResult:
+def check_flat(
+    model: PreTrainedModel,
+    route: Route,
+    reference: RowsAlone | None = None,
+    in_training: Callable[[], RowsInTraining] | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> CheckResult:
     """
     Run `model` flat and one by one. Leaves `route` installed, and the model otherwise as it was.
 
@@ -110,6 +126,10 @@ def check_flat(model: PreTrainedModel, route: Route, reference: RowsAlone | None
             How to compute the flat batch.
         reference (`RowsAlone`, *optional*):
             The model's answers one by one, if known already.
+        in_training (`Callable`, *optional*):
+            Gives its answers one by one in training, to compute gradients if all else passed. By default, none are.
+        agree (`Callable`, *optional*):
+            Gives whether something is so on all processes, from whether it is on this one.
     """
     reference = reference or RowsAlone(model)
     log_probs = partial(reference.log_probs, prefix_sharing=route.prefix_sharing)
@@ -123,7 +143,7 @@ def check_flat(model: PreTrainedModel, route: Route, reference: RowsAlone | None
                 movements += [root_mean_square([changed[row]], [flat[row]]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
-    return CheckResult(
+    result = CheckResult(
         route,
         error=root_mean_square(flat, reference.alone),
         noise=reference.noise,
@@ -131,6 +151,16 @@ def check_flat(model: PreTrainedModel, route: Route, reference: RowsAlone | None
         effect=reference.effect,
         tolerance=reference.tolerance,
     )
+    if in_training is None or not agree(result.passed):
+        return result
+    return replace(result, gradients=check_gradients(in_training, route.prefix_sharing))
+
+
+def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
+    """What stands between `model` and flat batches: what it does wrong only as it trains, or [`obstacles`]."""
+    in_training = [result.gradients.failure for result in failed if result.gradients is not None]
+    reasons = [f"As it trains, {failure.rstrip('.')}." for failure in dict.fromkeys(in_training) if failure]
+    return reasons or obstacles(model, [result.failure for result in failed])
 
 
 class UnprovenModelError(ValueError):
@@ -163,6 +193,7 @@ def prove(
     fallback: bool = True,
     call: Call | None = None,
     agree: Callable[[bool], bool] = bool,
+    no_gradients: str = "",
 ) -> tuple[CheckResult, list[CheckResult]]:
     """
     Find the first exact route, and install it.
@@ -181,6 +212,8 @@ def prove(
             See [`RowsAlone`].
         agree (`Callable`, *optional*):
             Gives whether something is so on all processes, from whether it is on this one.
+        no_gradients (`str`, *optional*):
+            Why gradients cannot be checked; empty if they can.
 
     Returns:
         `tuple[CheckResult, list[CheckResult]]`: The result that passed, and those that failed before it.
@@ -190,18 +223,20 @@ def prove(
     """
     started = time.perf_counter()
     draws = 1 if compute_dtype(model) in (torch.float32, torch.float64) else DRAWS_IN_LOW_PRECISION
-    reference = cache(partial(RowsAlone, model, call))
+    reference, in_training = cache(partial(RowsAlone, model, call)), cache(partial(RowsInTraining, model, call))
     failed: list[CheckResult] = []
     for candidate in routes_to_try(model, route, fallback=fallback):
         for draw in range(draws):
-            result = check_flat(model, candidate, reference(draw))
+            trained = None if no_gradients else partial(in_training, draw)
+            result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):
-                return result, failed
+                skipped = GradientResult(skipped=f"not checked: {no_gradients}")
+                return replace(result, gradients=skipped) if no_gradients else result, failed
             if not agree(result.isolated):
                 break
         failed.append(replace(result, failure="not exact on another process") if result.passed else result)
     tried = "\n    ".join(map(str, failed))
-    reasons = "".join(f"{reason}\n" for reason in obstacles(model, [result.failure for result in failed]))
+    reasons = "".join(f"{reason}\n" for reason in why_refused(model, failed))
     raise UnprovenModelError(
         f"{type(model).__name__} does not treat a flat batch as separate sequences, so training it without padding "
         f"would be wrong. Tried, in {time.perf_counter() - started:.1f} s:\n    {tried}\n{reasons}"

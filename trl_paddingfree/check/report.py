@@ -1,6 +1,7 @@
 """The start-up check by hand: every backend that this machine offers, and how exact each is on a model."""
 
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,6 +10,7 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 from .. import upstream
 from ..model.backends import BACKENDS
 from ..model.routes import choose_route, routes_to_try
+from .gradients import RowsInTraining
 from .machine import flash_implementations
 from .probe import RowsAlone
 from .prove import CheckResult, UnprovenModelError, check_flat, prove
@@ -101,7 +103,7 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
 
 def try_backends(model: PreTrainedModel) -> list[BackendReport]:
     """Check `model` with every backend, with shared prefixes and without."""
-    reference, reports = RowsAlone(model), []
+    reference, in_training, reports = RowsAlone(model), cache(partial(RowsInTraining, model)), []
     for backend in BACKENDS:
         try:
             route = choose_route(model, backend)
@@ -109,7 +111,7 @@ def try_backends(model: PreTrainedModel) -> list[BackendReport]:
             reports.append(BackendReport(backend, reasons=str(error)))
             continue
         routes = routes_to_try(model, route, fallback=False)
-        reports.append(BackendReport(backend, tuple(check_flat(model, route, reference) for route in routes)))
+        reports.append(BackendReport(backend, tuple(check_flat(model, r, reference, in_training) for r in routes)))
     return reports
 
 

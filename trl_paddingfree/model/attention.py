@@ -171,16 +171,42 @@ def _dispatch(attend: AttentionFunction, previous: str, module, query, key, valu
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 
 
-# The attention implementation that each of ours was registered over
-_REPLACED: dict[str, str] = {}
+class StandIn(str):
+    """
+    The name of an attention implementation of ours, which stands in for another one.
+
+    It reads and compares as the name of the other: modeling files ask for that (`if config._attn_implementation in
+    ("eager", "sdpa")`), and generation and padded rows must go on as before. It hashes as a name of its own, by which
+    transformers' registries find ours.
+
+    Args:
+        previous (`str`):
+            The implementation that it stands in for.
+        backend (`str`):
+            One of `"flash"`, `"varlen"` and `"segment"`.
+    """
+
+    def __new__(cls, previous: str, backend: BackendName):
+        name = super().__new__(cls, previous)
+        name.key = (previous, backend)
+        return name
+
+    key: tuple[str, BackendName]
+
+    def __reduce__(self):
+        return StandIn, self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:  # torch.compile traces this
+        return self.key == other.key if isinstance(other, StandIn) else self.key[0] == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
-def replaced_attention(name: str) -> str:
-    """The attention implementation that `name` stands over, or `name` if it is not one of ours."""
-    return _REPLACED.get(name, name)
-
-
-def register_attention(previous: str, backend: BackendName) -> str:
+def register_attention(previous: str, backend: BackendName) -> StandIn:
     """
     Register an attention implementation that computes flat batches with `backend` and all else as before.
 
@@ -191,13 +217,9 @@ def register_attention(previous: str, backend: BackendName) -> str:
             One of `"flash"`, `"varlen"` and `"segment"`.
 
     Returns:
-        `str`: The name to set as the model's attention implementation.
+        `StandIn`: The name to set as the model's attention implementation.
     """
-    # transformers and some models read meaning into parts of a name ("sdpa", "flash"): avoid them
-    name = (
-        f"paddingfree-{backend.replace('flash', 'fa')}-over-{previous.replace('sdpa', 'torch').replace('flash', 'fa')}"
-    )
-    _REPLACED[name] = previous
+    name = StandIn(previous, backend)
     AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
     AttentionMaskInterface.register(name, upstream.mask_function(previous))
     return name

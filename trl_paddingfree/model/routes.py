@@ -6,7 +6,6 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import upstream
-from .attention import replaced_attention
 from .backends import BACKENDS, BackendName, describe, reasons_against, slower_backends
 
 
@@ -63,7 +62,7 @@ def choose_route(
     Raises:
         `ValueError`: If the backend that was asked for cannot serve this model, with every reason.
     """
-    previous = replaced_attention(upstream.attn_implementation(model))
+    previous = str(upstream.attn_implementation(model))  # of ours, what it stands in for
     if model.base_model is model:
         raise ValueError(
             f"{type(model).__name__} keeps its backbone under another name than its `base_model_prefix` "

@@ -122,7 +122,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
         flat = self.flat
         if flat is None or flat.route is not None:
             return
-        flat.check, models = StartUpCheck(self.accelerator, flat.options), self.flat_models()
+        flat.check, models = StartUpCheck(self.accelerator, flat.options, self.args), self.flat_models()
         if all(flat.check.can_call(model, model is self.model) for model in models):
             flat.route = flat.check.prove_all(models)
         else:  # the engine shards and places the weights when training starts: the check waits for it

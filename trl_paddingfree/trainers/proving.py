@@ -1,12 +1,13 @@
 """The start-up check as trainers run it: which models, when, and on all processes alike."""
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -27,10 +28,12 @@ class StartUpCheck:
             The trainer's: it knows the device, the precision, the engine and the other processes.
         options ([`PaddingFreeOptions`]):
             What was asked for.
+        args ([`~transformers.TrainingArguments`], *optional*):
+            The trainer's, which says whether training recomputes activations.
     """
 
-    def __init__(self, accelerator: Accelerator, options: PaddingFreeOptions):
-        self.accelerator, self.options = accelerator, options
+    def __init__(self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any = None):
+        self.accelerator, self.options, self.args = accelerator, options, args
 
     def base(self, model: Any) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
@@ -84,15 +87,48 @@ class StartUpCheck:
     def _prove(self, model: Any, route: Route) -> CheckResult:
         base = self.base(model)
         # FSDP2 casts weights and inputs instead
-        with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
+        with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast(), self._checkpointing(base):
             fallback = self.options.flat_attention == "auto"
-            result, failed = prove(base, route, fallback=fallback, call=model, agree=self._all_agree)
+            no_gradients = self._why_no_gradients(model)
+            result, failed = prove(
+                base, route, fallback=fallback, call=model, agree=self._all_agree, no_gradients=no_gradients
+            )
         if failed and self.accelerator.is_main_process:
             tried = "\n    ".join(map(str, failed))
             logger.warning(
                 f"{type(base).__name__} trains as «{result}», because the start-up check failed as\n    {tried}"
             )
         return result
+
+    @contextmanager
+    def _checkpointing(self, base: PreTrainedModel) -> Iterator[None]:
+        """Within this context, activations are recomputed if training will: its start turns that on, later."""
+        trains = any(parameter.requires_grad for parameter in base.parameters())
+        wanted = self.args is not None and self.args.gradient_checkpointing and trains
+        if not wanted or not base.supports_gradient_checkpointing or base.is_gradient_checkpointing:
+            yield
+            return
+        options = dict(self.args.gradient_checkpointing_kwargs or {})
+        for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
+            options.pop(name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the names that do not warn are not in older releases
+            base.gradient_checkpointing_enable(options or None)
+        try:
+            yield
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                base.gradient_checkpointing_disable()
+
+    def _why_no_gradients(self, model: Any) -> str:
+        """Which engine stands between a model and its gradients; empty if none does."""
+        engine = self.accelerator.distributed_type
+        if engine == DistributedType.DEEPSPEED and self.accelerator.unwrap_model(model) is not model:
+            return "DeepSpeed computes whole backward passes only"
+        if engine == DistributedType.FSDP and not self.accelerator.is_fsdp2:
+            return "FSDP1 computes whole backward passes only"
+        return ""
 
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""

@@ -1,0 +1,232 @@
+"""The check's second pass, as training will be: training mode, gradients, a long flat row.
+
+Four rows of equal length go through the model, in two pairs that share a long prefix. One batch of them, which needs no
+padding, is the reference. Flat, the losses of two rows that share nothing are differentiated at a time. *Which* flat
+tokens carry gradient is a test without tolerance, in any precision: exactly those that do for the row alone. More of
+them are a leak, fewer are forgotten context. Whether the numbers are equal finds the rest, such as wrong positions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..flat.batch import FlatBatch
+from .probe import HALF_DIGITS_FACTOR, Call, compute_dtype, row_inputs
+from .training import WatchedEmbeddings, as_in_training, gradients, small_parameters
+
+# Length of the rows, and the share of them that two rows have in common: together more than 256 flat tokens
+_LENGTH, _SHARED = 104, 0.75
+# Rows of which a loss is differentiated at a time: they share nothing
+_GROUPS = ((0, 1), (2, 3))
+# What limits how far a token sees and cannot be narrowed, because layers are built with it
+_BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
+               "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
+_POSITIONS = ("max_position_embeddings", "max_seq_len")
+# Longest row, and longest flat row, that are worth their time at start-up
+_LONGEST_ROW = {"cuda": 1024, "cpu": 256}
+_LONGEST_FLAT = {"cuda": 8192, "cpu": 2048}
+# Gradients of less than this share of the largest are as good as none: rounding alone may make them zero
+_NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
+# Some parameters get next to no gradient, but for rounding: what counts then is the largest of them
+_LEAST_PARAMETER = 0.1
+
+
+@dataclass(frozen=True)
+class GradientResult:
+    """
+    What the pass found on one route.
+
+    Args:
+        error (`float`):
+            Largest difference of gradients from those of the rows alone, relative to them.
+        tolerance (`float`):
+            Largest `error` that passes.
+        failure (`str`):
+            What is wrong with which tokens carry gradient, or the error that the model raised; empty if nothing is.
+        skipped (`str`):
+            Why numbers could not be compared; empty if they were.
+        notes (`tuple[str, ...]`):
+            What else could not be checked.
+    """
+
+    error: float = float("nan")
+    tolerance: float = float("nan")
+    failure: str = ""
+    skipped: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether gradients are those of the rows alone."""
+        return not self.failure and (bool(self.skipped) or self.error <= self.tolerance)
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"in training, {self.failure}"
+        figures = f"{self.error:.1e}, allowed {self.tolerance:.1e}"
+        return "; ".join([f"gradients {self.skipped or figures}", *self.notes])
+
+
+def long_rows(vocab_size: int, length: int, draw: int = 0) -> list[np.ndarray]:
+    """Four rows of `length` tokens; the first and the third share a prefix, the second and the fourth another."""
+    rng, shared = np.random.default_rng(draw), int(length * _SHARED)
+    first, second, third, fourth = rng.integers(0, vocab_size, (4, length))
+    second[0] = (first[0] + 2) % vocab_size
+    for row, continued in ((third, first), (fourth, second)):
+        row[:shared] = continued[:shared]
+        row[shared] = (continued[shared] + 2) % vocab_size
+    return [first, second, third, fourth]
+
+
+def _limits(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, int]:
+    values = {name: getattr(model.config.get_text_config(), name, None) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
+
+
+class RowsInTraining:
+    """
+    What a model says of long rows as it trains, each by itself, with gradients.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model with TRL's fused LM head.
+        call (`Callable`, *optional*):
+            What to call in place of `model`.
+        draw (`int`, *optional*, defaults to `0`):
+            Seed of the rows' tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
+        self.model, self.call = model, model if call is None else call
+        self.in_training: Callable[[], Any] = partial(as_in_training, model, call)
+        kind = "cpu" if model.device.type == "cpu" else "cuda"
+        limits, positions = _limits(model, _BUILT_WITH), _limits(model, _POSITIONS).values()
+        reached = [limit for limit in limits.values() if limit < _LONGEST_ROW[kind] + 16]
+        length = min(max([_LENGTH, *(limit + 16 for limit in reached)]), *positions, _LONGEST_ROW[kind] + 32)
+        self.notes = tuple(f"`{name}={limit}` is out of reach" for name, limit in limits.items() if limit >= length)
+        self.beyond = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
+        self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
+        self.unit = torch.finfo(compute_dtype(model)).eps
+        self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
+        with self.in_training():
+            self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
+
+    def differentiate(
+        self, inputs: dict[str, Any], rows: tuple[int, ...] = (0, 1, 2, 3)
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Log-probabilities, and gradients of those of `rows` at the embeddings and of small parameters, on the CPU."""
+        with WatchedEmbeddings(self.model) as embeddings:
+            log_probs = self.call(**inputs).log_probs
+        if embeddings.output is None:
+            raise RuntimeError("its input embeddings are not what it computes with")
+        # float16 has next to no small numbers: training scales its losses, too
+        scale = 2.0**8 if compute_dtype(self.model) == torch.float16 else 1.0
+        parameters = [*self.model.parameters()]
+        watched = [embeddings.output, *small_parameters(self.model)]
+        found = gradients((log_probs[list(rows)].sum() * scale), watched, parameters)
+        return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
+
+
+def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
+    """
+    Differentiate a flat batch as training will, on the route that is installed.
+
+    Args:
+        in_training (`Callable`):
+            Gives the model's answers one by one.
+        prefix_sharing (`bool`):
+            Whether to share prefixes.
+    """
+    try:
+        reference = in_training()
+    except Exception as error:  # nor will it train with padding
+        return GradientResult(skipped=f"not checked, as a row alone raises {type(error).__name__}: {error}")
+    try:
+        with reference.in_training():
+            return _compare(reference, prefix_sharing)
+    except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+        return GradientResult(failure=f"{type(error).__name__}: {error}")
+
+
+def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
+    inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
+    batch: FlatBatch = inputs["flat_batch"]
+    answers, errors, small, notes = [], [], [], list(reference.notes)
+    for rows in _GROUPS:
+        log_probs, (flat, *found) = reference.differentiate(inputs, rows)
+        if flat is None or reference.embedded is None or flat.shape[:2] != batch.input_ids.shape:
+            return GradientResult(failure="no gradient reaches its input embeddings")
+        if failure := _wrong_tokens(flat[0], reference.embedded, batch, rows):
+            return GradientResult(failure=failure)
+        errors += [_relative(flat[0][batch.row_index[row]], reference.embedded[row]) for row in rows]
+        answers.append(log_probs)
+        small.append(found)
+    # The same rows twice: what draws at random in training has no numbers to compare
+    draws = _root_mean_square(answers[0] - answers[1]) > reference.unit * _root_mean_square(answers[0])
+    if failure := _beyond_positions(reference, batch.counts.computed, draws):
+        return GradientResult(failure=failure)
+    summed = [None if a is None or b is None else a + b for a, b in zip(*small, strict=True)]
+    pairs = [(a, b) for a, b in zip(summed, reference.small, strict=True) if a is not None and b is not None]
+    if summed and not pairs:
+        notes.append("gradients of parameters were out of sight")
+    least = _LEAST_PARAMETER * max((float(b.norm()) for _, b in pairs), default=0.0)
+    errors += [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs]
+    skipped = "not compared, as it draws at random in training, but none reaches another row" if draws else ""
+    return GradientResult(max(errors), reference.tolerance, skipped=skipped, notes=tuple(notes))
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def _root_mean_square(x: torch.Tensor) -> float:
+    return float(x.pow(2).mean().sqrt())
+
+
+def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, batch: FlatBatch, rows: tuple[int, ...]) -> str:
+    """What is wrong with which of the `(T, D)` gradients of `rows` are zero, or an empty string."""
+    if not (flat.isfinite().all() and alone.isfinite().all()):
+        return "gradients are not finite"
+    touched = (flat != 0).any(1)
+    for row in rows:
+        touched[batch.row_index[row]] = False
+    for other in range(len(batch.row_index)):
+        if other not in rows and touched[batch.row_index[other]].any():
+            return f"row {other} gets gradient from row {' or '.join(map(str, rows))}"
+    for row in rows:
+        sizes, expected = flat[batch.row_index[row]].norm(dim=1), alone[row].norm(dim=1)
+        has, wanted = sizes > _NEGLIGIBLE * sizes.max(), expected > _NEGLIGIBLE * expected.max()
+        lost = (wanted & (sizes == 0)).nonzero()[:, 0].tolist()
+        if lost:
+            where = f"its first {len(lost)} tokens" if lost[-1] == len(lost) - 1 else f"{len(lost)} of its tokens"
+            return f"row {row} forgets {where}"
+        if more := (has & (expected == 0)).nonzero()[:, 0].tolist():
+            return f"row {row} gets gradient at its token {more[0]}, which it does not alone"
+    return ""
+
+
+def _beyond_positions(reference: RowsInTraining, computed: int, draws: bool) -> str:
+    """What is wrong with a flat row that is longer than a row may be, or an empty string."""
+    length, rows = len(reference.rows[0]), len(reference.rows)
+    for limit in reference.beyond:
+        copies = limit // (rows * length) + 1
+        if limit < computed:
+            continue
+        inputs = row_inputs(reference.model, reference.rows * copies, prefix_sharing=False)
+        try:
+            with torch.no_grad():
+                log_probs = reference.call(**inputs).log_probs.double().cpu()
+        except Exception as error:
+            return (
+                f"a flat row of {copies * rows * length} tokens, more than the {limit} positions of its configuration, "
+                f"raises {type(error).__name__}: {error}"
+            )
+        wrong = _root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
+        if not draws and not wrong <= reference.tolerance * _root_mean_square(reference.log_probs):
+            return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"
+    return ""
