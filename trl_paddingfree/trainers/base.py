@@ -24,6 +24,7 @@ from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
 from .model_card import describe_method
+from .option_values import refuse_wrong_values
 from .proving import StartUpCheck
 from .quiet import silence
 from .refusals import refuse_moving, refuse_oversized, refuse_unflattenable
@@ -93,6 +94,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
         config = arguments["args"]
+        refuse_wrong_values(config, PaddingFreeOptions)  # again: they may have been set since
         if not config.padding_free:
             self.trl_trainer.__init__(self, **arguments)
             return
