@@ -18,7 +18,8 @@ from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
 from ..data.task import Task
 from ..flat.batch import BatchCounts
-from ..model.forward import install
+from ..model.answers import EditedRowsError
+from ..model.forward import ask_edits, install, read_edits
 from ..model.routes import Route
 from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions
@@ -230,6 +231,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
         raise NotImplementedError
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        self._refuse_edited_whole(inputs)
         batches = inputs.pop("parts", [inputs])
         most = len(batches)
         if self.flat is not None and self.flat.options.max_tokens_per_micro_batch:
@@ -244,6 +246,19 @@ class PaddingFreeTrainer(WholeCheckpoints):
         losses = [self._step_of_part(model, part, metrics, num_items_in_batch) for part in parts]
         metrics.log()
         return torch.stack(losses).sum()
+
+    def _refuse_edited_whole(self, inputs: dict[str, Any]) -> None:
+        """Refuse a micro-batch whose rows were edited, or lost, where no call of the model can find out."""
+        if self.flat is None:
+            return
+        if "flat_batch" not in inputs:
+            raise EditedRowsError(
+                f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
+                "loader gave, or set `padding_free=False`."
+            )
+        if "parts" in inputs and self.flat.check is not None:
+            rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
+            ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
 
     def _most_parts(self, num_parts: int) -> int:
         """The most parts that any process has."""
@@ -278,6 +293,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.prove_placed(model)
         loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.flat is not None and self.flat.check is not None:  # the device has answered: TRL has read its metrics
+            for flat_model in self.flat_models():
+                read_edits(self.flat.check.base(flat_model))
         if self.flat is None or self.flat.part is None:
             return loss
         weight = self.flat.part[0].weight

@@ -40,7 +40,7 @@ def _allows(kind: Any, value: Any) -> bool:
     if isinstance(kind, tuple):
         return isinstance(value, str) and value in kind
     if kind is int:
-        return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
     return isinstance(value, kind)
 
 
