@@ -29,6 +29,8 @@ class FlatCollator(DataCollatorMixin):
 
     def flatten(self, rows: dict[str, Any]) -> FlatBatch:
         """The flat batch of padded rows."""
+        if rows["input_ids"].is_floating_point():
+            raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
         return FlatBatch.from_padded(
             rows["input_ids"],
             self.row_labels(rows),
@@ -198,8 +200,14 @@ def collate_parts(
 def _documents(example: dict[str, Any]) -> list[dict[str, Any]]:
     """The documents of one example, each with its `input_ids` and `labels`."""
     ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
+    lengths = example.get("seq_lengths", [len(ids)])
+    if len(labels) != len(ids) or sum(lengths) != len(ids):
+        raise ValueError(
+            f"An example has {len(ids)} `input_ids`, {len(labels)} `labels` and `seq_lengths` that sum to "
+            f"{sum(lengths)}: all three must be the same."
+        )
     documents, first = [], 0
-    for length in example.get("seq_lengths", [len(ids)]):
+    for length in lengths:
         documents.append({"input_ids": ids[first : first + length], "labels": labels[first : first + length]})
         first += length
     return documents

@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
+from .. import upstream
 from ..batching.arrange import StepSampler
 from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
@@ -28,7 +29,7 @@ from .model_card import describe_method
 from .option_values import refuse_wrong_values
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import refuse_moving, refuse_oversized, refuse_unflattenable
+from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable
 from .token_counts import TokenCounts, gathered
 
 
@@ -110,6 +111,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             config.padding_free = True
         self.padding_free = True
         self.start_flat()
+        self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
 
     def flat_models(self) -> list[Any]:
@@ -133,6 +135,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
             for model, route in zip(models, routes, strict=True):
                 install(flat.check.base(model), route)
             flat.route, flat.awaits_weights = routes[0], True
+        for model in models:
+            upstream.keep_varlen_results(model)
         collator: Any = self.data_collator
         if not isinstance(collator, self.task.collator):
             collator = self.task.collator(**vars(collator))
@@ -140,6 +144,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
         self.data_collator = replace(
             collator, padding_free=True, prefix_sharing=flat.route.prefix_sharing, max_tokens=None
         )
+
+    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
+        """Refuse data, as the user gave it, that the model cannot compute."""
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
