@@ -6,11 +6,13 @@ when an upgrade moves one. Public names are imported where they are used.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 
@@ -124,3 +126,71 @@ def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     repacked layer passes no gradient on to its input.
     """
     return type(module).__module__.startswith("bitsandbytes.")
+
+
+def attention_layers(model: torch.nn.Module) -> list[Any]:
+    """The modules that compute attention: transformers names their classes so."""
+    return [module for module in model.modules() if "Attention" in type(module).__name__]
+
+
+def attention_dropout(model: torch.nn.Module) -> float:
+    """
+    The dropout that attention layers give to their kernel in training.
+
+    They hold it as a number or as a module, under names of their own (`attention_dropout`, `attn_dropout`, `dropout`).
+    """
+
+    def is_of_scores(name: str) -> bool:
+        return name == "dropout" or ("drop" in name and "att" in name)
+
+    layers = attention_layers(model)
+    held = [(name, value) for layer in layers for name, value in vars(layer).items() if isinstance(value, float)]
+    held += [(n, m.p) for layer in layers for n, m in layer.named_children() if isinstance(m, torch.nn.Dropout)]
+    return max((value for name, value in held if is_of_scores(name)), default=0.0)
+
+
+def beyond_varlen(model: torch.nn.Module) -> list[str]:
+    """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, beside dropout."""
+    layers = attention_layers(model)
+    sizes: set[Any] = {getattr(layer, "head_dim", None) for layer in layers} - {None}
+    beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
+    # Where these layers keep what they give to the kernel as `softcap` and `s_aux`
+    for attribute, word in (("attn_logit_softcapping", "soft-capping"), ("sinks", "sinks")):
+        if any(getattr(layer, attribute, None) is not None for layer in layers):
+            beyond.append(word)
+    return beyond
+
+
+def keep_varlen_results(model: Any) -> None:
+    """
+    Have TRL's selective checkpointing keep the results of PyTorch's varlen kernel too.
+
+    Its policy knows ATen's attention and operators with "flash_attn" in their names, and recomputes all others. It is
+    replaced where transformers keeps it, each time that checkpointing is enabled; without `selective`, nothing is.
+    """
+    enable = model.gradient_checkpointing_enable
+    if not getattr(enable, "_is_sac_wrapped", False) or getattr(enable, "keeps_varlen", False):
+        return
+
+    def gradient_checkpointing_enable(*args: Any, **kwargs: Any) -> None:
+        enable(*args, **kwargs)
+        for module in model.modules():
+            if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
+                contexts = _keeping_varlen(checkpoint.keywords["context_fn"])
+                module._gradient_checkpointing_func = partial(checkpoint, context_fn=contexts)
+
+    gradient_checkpointing_enable._is_sac_wrapped = True  # type: ignore[attr-defined]
+    gradient_checkpointing_enable.keeps_varlen = True  # type: ignore[attr-defined]
+    model.gradient_checkpointing_enable = gradient_checkpointing_enable
+
+
+def _keeping_varlen(contexts: Callable) -> Callable:
+    """`contexts`, TRL's `partial(create_selective_checkpoint_contexts, policy)`, with a policy that keeps one more."""
+    (policy,) = contexts.args  # type: ignore[attr-defined]
+
+    def keeping(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if str(op) == "torch_attn._varlen_attn.default":
+            return CheckpointPolicy.MUST_SAVE
+        return policy(ctx, op, *args, **kwargs)
+
+    return partial(create_selective_checkpoint_contexts, keeping)

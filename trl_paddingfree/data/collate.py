@@ -5,15 +5,65 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.data.data_collator import DataCollatorMixin
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..batching.budget import split_by_tokens
 from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.edits import edits
+
+
+class FlatCollator(DataCollatorMixin):
+    """What the collators share: their flat batch is of the rows that leave them, whatever a subclass did to these."""
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None
+    padding_free: bool
+    prefix_sharing: bool
+    max_tokens: int | None
+
+    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
+        """`(R, L)` int64: the tokens of `rows` that are scored, else -100."""
+        return rows["labels"]
+
+    def flatten(self, rows: dict[str, Any]) -> FlatBatch:
+        """The flat batch of padded rows."""
+        if rows["input_ids"].is_floating_point():
+            raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
+        return FlatBatch.from_padded(
+            rows["input_ids"],
+            self.row_labels(rows),
+            rows["attention_mask"].sum(1).tolist(),
+            prefix_sharing=self.prefix_sharing,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=self.pad_token_id,
+        )
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        batch = super().__call__(features, return_tensors)
+        if not self.padding_free:
+            return batch
+        rows = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        flat = batch.get("flat_batch")
+        if flat is not None and not edits(flat, **rows, labels=self.row_labels(batch)).any():
+            return batch
+        lengths = rows["attention_mask"].sum(1, keepdim=True)
+        if (rows["attention_mask"] != (torch.arange(rows["input_ids"].size(1)) < lengths)).any():
+            raise ValueError(
+                f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
+                "batch cannot hold: pad rows on the right, or set `padding_free=False`."
+            )
+        if "parts" in batch:
+            raise ValueError(
+                f"{type(self).__name__} edits rows that `max_tokens_per_micro_batch` has cut into parts: edit the "
+                "examples before `super().torch_call(examples)`, or leave `max_tokens_per_micro_batch` out."
+            )
+        return {**batch, "flat_batch": self.flatten(batch)}
 
 
 @dataclass
-class PreferenceCollator(DataCollatorForPreference):
+class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     """
     Collator of preference pairs. Without `padding_free`, its output is that of TRL's
     [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], tensor for tensor.
@@ -72,21 +122,15 @@ class PreferenceCollator(DataCollatorForPreference):
 
     def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The rows of some examples, with their flat batch."""
-        output = super().torch_call(examples)
-        labels = output["input_ids"].masked_fill(output["completion_mask"] == 0, IGNORE_INDEX)
-        output["flat_batch"] = FlatBatch.from_padded(
-            output["input_ids"],
-            labels,
-            output["attention_mask"].sum(1).tolist(),
-            prefix_sharing=self.prefix_sharing,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_token_id=self.pad_token_id,
-        )
-        return output
+        rows = super().torch_call(examples)
+        return {**rows, "flat_batch": self.flatten(rows)}
+
+    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
+        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
 
 @dataclass
-class LanguageModelingCollator(DataCollatorForLanguageModeling):
+class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     """
     Collator of instruction data. Without `padding_free`, its output is that of TRL's
     [`~trl.trainer.sft_trainer.DataCollatorForLanguageModeling`], tensor for tensor.
@@ -135,17 +179,9 @@ class LanguageModelingCollator(DataCollatorForLanguageModeling):
     def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The rows of some examples, with their flat batch."""
         documents = [document for example in examples for document in _documents(example)]
-        rows = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
-        output = rows(documents)
-        output["flat_batch"] = FlatBatch.from_padded(
-            output["input_ids"],
-            output["labels"],
-            [len(document["input_ids"]) for document in documents],
-            prefix_sharing=self.prefix_sharing,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_token_id=self.pad_token_id,
-        )
-        return output
+        pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
+        rows = pad(documents)
+        return {**rows, "flat_batch": self.flatten(rows)}
 
 
 def collate_parts(
@@ -164,8 +200,14 @@ def collate_parts(
 def _documents(example: dict[str, Any]) -> list[dict[str, Any]]:
     """The documents of one example, each with its `input_ids` and `labels`."""
     ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
+    lengths = example.get("seq_lengths", [len(ids)])
+    if len(labels) != len(ids) or sum(lengths) != len(ids):
+        raise ValueError(
+            f"An example has {len(ids)} `input_ids`, {len(labels)} `labels` and `seq_lengths` that sum to "
+            f"{sum(lengths)}: all three must be the same."
+        )
     documents, first = [], 0
-    for length in example.get("seq_lengths", [len(ids)]):
+    for length in lengths:
         documents.append({"input_ids": ids[first : first + length], "labels": labels[first : first + length]})
         first += length
     return documents

@@ -221,6 +221,10 @@ class FlatBatch:
         rows = self.input_ids[0][self.row_index]
         return [row[mask].tolist() for row, mask in zip(rows, self.row_mask, strict=True)]
 
+    def scored_of(self, values: torch.Tensor) -> torch.Tensor:
+        """`(1, P, D)`: the vectors of scored tokens among `values` of shape `(1, T, D)`, on whatever device."""
+        return values.index_select(1, self.scored_index.to(values.device))
+
     @torch.compiler.disable  # a graph per dtype, gradient mode and shape would cost more than it saves
     def scored_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """

@@ -73,6 +73,10 @@ def reasons_against(
         reasons["varlen"].append(f"the model is on {device.type}, the kernel needs CUDA")
     if dtype not in (torch.float16, torch.bfloat16):
         reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
+    if dropout := upstream.attention_dropout(model):
+        reasons["varlen"].append(
+            f"attention has a dropout of {dropout}, and the kernel has none: set it to 0 in the model's configuration"
+        )
     if previous == "flex_attention":
         for name in ("segment", "mask"):
             reasons[name].append("flex_attention takes block masks: load the model with 'sdpa'")

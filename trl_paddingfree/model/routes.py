@@ -72,6 +72,8 @@ def choose_route(
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, BACKENDS))}.")
     reasons = reasons_against(model, previous, dtype or model.dtype, device or model.device)
+    if backend == "varlen":  # "auto" may still take it for those layers that it can serve
+        reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in upstream.beyond_varlen(model)]
     wanted = [name for name in BACKENDS if backend in ("auto", name)]
     if (found := next((name for name in wanted if not reasons[name]), None)) is None:
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))

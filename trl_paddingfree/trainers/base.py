@@ -13,20 +13,23 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
+from .. import upstream
 from ..batching.arrange import StepSampler
 from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
 from ..data.task import Task
 from ..flat.batch import BatchCounts
-from ..model.forward import install
+from ..model.answers import EditedRowsError
+from ..model.forward import ask_edits, install, read_edits
 from ..model.routes import Route
 from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
 from .model_card import describe_method
+from .option_values import refuse_wrong_values
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import refuse_moving, refuse_oversized, refuse_unflattenable
+from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable
 from .token_counts import TokenCounts, gathered
 
 
@@ -93,6 +96,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
         config = arguments["args"]
+        refuse_wrong_values(config, PaddingFreeOptions)  # again: they may have been set since
         if not config.padding_free:
             self.trl_trainer.__init__(self, **arguments)
             return
@@ -107,6 +111,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             config.padding_free = True
         self.padding_free = True
         self.start_flat()
+        self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
 
     def flat_models(self) -> list[Any]:
@@ -130,6 +135,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
             for model, route in zip(models, routes, strict=True):
                 install(flat.check.base(model), route)
             flat.route, flat.awaits_weights = routes[0], True
+        for model in models:
+            upstream.keep_varlen_results(model)
         collator: Any = self.data_collator
         if not isinstance(collator, self.task.collator):
             collator = self.task.collator(**vars(collator))
@@ -137,6 +144,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
         self.data_collator = replace(
             collator, padding_free=True, prefix_sharing=flat.route.prefix_sharing, max_tokens=None
         )
+
+    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
+        """Refuse data, as the user gave it, that the model cannot compute."""
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
@@ -228,6 +238,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
         raise NotImplementedError
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        self._refuse_edited_whole(inputs)
         batches = inputs.pop("parts", [inputs])
         most = len(batches)
         if self.flat is not None and self.flat.options.max_tokens_per_micro_batch:
@@ -242,6 +253,19 @@ class PaddingFreeTrainer(WholeCheckpoints):
         losses = [self._step_of_part(model, part, metrics, num_items_in_batch) for part in parts]
         metrics.log()
         return torch.stack(losses).sum()
+
+    def _refuse_edited_whole(self, inputs: dict[str, Any]) -> None:
+        """Refuse a micro-batch whose rows were edited, or lost, where no call of the model can find out."""
+        if self.flat is None:
+            return
+        if "flat_batch" not in inputs:
+            raise EditedRowsError(
+                f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
+                "loader gave, or set `padding_free=False`."
+            )
+        if "parts" in inputs and self.flat.check is not None:
+            rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
+            ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
 
     def _most_parts(self, num_parts: int) -> int:
         """The most parts that any process has."""
@@ -274,6 +298,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.prove_placed(model)
         loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.flat is not None and self.flat.check is not None:  # the device has answered: TRL has read its metrics
+            for flat_model in self.flat_models():
+                read_edits(self.flat.check.base(flat_model))
         if self.flat is None or self.flat.part is None:
             return loss
         weight = self.flat.part[0].weight

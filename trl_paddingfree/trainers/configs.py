@@ -6,6 +6,7 @@ from typing import Literal
 from trl import DPOConfig, SFTConfig
 
 from ..model.backends import BackendName
+from .option_values import refuse_wrong_values
 from .quiet import silence
 
 
@@ -35,6 +36,9 @@ class PaddingFreeOptions:
         oversized_examples (`str`, *optional*, defaults to `"error"`):
             What to do with an example of more than `max_tokens_per_micro_batch` tokens: `"error"` refuses to start,
             `"alone"` runs it by itself.
+
+    Raises:
+        `ValueError`: If an option has a value that its type does not allow.
     """
 
     padding_free: bool = field(
@@ -65,6 +69,9 @@ class PaddingFreeOptions:
         metadata={"help": "What to do with an example above `max_tokens_per_micro_batch`: 'error' or run it 'alone'."},
     )
 
+    def __post_init__(self):
+        refuse_wrong_values(self, PaddingFreeOptions)
+
 
 @dataclass
 class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
@@ -83,7 +90,8 @@ class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
 
     def __post_init__(self):
         silence()
-        super().__post_init__()
+        PaddingFreeOptions.__post_init__(self)
+        DPOConfig.__post_init__(self)
 
 
 @dataclass
@@ -108,4 +116,5 @@ class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
 
     def __post_init__(self):
         silence()
-        super().__post_init__()
+        PaddingFreeOptions.__post_init__(self)
+        SFTConfig.__post_init__(self)

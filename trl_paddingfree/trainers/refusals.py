@@ -13,6 +13,7 @@ from trl import SFTConfig
 
 from ..batching.lengths import example_tokens
 from ..data.preferences import column_names
+from ..data.tokens import refuse_bad_tokens
 from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
@@ -35,10 +36,10 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
     _refuse_sequence_parallelism(config)
-    eval_dataset = arguments.get("eval_dataset")
-    eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    for dataset in (arguments.get("train_dataset"), *eval_datasets):
+    for name, dataset in given_datasets(arguments):
         _refuse_vision(dataset)
+        if isinstance(config, SFTConfig):
+            refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
         _refuse_missing_pad_token(arguments.get("processing_class"), config)
     for option in ("dispatch_batches", "split_batches"):
@@ -53,6 +54,14 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
         )
+
+
+def given_datasets(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The data sets among the arguments of a trainer, with their names."""
+    eval_dataset = arguments.get("eval_dataset")
+    eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    datasets = {"train": arguments.get("train_dataset"), **eval_datasets}
+    return [(name, dataset) for name, dataset in datasets.items() if dataset is not None]
 
 
 def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
@@ -88,7 +97,7 @@ def _refuse_sequence_parallelism(config: Any) -> None:
 
 
 def _refuse_vision(dataset: Any) -> None:
-    found = [] if dataset is None else [name for name in column_names(dataset) if name in ("image", "images")]
+    found = [name for name in column_names(dataset) if name in ("image", "images")]
     if found:
         raise ValueError(
             f"The data has a column `{found[0]}`: vision data is not supported without padding. Leave the column out "

@@ -9,6 +9,7 @@ from .. import upstream
 from ..data.collate import LanguageModelingCollator
 from ..data.prepare import log_dropped
 from ..data.task import Task
+from ..data.tokens import refuse_unknown_tokens, without_lengths
 from ..flat.batch import IGNORE_INDEX
 from .base import PaddingFreeTrainer
 from .configs import PaddingFreeSFTConfig
@@ -78,6 +79,21 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         self.start(args, kwargs)
 
+    def start_flat(self) -> None:
+        super().start_flat()
+        # Preparation packs, and cuts a column of that name; data that it was told to skip may be packed already
+        if self.flat is not None and not self.args.packing and self._skip_prepare_dataset:
+            self.train_dataset = without_lengths(self.train_dataset)
+            if isinstance(self.eval_dataset, dict):
+                self.eval_dataset = {name: without_lengths(data) for name, data in self.eval_dataset.items()}
+            elif self.eval_dataset is not None:
+                self.eval_dataset = without_lengths(self.eval_dataset)
+
+    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
+        embeddings: Any = self.flat_base(self.model).get_input_embeddings()
+        for name, dataset in datasets:
+            refuse_unknown_tokens(dataset, name, embeddings.num_embeddings)
+
     def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
         scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
         return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), scored)
@@ -90,6 +106,7 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if not packing:
-            log_dropped(dataset_name, dataset, prepared, args.max_length)
-        return prepared
+        if packing:
+            return prepared
+        log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared if self.flat is None else without_lengths(prepared)

@@ -1,0 +1,81 @@
+#!/usr/bin/env python
+"""Random draws over options, models and data: padded TRL beside ours, one line of JSON per draw.
+
+Run it again to go on where it stopped. `--report` prints what the lines say, for docs/random_comparison.md.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+VERDICTS = ("same", "same in float64", "different", "failed", "refused", "TRL refuses")
+
+
+def read(output: Path) -> list[dict]:
+    """The draws that are done."""
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+
+def run(first: int, draws: int, output: Path) -> None:
+    """Run the draws that `output` does not have yet."""
+    import datasets
+    import torch
+
+    from tests.helpers.random_draws import outcome
+
+    datasets.disable_progress_bars()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    done = {result["seed"] for result in read(output)}
+    for seed in range(first, first + draws):
+        if seed in done:
+            continue
+        with open(os.devnull, "w") as nothing:  # what trainers print of each step
+            sys.stdout = nothing
+            try:
+                result = outcome(seed)
+            finally:
+                sys.stdout = sys.__stdout__
+        with output.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{seed}: {result['verdict']} {result.get('reason', result.get('differences', ''))}", flush=True)
+
+
+def report(output: Path) -> str:
+    """A table of verdicts, and the versions."""
+    results = sorted(read(output), key=lambda result: result["seed"])
+    counts = {task: Counter(r["verdict"] for r in results if r["task"] == task) for task in ("dpo", "sft")}
+    lines = ["| verdict | DPO | SFT |", "|-|-|-|"]
+    lines += [f"| {verdict} | {counts['dpo'][verdict]} | {counts['sft'][verdict]} |" for verdict in VERDICTS]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "torch", "accelerate", "peft"))
+    seeds = f"{results[0]['seed']} to {results[-1]['seed']}"
+    lines += ["", f"{len(results)} draws (seeds {seeds}), Python {platform.python_version()}, {packages}."]
+    for result in results:
+        if result["verdict"] in ("different", "failed"):
+            lines.append(f"- {result['seed']}: {result['verdict']}: {result.get('differences', result.get('reason'))}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first draw (default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=500, help="number of draws (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("random_comparison.jsonl"))
+    parser.add_argument("--report", action="store_true", help="run nothing, print what the lines say")
+    arguments = parser.parse_args()
+    if not arguments.report:
+        run(arguments.first, arguments.draws, arguments.output)
+    print(report(arguments.output))

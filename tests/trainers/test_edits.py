@@ -1,0 +1,223 @@
+"""Rows are the truth: whoever edits them is obeyed, as by padded TRL, or told that it is too late."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.equivalence import assert_same, run
+from tests.helpers.tiny import make_model, preference_data, prompt_completions
+from trl_paddingfree import (
+    FlatBatch,
+    LanguageModelingCollator,
+    PaddingFreeDPOConfig,
+    PaddingFreeDPOTrainer,
+    PaddingFreeSFTConfig,
+    PaddingFreeSFTTrainer,
+    PreferenceCollator,
+)
+from trl_paddingfree.flat.edits import edits
+from trl_paddingfree.model.answers import EditedRowsError
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.routes import choose_route
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+def other_tokens(batch):
+    batch["input_ids"] = torch.where(batch["attention_mask"] == 1, (batch["input_ids"] * 7 + 3) % 60 + 5, 0)
+    if "labels" in batch:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["labels"] == -100, -100)
+    return batch
+
+
+def more_scored(batch):
+    if "labels" in batch:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    else:
+        batch["completion_mask"] = batch["attention_mask"].clone()
+    return batch
+
+
+def fewer_scored(batch):
+    name = "labels" if "labels" in batch else "completion_mask"
+    batch[name][:, 5:9] = -100 if name == "labels" else 0
+    return batch
+
+
+def fewer_rows(batch):
+    rows = len(batch["input_ids"]) // 2
+    keep = torch.arange(rows) * 2 if "labels" in batch else torch.tensor([0, 1, rows, rows + 1])
+    return {name: rows[keep] if torch.is_tensor(rows) else rows for name, rows in batch.items()}
+
+
+def swapped_rows(batch):
+    order = torch.arange(len(batch["input_ids"])).flip(0)
+    return {name: rows[order] if torch.is_tensor(rows) else rows for name, rows in batch.items()}
+
+
+def cut_rows(batch):
+    return {name: rows[:, :-1] if torch.is_tensor(rows) else rows for name, rows in batch.items()}
+
+
+EDITS = [other_tokens, more_scored, fewer_scored, fewer_rows, swapped_rows, cut_rows]
+TASKS = {
+    "dpo": (DPOTrainer, DPOConfig, PaddingFreeDPOTrainer, PaddingFreeDPOConfig),
+    "sft": (SFTTrainer, SFTConfig, PaddingFreeSFTTrainer, PaddingFreeSFTConfig),
+}
+COLLATORS = {
+    "dpo": (DataCollatorForPreference, PreferenceCollator),
+    "sft": (DataCollatorForLanguageModeling, LanguageModelingCollator),
+}
+DATA = {"dpo": preference_data, "sft": prompt_completions}
+
+
+def editing(collator_class, edit):
+    @dataclass
+    class Editing(collator_class):
+        def torch_call(self, examples):
+            return edit(super().torch_call(examples))
+
+    return Editing(0)
+
+
+def common(task, model_dir, **options):
+    return {"model": model_dir, "train_dataset": DATA[task](12, SEED), "steps": 2, **options}
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("task", TASKS)
+def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):
+    trl, trl_config, ours, our_config = TASKS[task]
+    padded, flat = (editing(collator_class, edit) for collator_class in COLLATORS[task])
+    expected = run(trl, trl_config, **common(task, model_dir), trainer_kwargs={"data_collator": padded})
+    actual = run(
+        ours, our_config, **common(task, model_dir), prefix_sharing=True, trainer_kwargs={"data_collator": flat}
+    )
+    assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("place", ["training_step", "_prepare_inputs", "collator"])
+@pytest.mark.parametrize("task", TASKS)
+def test_later_edits_are_refused(model_dir, task, place):
+    *_, trainer_class, config_class = TASKS[task]
+
+    class Stepping(trainer_class):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, other_tokens(inputs), *args)
+
+    class Preparing(trainer_class):
+        def _prepare_inputs(self, inputs):
+            return other_tokens(super()._prepare_inputs(inputs))
+
+    @dataclass
+    class Calling(COLLATORS[task][1]):
+        def __call__(self, features, return_tensors=None):
+            return other_tokens(super().__call__(features, return_tensors))
+
+    trainer = {"training_step": Stepping, "_prepare_inputs": Preparing, "collator": trainer_class}[place]
+    kwargs = {"data_collator": Calling(0)} if place == "collator" else {}
+    with pytest.raises(EditedRowsError, match="were edited after .*: other tokens.*Edit them in `torch_call`"):
+        run(trainer, config_class, **common(task, model_dir, trainer_kwargs=kwargs))
+
+
+def test_edits_of_a_whole_whose_parts_are_computed_are_refused(model_dir):
+    class Stepping(PaddingFreeDPOTrainer):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, more_scored(inputs), *args)
+
+    options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 8}
+    with pytest.raises(EditedRowsError, match="more or other tokens to score"):
+        run(Stepping, PaddingFreeDPOConfig, **common("dpo", model_dir, **options))
+    collator = PreferenceCollator(0, padding_free=True, max_tokens=20)
+    examples = [{"prompt_ids": [i] * 9, "chosen_ids": [i + 1], "rejected_ids": [i + 2]} for i in range(1, 9)]
+    assert len(collator(examples)["parts"]) > 1
+    cut = editing(PreferenceCollator, other_tokens)
+    cut.padding_free, cut.max_tokens = True, 20
+    with pytest.raises(ValueError, match="`max_tokens_per_micro_batch` has cut into parts"):
+        cut(examples)
+
+
+def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):
+    class Stepping(PaddingFreeSFTTrainer):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, {"input_ids": inputs["input_ids"]}, *args)
+
+    with pytest.raises(EditedRowsError, match=r"no `flat_batch`, only \['input_ids'\]"):
+        run(Stepping, PaddingFreeSFTConfig, **common("sft", model_dir))
+
+
+def test_a_mask_with_gaps_is_refused():
+    def gap(batch):
+        batch["attention_mask"][0, 1] = 0
+        return batch
+
+    collator = editing(LanguageModelingCollator, gap)
+    collator.padding_free = True
+    with pytest.raises(ValueError, match="gaps, or padding on the left"):
+        collator([{"input_ids": [1, 2, 3]}])
+
+
+def test_a_label_in_the_padding_and_another_mask_are_edits():
+    batch = FlatBatch.from_rows([[1, 2, 3], [4]], [[-100, 2, 3], [-100]])
+    labels = torch.tensor([[-100, 2, 3], [-100, 5, -100]])
+    assert edits(batch, labels=labels).tolist() == [False, False, True]
+    assert edits(batch, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]])).tolist() == [False, True, False]
+    assert edits(batch, attention_mask=torch.zeros(2, 3)).tolist() == [False] * 3
+    assert edits(batch, torch.tensor([[1, 2, 3], [4, 8, 9]])).tolist() == [False] * 3  # what stands in the padding
+
+
+# --- A loss of one's own -------------------------------------------------------------------------------------------
+
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, model_type, fused):
+    def own(trainer_class):
+        class Own(trainer_class):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                if not fused:
+                    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+                    return outputs["loss"] + outputs.logits.float().logsumexp(-1)[:, 0].mean()
+                return model(**inputs, fused_lm_head=True, use_cache=False).loss
+
+        return Own
+
+    def arguments():
+        model = make_model(model_type, **(MOE if model_type == "mixtral" else {}))
+        return {**common("sft", model), "trainer_kwargs": {"processing_class": tokenizer}}
+
+    trl, trl_config, ours, our_config = TASKS["sft"]
+    padded = run(own(trl), trl_config, **arguments())
+    assert_same(padded, run(own(ours), our_config, **arguments(), prefix_sharing=True))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("output_hidden_states", True, "has no `hidden_states` of rows"),
+        ("output_attentions", True, "has no `attentions` of rows"),
+        ("use_cache", True, "`use_cache` was given to the model beside a `flat_batch`"),
+        ("position_ids", torch.zeros(1, 3), "`position_ids` was given to the model beside"),
+        ("logits_to_keep", 1, "`logits_to_keep` was given to the model beside"),
+    ],
+)
+def test_what_flat_outputs_cannot_give_is_named(argument, value, message):
+    model = make_model()
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    batch = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
+    with pytest.raises(ValueError, match=message):
+        model(flat_batch=batch, **{argument: value})
+    with pytest.raises(TypeError, match="by name"):
+        model(torch.tensor([[1, 2, 3]]), flat_batch=batch)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="has no `hidden_states` of rows"):
+        model(flat_batch=batch)

@@ -1,0 +1,83 @@
+"""Options with values that they cannot have are refused when the configuration is made, with what to write."""
+
+import re
+
+import numpy as np
+import pytest
+from trl import DPOConfig, TrlParser
+
+from tests.helpers.tiny import make_model, preference_data
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig
+from trl_paddingfree.trainers.configs import PaddingFreeOptions
+
+COMMON = {"output_dir": "unused", "bf16": False, "report_to": "none", "use_cpu": True}
+MOST = "max_tokens_per_micro_batch"
+WRONG = [
+    (
+        "arrange_micro_batches",
+        "token",
+        "one of 'none', 'tokens', 'prefix'. Did you mean `arrange_micro_batches='tokens'`?",
+    ),
+    ("arrange_micro_batches", None, "one of 'none', 'tokens', 'prefix'."),
+    ("oversized_examples", "skip", "one of 'error', 'alone'."),
+    ("oversized_examples", "Alone", "Did you mean `oversized_examples='alone'`?"),
+    ("flat_attention", "flsh", "Did you mean `flat_attention='flash'`?"),
+    ("flat_attention", True, "one of 'auto', 'flash'"),
+    ("prefix_sharing", "false", "`True` or `False`. Did you mean `prefix_sharing=False`?"),
+    ("prefix_sharing", 1, "Did you mean `prefix_sharing=True`?"),
+    ("padding_free", "yes", "`True` or `False`."),
+    ("padding_free", None, "`True` or `False`."),
+    (MOST, 0, f"a whole number of at least 1 or `None`. Leave `{MOST}` out for none."),
+    (MOST, -4, f"Leave `{MOST}` out for none."),
+    (MOST, True, f"a whole number of at least 1 or `None`. Leave `{MOST}` out for none."),
+    (MOST, "4096", f"Did you mean `{MOST}=4096`?"),
+    (MOST, 4096.0, f"Did you mean `{MOST}=4096`?"),
+    (MOST, 0.5, f"Leave `{MOST}` out for none."),
+]
+
+
+@pytest.mark.parametrize("config_class", [PaddingFreeDPOConfig, PaddingFreeSFTConfig, PaddingFreeOptions])
+@pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=lambda x: None if "mean" in str(x) else str(x)[:20])
+def test_wrong_values_are_refused_with_what_to_write(config_class, name, value, message):
+    common = {} if config_class is PaddingFreeOptions else COMMON
+    with pytest.raises(ValueError, match=re.escape(f"`{name}={value!r}` must be ") + ".*" + re.escape(message)):
+        config_class(**common, **{name: value})
+
+
+def test_every_option_has_a_type_that_is_checked():
+    values = vars(PaddingFreeOptions())
+    for name in values:
+        with pytest.raises(ValueError, match=f"`{name}=<object object"):
+            PaddingFreeOptions(**{name: object()})
+
+
+def test_right_values_are_kept():
+    config = PaddingFreeSFTConfig(**COMMON, max_tokens_per_micro_batch=np.int64(7), flat_attention="mask")
+    assert (config.max_tokens_per_micro_batch, config.flat_attention, config.prefix_sharing) == (7, "mask", False)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(PaddingFreeDPOConfig, "arrange_micro_batches", "token"), (DPOConfig, "padding_free", "false")],
+)
+def test_values_set_later_are_refused_by_the_trainer(make, name, value):
+    config = make(**COMMON)
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"`{name}='{value}'` must be"):
+        PaddingFreeDPOTrainer(model=make_model(), args=config, train_dataset=preference_data(4, 0))
+
+
+def test_the_command_line_and_yaml_files_give_the_types(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("prefix_sharing: 'false'\nmax_tokens_per_micro_batch: '4096'\nbf16: false\nuse_cpu: true\n")
+    parser = TrlParser([PaddingFreeDPOConfig])
+    for arguments in (
+        ["--prefix_sharing", "false", "--max_tokens_per_micro_batch", "4096", "--bf16", "false", "--use_cpu", "true"],
+        ["--config", str(file)],
+    ):
+        (config,) = parser.parse_args_and_config(arguments)
+        assert config.prefix_sharing is False
+        assert config.max_tokens_per_micro_batch == 4096
+    file.write_text("arrange_micro_batches: token\nbf16: false\nuse_cpu: true\n")
+    with pytest.raises(ValueError, match="Did you mean `arrange_micro_batches='tokens'`"):
+        parser.parse_args_and_config(["--config", str(file)])

@@ -1,0 +1,40 @@
+"""Random draws over options, models and data train as padded TRL does.
+
+`TRL_PADDINGFREE_DRAWS=500 python -m pytest tests/trainers/test_random.py` runs that many; scripts/random_comparison.py
+does the same, writes each draw down, and goes on where it stopped.
+"""
+
+import os
+
+import pytest
+import torch
+
+from tests.helpers.equivalence import Trajectory
+from tests.helpers.random_draws import MODEL_TYPES, differences, draw, outcome
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "14"))
+
+
+@pytest.mark.parametrize("seed", range(SEED * 1000, SEED * 1000 + DRAWS))
+def test_a_random_draw_trains_as_padded_trl_does(seed):
+    result = outcome(seed)
+    assert result["verdict"] in ("same", "same in float64", "refused", "TRL refuses"), result
+
+
+def test_draws_reach_every_model_and_repeat_by_their_seed():
+    draws = [draw(seed) for seed in range(400)]
+    assert draws == [draw(seed) for seed in range(400)]
+    assert {drawn["model"]["type"] for drawn in draws} == set(MODEL_TYPES)
+    assert {drawn["task"] for drawn in draws} == {"dpo", "sft"}
+
+
+@pytest.mark.parametrize("value", [1.001, float("nan"), float("inf")])
+def test_a_difference_is_seen(value):
+    weights = {"w": torch.ones(3)}
+    one, other = (Trajectory([{"loss": x}], weights, None) for x in (1.0, value))
+    assert differences(one, one, 2e-4) == {}
+    assert differences(one, other, 2e-4)
+    assert differences(other, other, 2e-4) == {}
+    assert differences(one, Trajectory([{"loss": 1.0}], {"w": torch.ones(3) * value}, None), 2e-4)
+    assert differences(one, Trajectory([], weights, None), 2e-4)

@@ -1,0 +1,94 @@
+"""Rows that the user has tokenized: bad ones are refused with their number, and own lengths mean what they mean in TRL."""
+
+import os
+import random
+
+import pytest
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from tests.helpers.equivalence import assert_same, run
+from tests.helpers.tiny import make_model
+from trl_paddingfree import LanguageModelingCollator, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+def rows(n=10, **columns):
+    rng = random.Random(SEED)
+    ids = [[rng.randrange(5, 69) for _ in range(rng.randint(2, 30))] for _ in range(n)]
+    return [{"input_ids": row, **{name: make(row) for name, make in columns.items()}} for row in ids]
+
+
+def train(dataset, tokenizer, **options):
+    kwargs = {"processing_class": tokenizer}
+    return run(
+        PaddingFreeSFTTrainer,
+        PaddingFreeSFTConfig,
+        model=make_model(),
+        train_dataset=dataset,
+        trainer_kwargs=kwargs,
+        **options,
+    )
+
+
+def changed(data, row, **columns):
+    data[row] |= columns
+    return data
+
+
+BAD = {
+    "floats": (
+        [{"input_ids": [1.0, 2.5]}],
+        r"`input_ids` of the train data is of type list<item: double>, and tokens are.* Cast them",
+    ),
+    "text": ([{"input_ids": "w1 w2"}], "`input_ids` of the train data is of type string"),
+    "float labels": ([{"input_ids": [1, 2], "labels": [1.0, 2.0]}], "`labels` of the train data is of type list"),
+    "nothing": (changed(rows(), 3, input_ids=None), "Row 3 of the train data: `input_ids` is None"),
+    "labels too long": (
+        changed(rows(labels=list), 4, input_ids=[5, 6], labels=[5, 6, 7]),
+        "Row 4 of the train data: `labels` has 3 entries, `input_ids` has 2",
+    ),
+    "labels too short": (changed(rows(labels=list), 0, labels=[5]), "Row 0 of the train data: `labels` has 1 entries"),
+    "negative": (
+        changed(rows(), 7, input_ids=[5, -1]),
+        "`input_ids` of the train data has the token -1, and the model",
+    ),
+    "unknown": (changed(rows(), 7, input_ids=[5, 69]), "has the token 69, and the model has tokens 0 to 68"),
+    "unknown label": (changed(rows(labels=list), 7, input_ids=[5], labels=[-7]), "`labels` of the train data has the"),
+}
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["prepared", "as it is"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tokens_are_refused_by_row(tokenizer, name, skip):
+    data, message = BAD[name]
+    if skip:
+        data = [{"labels": row["input_ids"], **row} for row in data]
+    with pytest.raises(ValueError, match=message):
+        train(Dataset.from_list(data), tokenizer, dataset_kwargs={"skip_prepare_dataset": skip}, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"input_ids": [1.0, 2.0]}, "`input_ids` are of type torch.float32"),
+        ({"input_ids": [1, 2], "labels": [1]}, "has 2 `input_ids`, 1 `labels`"),
+        ({"input_ids": [1, 2], "seq_lengths": [1]}, "`seq_lengths` that sum to 1"),
+    ],
+)
+def test_the_collator_refuses_what_only_a_stream_can_still_bring(example, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModelingCollator(0, padding_free=True)([example])
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["prepared", "as it is"])
+@pytest.mark.parametrize("max_length", [None, 12])
+def test_own_lengths_without_packing_are_ignored_as_in_trl(tokenizer, skip, max_length):
+    data = Dataset.from_list(rows(labels=list, seq_lengths=lambda row: [1, len(row) - 1]))
+    options = {"max_length": max_length, "dataset_kwargs": {"skip_prepare_dataset": skip}, "eval_strategy": "steps"}
+    common = {"train_dataset": data, "steps": 1, "eval_steps": 1, **options}
+    kwargs = {"processing_class": tokenizer, "eval_dataset": {"some": data}}
+    padded = run(SFTTrainer, SFTConfig, model=make_model(), trainer_kwargs=kwargs, **common)
+    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, model=make_model(), trainer_kwargs=kwargs, **common)
+    assert_same(padded, ours)
