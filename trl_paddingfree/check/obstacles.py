@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from ..model.routes import carries_state
+from ..model.state_layers import carries_state
 
 # What transformers raises where it has no kernel that keeps sequences apart, with the package that has it
 _MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")

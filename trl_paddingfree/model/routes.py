@@ -82,8 +82,6 @@ def choose_route(
 
 def why_not_to_share(model: PreTrainedModel, backend: BackendName, previous: str) -> str:
     """Why `model` cannot share prefixes with a backend, whatever a check would say; empty if that has to be tried."""
-    if carries_state(model):
-        return "its layers carry state from token to token"
     if backend == "positions":
         return f"{previous!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
     return ""
@@ -108,17 +106,3 @@ def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True
         shares = route.prefix_sharing and not why_not_to_share(model, backend, route.previous)
         routes += [replace(flat, prefix_sharing=True), flat] if shares else [flat]
     return routes
-
-
-def is_state_layer(module: torch.nn.Module) -> bool:
-    """
-    Whether `module` hands a state from token to token.
-
-    Every such layer that can keep the sequences of a flat row apart begins with a short convolution.
-    """
-    return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
-
-
-def carries_state(model: PreTrainedModel) -> bool:
-    """Whether any layer of `model` hands a state from token to token, beside attention: it cannot share prefixes."""
-    return any(map(is_state_layer, model.get_decoder().modules()))
