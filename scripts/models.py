@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.helpers.model_table import MODEL_TYPES, markdown, table  # noqa: E402
+from tests.helpers.architectures import MODEL_TYPES  # noqa: E402
+from tests.helpers.model_table import markdown, table  # noqa: E402
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ _STATE_FUNCTIONS = {
 }
 _SCAN_WITHOUT_BOUNDARIES = "mamba_selective_scan"
 # What transformers raises where it has no kernel that keeps sequences apart, with the package that has it
-MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")
+_MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")
 
 
 def _state_functions(module: torch.nn.Module) -> dict[str, Callable]:
@@ -164,7 +164,7 @@ def missing_state_kernels(module: torch.nn.Module) -> list[str]:
         try:
             function(**{_STATE_FUNCTIONS[name]: True})
         except ValueError as error:
-            missing += [package.replace("_", "-") for package in MISSING_KERNEL.findall(str(error))]
+            missing += [package.replace("_", "-") for package in _MISSING_KERNEL.findall(str(error))]
         except TypeError:  # a kernel, which misses its tensors
             pass
     return missing

@@ -67,6 +67,19 @@ def missing_kernels(model: PreTrainedModel) -> list[str]:
     return sorted({package for layer in state_layers(model) for package in upstream.missing_state_kernels(layer)})
 
 
+def describe_state_layers(model: PreTrainedModel) -> str:
+    """How the layers of `model` that carry state are computed, and what would be faster; empty if it has none."""
+    layers = state_layers(model)
+    if not layers:
+        return ""
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    if all(map(upstream.takes_state_boundaries, layers)):
+        return f"Layers that carry state ({kinds}): all rows in one call of their kernels."
+    packages = missing_kernels(model)
+    faster = f" `pip install {' '.join(packages)}` (on GPUs) for faster kernels." if packages else ""
+    return f"Layers that carry state ({kinds}): rows of like length in one call.{faster}"
+
+
 @dataclass
 class RowsForward:
     """
@@ -128,7 +141,7 @@ class _Everywhere(dict):
 
 
 def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> dict[str, Any]:
-    """Arguments by which the layout reaches the layers of a backbone without attention, which takes no dict of masks."""
+    """Arguments by which the layout reaches the layers of a backbone without attention: it takes no dict of masks."""
     expected = inspect.signature(backbone.forward).parameters
     if "past_key_values" in expected:
         return {}
