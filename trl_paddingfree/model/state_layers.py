@@ -197,6 +197,16 @@ def on_rows(
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
 
 
+def slots_of_state_layers(model: PreTrainedModel, layout: FlatLayout) -> int:
+    """Tokens that the layers of `model` which carry state compute of a layout, with the padding of their rows."""
+    layers = state_layers(model)
+    if not layers:
+        return 0
+    joined = all(map(upstream.takes_state_boundaries, layers))
+    rows = PathRows.joined(layout) if joined else _rows_of(layout)
+    return sum(n * longest for n, longest in rows.shapes)
+
+
 def _rows_of(layout: FlatLayout) -> PathRows:
     return PathRows.of(layout, _STEP_COST if layout.device.type == "cpu" else _STEP_COST_OF_GPUS)
 
