@@ -59,7 +59,7 @@ def plot_waste(report: "WasteReport", path: str | Path) -> None:
     every = -(-len(batches) // MOST_BATCHES)
     batches = batches[::every]
     places = np.arange(len(batches))
-    computed, real, padded, _ = np.array([counts.as_tuple() for counts in batches]).T
+    computed, real, padded, *_ = np.array([counts.as_tuple() for counts in batches]).T
     share = f"{1 - waste.padding - waste.total.computed / waste.total.padded:.0%}"
     for bottom, top, color, label in (
         (0, computed, COMPUTED, f"computed without padding ({waste.total.computed / waste.total.padded:.0%})"),

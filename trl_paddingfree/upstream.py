@@ -4,9 +4,12 @@
 when an upgrade moves one. Public names are imported where they are used.
 """
 
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,3 +197,53 @@ def _keeping_varlen(contexts: Callable) -> Callable:
         return policy(ctx, op, *args, **kwargs)
 
     return partial(create_selective_checkpoint_contexts, keeping)
+
+
+# transformers' functions that have a kernel which takes boundaries, and the argument that tells it of them. A scan of
+# the first Mamba is not among them: no kernel of it knows of boundaries
+_STATE_FUNCTIONS = {
+    "causal_conv1d_fn": "seq_idx",
+    "mamba2_chunk_scan": "seq_idx",
+    "torch_chunk_gated_delta_rule": "cu_seqlens",
+    "chunk_kimi_delta_attention": "cu_seqlens",
+}
+_SCAN_WITHOUT_BOUNDARIES = "mamba_selective_scan"
+# What transformers raises where it has no kernel that keeps sequences apart, with the package that has it
+_MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")
+
+
+def _state_functions(module: torch.nn.Module) -> dict[str, Callable]:
+    """The functions of transformers that the forward of a layer calls and that may have kernels."""
+    forward = inspect.unwrap(type(module).forward)
+    called = {*_STATE_FUNCTIONS, _SCAN_WITHOUT_BOUNDARIES}.intersection(forward.__code__.co_names)
+    return {name: forward.__globals__[name] for name in sorted(called)}
+
+
+def missing_state_kernels(module: torch.nn.Module) -> list[str]:
+    """
+    Packages whose kernels a layer with a state would call, and that are not installed.
+
+    transformers looks for them when it is imported, and keeps what it found to itself. But where it has none it refuses
+    boundaries before it looks at anything else.
+    """
+    missing = []
+    for name, function in _state_functions(module).items():
+        if name == _SCAN_WITHOUT_BOUNDARIES:
+            missing += [] if find_spec("mamba_ssm") else ["mamba-ssm"]
+            continue
+        try:
+            function(**{_STATE_FUNCTIONS[name]: True})
+        except ValueError as error:
+            missing += [package.replace("_", "-") for package in _MISSING_KERNEL.findall(str(error))]
+        except TypeError:  # a kernel, which misses its tensors
+            pass
+    return missing
+
+
+def takes_state_boundaries(module: torch.nn.Module) -> bool:
+    """Whether a layer with a state keeps the rows of one long axis apart, told of their boundaries."""
+    functions = _state_functions(module)
+    # What transformers' decorator does not wrap has no kernel, and drops boundaries without a word (LFM3)
+    has_kernels = all(hasattr(function, "__wrapped__") for function in functions.values())
+    known = bool(functions) and _SCAN_WITHOUT_BOUNDARIES not in functions
+    return known and has_kernels and not missing_state_kernels(module)

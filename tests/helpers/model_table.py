@@ -12,7 +12,6 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.reference_state import reference_state_kernels
 from trl_paddingfree import upstream
 from trl_paddingfree.check.gradients import RowsInTraining
 from trl_paddingfree.check.probe import RowsAlone
@@ -36,8 +35,9 @@ on the model that you train, and train nothing that it refuses.
 - The figures are, for each way to compute attention, the largest difference of log-probabilities from the same rows one
   by one (root mean square, in nats), and the most that the model's own rounding explains.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
-- Layers that carry state need `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, which run on GPUs. "With
-  them": what the check says where plain PyTorch stands in for these kernels.
+- Layers that carry state (convolutions, recurrences) see rows, each with its whole prefix, while all other layers stay
+  flat and shared. The figures are those of plain PyTorch; where `causal-conv1d`, and `flash-linear-attention` or
+  `mamba-ssm`, are installed, such a layer computes all rows in one call.
 
 Defects elsewhere that a setting gets around, with padding and without:
 
@@ -73,9 +73,6 @@ def check(model_type: str, attention: str | None) -> dict[str, str]:
         verdict = first_passing(results)
         if not verdict:
             verdict = "refused: " + " ".join(why_refused(model, results)).replace("|", "/")
-            if "pip install" in verdict:
-                with reference_state_kernels(model):
-                    verdict += f" With them: {first_passing(every_route(model, reference)) or 'refused'}."
     figures = {backend: figure([r for r in results if r.route.backend == backend]) for backend in SHOWN}
     return {"verdict": verdict + note, **figures}
 

@@ -2,12 +2,13 @@
 
 Counts come from PyTorch's counter, which is deterministic: a product of an `m x k` with a `k x n` matrix costs `2mkn`,
 attention costs the whole rectangle of a run's queries and keys, and element-wise work costs nothing. A training step
-costs a certain number per token (linear layers), per query-key pair (attention) and per scored token (LM head). These
-three are found by counting three small batches, and hold for every batch of the same trainer.
+costs a certain number per token (linear layers), per query-key pair (attention), per scored token (LM head) and per
+token of the rows that layers with a state see. These are found by counting a few small batches, and hold for every
+batch of the same trainer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,17 @@ class Work:
             Query-key pairs of one attention head.
         scored (`int`):
             Tokens through the LM head.
+        in_rows (`int`):
+            Tokens through layers that carry state, the padding of their rows among them; 0 if there are no such layers.
     """
 
     tokens: int
     pairs: int
     scored: int
+    in_rows: int = 0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.scored + other.scored)
+        return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
     def flat(cls, batch: FlatBatch) -> "Work":
@@ -90,23 +94,25 @@ class StepCost:
     Floating-point operations of a training step, per unit of [`Work`].
 
     Args:
-        per_token, per_pair, per_scored (`float`):
+        per_token, per_pair, per_scored, per_token_in_rows (`float`):
             Operations per unit, forward and backward, the reference model's included.
     """
 
     per_token: float
     per_pair: float
     per_scored: float
+    per_token_in_rows: float = 0.0
 
     def of(self, work: Work) -> float:
         """The operations of a step on `work`."""
-        return self.per_token * work.tokens + self.per_pair * work.pairs + self.per_scored * work.scored
+        return sum(cost * amount for cost, amount in zip(astuple(self), astuple(work), strict=True))
 
     @classmethod
     def solve(cls, measured: list[tuple[Work, int]]) -> "StepCost":
-        """The cost that explains three counted steps."""
-        matrix = np.array([[work.tokens, work.pairs, work.scored] for work, _ in measured], dtype=np.float64)
-        return cls(*np.linalg.solve(matrix, np.array([flops for _, flops in measured], dtype=np.float64)).tolist())
+        """The cost that explains counted steps. A unit that none of them has costs nothing."""
+        matrix = np.array([astuple(work) for work, _ in measured], dtype=np.float64)
+        flops = np.array([flops for _, flops in measured], dtype=np.float64)
+        return cls(*np.linalg.lstsq(matrix, flops, rcond=None)[0].tolist())
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:

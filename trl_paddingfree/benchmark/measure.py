@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from datasets import Dataset
 from trl import pack_dataset
 
 from ..flat.batch import IGNORE_INDEX
+from ..model.state_layers import carries_state, slots_of_state_layers
+from ..trainers.configs import PaddingFreeOptions
+from ..trainers.proving import StartUpCheck
 from .clock import Clock
 from .flops import StepCost, Work, count_flops
 from .methods import Settings
@@ -25,6 +28,10 @@ TOLERANCES = {
     "float32": {"logps/chosen": 1e-4, "logps/rejected": 1e-4, "entropy": 1e-4, "loss": 1e-3, "grad_norm": 1e-3},
     "bfloat16": {"logps/chosen": 1e-3, "logps/rejected": 1e-3, "entropy": 1e-3, "loss": 5e-2, "grad_norm": 5e-2},
 }
+
+
+# Unscored and scored tokens of the batches by which the cost per unit of work is found
+PROBES = ((8, 1), (8, 9), (40, 1), (24, 9))
 
 
 def tolerances(settings: Settings) -> dict[str, float]:
@@ -148,7 +155,18 @@ class Runner:
     def work(self, batch: dict[str, Any]) -> Work:
         """What the trainer computes of a collated batch."""
         if "flat_batch" in batch:
-            return Work.flat(batch["flat_batch"])
+            layout = batch["flat_batch"].layout
+            return replace(Work.flat(batch["flat_batch"]), in_rows=slots_of_state_layers(self.base, layout))
+        work = self._work_of_trl(batch)
+        return replace(work, in_rows=work.tokens if carries_state(self.base) else 0)
+
+    @property
+    def base(self) -> Any:
+        """The transformers model under its wrappers."""
+        return StartUpCheck(self.trainer.accelerator, PaddingFreeOptions()).base(self.trainer.model)
+
+    def _work_of_trl(self, batch: dict[str, Any]) -> Work:
+        """What TRL's own methods compute of a collated batch."""
         compact = self.settings.device == "cuda"
         if "completion_mask" in batch:
             scored = int(batch["completion_mask"][:, 1:].sum())
@@ -178,7 +196,7 @@ class Runner:
                 Whether to count what gradient checkpointing computes twice.
         """
         with checkpointing_off(self.trainer) if not recompute else warnings.catch_warnings():
-            return StepCost.solve([self.count([probe_example(self.settings, *n)]) for n in ((8, 1), (8, 9), (40, 1))])
+            return StepCost.solve([self.count([probe_example(self.settings, *n)]) for n in PROBES])
 
     def syncs(self, examples: list[dict[str, Any]]) -> int:
         """Times that a forward and backward pass makes the host wait for the GPU."""

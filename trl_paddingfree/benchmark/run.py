@@ -4,7 +4,7 @@ import gc
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging
 
 from ..model.backends import describe
+from ..model.state_layers import carries_state
 from .baseline import UNPADDED, baseline_attention, describe_attention
 from .environment import environment, provenance
 from .flops import StepCost, Work, matmul_rate
@@ -201,13 +202,18 @@ class Benchmark:
     def _limits(self, batches: list[Any]) -> tuple[Work, Work]:
         """The least work for the batches: with whole rectangles of query-key pairs, and with causal pairs only."""
         trees = self._tree_batches(batches)
-        return total(map(Work.limit, trees)), total(Work.limit(tree, causal=True) for tree in trees)
+        return total(map(self._limit, trees)), total(self._limit(tree, causal=True) for tree in trees)
+
+    def _limit(self, tree: Any, causal: bool = False) -> Work:
+        """The least work for one batch: a state could be passed on where rows part, so no layer repeats a prefix."""
+        work = Work.limit(tree, causal)
+        return replace(work, in_rows=work.tokens if carries_state(self.runners[0].base) else 0)
 
     def _typical(self, batches: list[Any], number: int) -> list[Any]:
         """The batches in which padded TRL computes most nearly as many times the limit as in all batches together."""
         padded = self.runners[0]
         spent = [self.cost.of(padded.work(padded.trainer.data_collator(batch))) for batch in batches]
-        needed = [self.cost.of(Work.limit(tree)) for tree in self._tree_batches(batches)]
+        needed = [self.cost.of(self._limit(tree)) for tree in self._tree_batches(batches)]
         overall = sum(spent) / sum(needed)
         order = sorted(range(len(batches)), key=lambda i: abs(spent[i] / needed[i] - overall))
         return [batches[i] for i in sorted(order[:number])]

@@ -60,6 +60,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "tie_word_embeddings": True,
     },
+    # The layers of LFM2-350M, 10 convolutions and 6 attentions in its order, narrowed: 256 of its 1024 channels, 768 of
+    # 4608 within the MLP, 4 of 16 heads, 2 of 8 key heads, 8192 of 65536 words
+    "lfm2-350m-narrow": {
+        "model_type": "lfm2",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 8192,
+        "conv_L_cache": 3,
+        "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+        "tie_word_embeddings": True,
+    },
     # Too small for any device: what a step costs on the host
     "tiny": {
         "model_type": "llama",

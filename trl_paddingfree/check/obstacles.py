@@ -1,16 +1,12 @@
 """What keeps a model from computing flat batches, in words that its user understands."""
 
 import inspect
-import re
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from ..model.routes import carries_state
-
-# What transformers raises where it has no kernel that keeps sequences apart, with the package that has it
-_MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")
+from ..model.state_layers import carries_state
 
 
 def obstacles(model: PreTrainedModel, failures: Sequence[str]) -> list[str]:
@@ -24,15 +20,10 @@ def obstacles(model: PreTrainedModel, failures: Sequence[str]) -> list[str]:
             What the model raised on each way that was tried; empty where it answered.
     """
     config, backbone = model.config.get_text_config(), model.base_model
-    packages = sorted({package.replace("_", "-") for text in failures for package in _MISSING_KERNEL.findall(text)})
-    if packages:
-        return [
-            "Its layers carry state from token to token, and only kernels keep the sequences of a flat row apart: `pip "
-            f"install {' '.join(packages)}`, or the packages that it asks for then."
-        ]
     reasons = []
-    if carries_state(model) or model._is_stateful or "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        reasons.append("Its layers carry state from token to token, and do not ask where a sequence begins.")
+    is_stateful = model._is_stateful or "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if is_stateful and not carries_state(model):
+        reasons.append("It carries state from token to token, in layers that are not known here.")
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         reasons.append("It takes no `position_ids`: it counts positions along the whole flat row.")
     if offset := _first_position(model):

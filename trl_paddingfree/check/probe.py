@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
-from ..model.routes import is_state_layer
+from ..model.state_layers import is_state_layer
 
 # Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
 # and models tried (576 runs of 2 and 32 layers), the larger of two draws was exceeded by half at most

@@ -120,6 +120,7 @@ class WasteReport:
                     "padded_slots": waste.total.padded,
                     "real_tokens": waste.total.real,
                     "computed_tokens": waste.total.computed,
+                    "repeated_by_state_layers": waste.total.repeated,
                     "wasted_by_padding": waste.padding,
                     "saved_by_sharing": waste.sharing,
                     "predicted_speed_up": waste.padding_free_speed_up,

@@ -32,15 +32,18 @@ class BatchCounts:
             Slots of the padded batch, `R * L`.
         distinct (`int`):
             Nodes of the tree that the rows form: the fewest tokens any method can compute.
+        repeated (`int`):
+            Tokens that layers which carry state compute besides: a prefix that several segments continue is part of the
+            row of each.
 
     Examples:
     ```python
     >>> from trl_paddingfree import BatchCounts, FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> batch.counts
-    BatchCounts(computed=6, real=7, padded=8, distinct=5)
+    BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
     >>> batch.counts + BatchCounts(computed=2, real=2, padded=2, distinct=2)
-    BatchCounts(computed=8, real=9, padded=10, distinct=7)
+    BatchCounts(computed=8, real=9, padded=10, distinct=7, repeated=1)
 
     ```
     """
@@ -49,13 +52,14 @@ class BatchCounts:
     real: int = 0
     padded: int = 0
     distinct: int = 0
+    repeated: int = 0
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*(mine + its for mine, its in zip(self.as_tuple(), other.as_tuple(), strict=True)))
 
-    def as_tuple(self) -> tuple[int, int, int, int]:
+    def as_tuple(self) -> tuple[int, int, int, int, int]:
         """The counts, in the order above."""
-        return self.computed, self.real, self.padded, self.distinct
+        return self.computed, self.real, self.padded, self.distinct, self.repeated
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class FlatBatch:
     >>> batch.to_rows()
     [[1, 2, 3, 4], [1, 2, 5]]
     >>> batch.counts
-    BatchCounts(computed=6, real=7, padded=8, distinct=5)
+    BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
 
     ```
     """
@@ -189,7 +193,7 @@ class FlatBatch:
             row_mask=torch.from_numpy(row_mask),
             token_rows=torch.from_numpy(token_rows)[None],
             layout=FlatLayout.from_segments(segments),
-            counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct),
+            counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
         )
 
     @classmethod

@@ -20,7 +20,8 @@ from .answers import EditsFound, refuse_unanswerable
 from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
 from .masks import backbone_mask, boundaries
-from .routes import Route, carries_state
+from .routes import Route
+from .state_layers import carries_state, install_state_layers, state_arguments
 
 # Arguments of the padded rows, which the flat batch replaces
 _ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch")
@@ -34,14 +35,14 @@ class FlatForward:
     Args:
         route ([`~trl_paddingfree.model.routes.Route`]):
             How the model computes them.
-        needs_boundaries (`bool`):
-            Whether the model is told of boundaries by transformers' own arguments, beside or in place of a mask.
+        carries_state (`bool`):
+            Whether the model has layers that carry state, see [`~trl_paddingfree.model.state_layers`].
         edits_found ([`~trl_paddingfree.model.answers.EditsFound`]):
             Whether rows are still those that their flat batch was made of.
     """
 
     route: Route
-    needs_boundaries: bool
+    carries_state: bool
     edits_found: EditsFound = field(default_factory=EditsFound)
 
 
@@ -82,7 +83,8 @@ def install(model: Any, route: Route) -> None:
     replaces_attention = route.backend in ATTENTION_BACKENDS
     attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
     upstream.set_attn_implementation(model, attention)
-    flat = FlatForward(route, needs_boundaries(model, route))
+    install_state_layers(model)
+    flat = FlatForward(route, carries_state(model))
     if (installed := _installed(model)) is not None:
         installed.flat = flat
         return
@@ -172,11 +174,16 @@ def _flat_backbone(
     model: Any, flat: FlatForward, batch: FlatBatch, for_head: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
-    mask = backbone_mask(flat.route.backend, batch.layout, model.config.get_text_config(), model.dtype)
-    told = boundaries(batch.layout) if flat.needs_boundaries else {}
+    layout, backend = batch.layout, flat.route.backend
+    mask = backbone_mask(backend, layout, model.config.get_text_config(), model.dtype, flat.carries_state)
+    told = {"attention_mask": mask, "use_cache": False}
+    if backend == "positions":  # transformers' own arguments, in place of a mask
+        told |= boundaries(layout)
+    if flat.carries_state:
+        told |= state_arguments(model.base_model, layout)
 
     def give_layout(module, args, kwargs):
-        return args, {**kwargs, **told, "attention_mask": mask, "use_cache": False}
+        return args, {**kwargs, **told}
 
     def give_head(module, args, outputs):
         outputs.last_hidden_state = for_head(outputs.last_hidden_state)  # type: ignore[misc]
@@ -206,8 +213,3 @@ def _noise_of_rows(model: Any, batch: FlatBatch) -> Iterator[None]:
         yield
     finally:
         embeddings.neftune_noise_alpha = alpha
-
-
-def needs_boundaries(model: Any, route: Route) -> bool:
-    """Whether the model is told of boundaries by transformers' own arguments, beside or in place of a mask."""
-    return route.backend == "positions" or carries_state(model)

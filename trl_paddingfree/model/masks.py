@@ -22,7 +22,7 @@ _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 
 class FlatMask(torch.Tensor):
     """
-    A 4-D attention mask of one element that carries a [`~trl_paddingfree.flat.layout.FlatLayout`].
+    An attention mask that carries a [`~trl_paddingfree.flat.layout.FlatLayout`].
 
     transformers passes a 4-D mask through to attention untouched, in every model and under gradient checkpointing,
     where other keyword arguments get lost on the way (StableLM, Nemotron). No dense mask is ever made.
@@ -31,14 +31,25 @@ class FlatMask(torch.Tensor):
     flat_layout: FlatLayout
 
     @classmethod
-    def carrying(cls, layout: FlatLayout) -> "FlatMask":
-        """A mask that carries `layout`, on its device."""
-        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=layout.device).as_subclass(cls)
+    def carrying(cls, layout: FlatLayout, per_token: bool = False) -> "FlatMask":
+        """
+        A mask that carries `layout`, on its device.
+
+        Args:
+            layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
+                The layout of the batch.
+            per_token (`bool`, *optional*, defaults to `False`):
+                Whether it has the shape `(1, T)` that layers with a state expect, rather than `(1, 1, 1, 1)`.
+        """
+        shape = (1, layout.segments.num_tokens) if per_token else (1, 1, 1, 1)
+        mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
         mask.flat_layout = layout
         return mask
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.all:  # transformers drops a mask of padding that hides nothing
+            return torch.zeros((), dtype=torch.bool)
         result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, cls):
             masks = [x for x in args if isinstance(x, cls)]
@@ -108,7 +119,23 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
     return layout.derived(("dense mask", window, dtype), make)
 
 
-def backbone_mask(backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """`(rows, 1, length, length)` mask to add to the scores of ordinary rows, made once per batch."""
+
+    def make() -> torch.Tensor:
+        places = torch.arange(length, device=layout.device)
+        behind = places[:, None] - places
+        hidden = (behind < 0) | (behind >= (length if window is None else window))
+        return torch.zeros((length, length), dtype=dtype, device=layout.device).masked_fill(
+            hidden, torch.finfo(dtype).min
+        )
+
+    return layout.derived(("causal mask", length, window, dtype), make).expand(rows, 1, length, length)
+
+
+def backbone_mask(
+    backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
+) -> Any:
     """
     What the backbone gets as its attention mask.
 
@@ -121,25 +148,35 @@ def backbone_mask(backend: BackendName, layout: FlatLayout, config: PreTrainedCo
             Configuration of the text model.
         dtype (`torch.dtype`):
             Dtype of a dense mask.
+        carries_state (`bool`):
+            Whether the model has layers that carry state, which are told of the layout by a mask of their own.
 
     Returns:
-        `FlatMask`, `torch.Tensor` of shape `(1, 1, T, T)`, a dict of one of these by kind of layer, or `None`.
+        `FlatMask`, `torch.Tensor` of shape `(1, 1, T, T)`, a dict of these by kind of layer, or `None`.
     """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds.difference(_STATE):
+        kinds = {_FULL if getattr(config, "sliding_window", None) is None else _SLIDING}
+    masks: dict[str, Any] = {}
+    for kind in sorted(kinds.difference(_STATE)):
+        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
+        masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
+    if carries_state:
+        return {**dict.fromkeys(_STATE, FlatMask.carrying(layout, per_token=True)), **masks}
+    one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and _CHUNKED not in kinds)
+    return next(iter(masks.values())) if one_for_all or len(masks) == 1 else masks
+
+
+def _mask_of_kind(
+    kind: str, backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What attention layers of one kind get as their mask."""
     if backend == "positions":
         return None
-    kinds = {_HYBRID.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
-    if not kinds:
-        kinds = {_FULL if getattr(config, "sliding_window", None) is None else _SLIDING}
-    if backend in ATTENTION_BACKENDS and _CHUNKED not in kinds:
+    layout = layout.chunked(config.attention_chunk_size) if kind == _CHUNKED else layout
+    if backend in ATTENTION_BACKENDS:
         return FlatMask.carrying(layout)  # attention functions are given their window
-    masks: dict[str, Any] = {}
-    for kind in kinds.difference(_STATE):
-        kind_layout = layout.chunked(config.attention_chunk_size) if kind == _CHUNKED else layout
-        if backend in ATTENTION_BACKENDS:
-            masks[kind] = FlatMask.carrying(kind_layout)
-        else:
-            masks[kind] = dense_mask(kind_layout, config.sliding_window if kind == _SLIDING else None, dtype)
-    return next(iter(masks.values()), None) if len(masks) < 2 else {**dict.fromkeys(_STATE), **masks}
+    return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)
 
 
 def boundaries(layout: FlatLayout) -> dict[str, Any]:

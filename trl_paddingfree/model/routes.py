@@ -78,13 +78,11 @@ def choose_route(
     if (found := next((name for name in wanted if not reasons[name]), None)) is None:
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
-    return Route(found, previous, prefix_sharing and not why_not_to_share(model, found, previous))
+    return Route(found, previous, prefix_sharing and not why_not_to_share(found, previous))
 
 
-def why_not_to_share(model: PreTrainedModel, backend: BackendName, previous: str) -> str:
-    """Why `model` cannot share prefixes with a backend, whatever a check would say; empty if that has to be tried."""
-    if carries_state(model):
-        return "its layers carry state from token to token"
+def why_not_to_share(backend: BackendName, previous: str) -> str:
+    """Why a model cannot share prefixes with a backend, whatever a check would say; empty if that has to be tried."""
     if backend == "positions":
         return f"{previous!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
     return ""
@@ -106,20 +104,6 @@ def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True
     routes: list[Route] = []
     for backend in backends:
         flat = Route(backend, route.previous, False)
-        shares = route.prefix_sharing and not why_not_to_share(model, backend, route.previous)
+        shares = route.prefix_sharing and not why_not_to_share(backend, route.previous)
         routes += [replace(flat, prefix_sharing=True), flat] if shares else [flat]
     return routes
-
-
-def is_state_layer(module: torch.nn.Module) -> bool:
-    """
-    Whether `module` hands a state from token to token.
-
-    Every such layer that can keep the sequences of a flat row apart begins with a short convolution.
-    """
-    return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
-
-
-def carries_state(model: PreTrainedModel) -> bool:
-    """Whether any layer of `model` hands a state from token to token, beside attention: it cannot share prefixes."""
-    return any(map(is_state_layer, model.get_decoder().modules()))

@@ -22,6 +22,7 @@ from ..flat.batch import BatchCounts
 from ..model.answers import EditedRowsError
 from ..model.forward import ask_edits, install, read_edits
 from ..model.routes import Route
+from ..model.state_layers import carries_state
 from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
@@ -322,8 +323,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
             slots = inputs["input_ids"].numel()
             self.counts.add(BatchCounts(slots, 0, slots, 0))
         else:
-            computed = sum(part["flat_batch"].counts.computed for part in parts)
-            self.counts.add(replace(inputs["flat_batch"].counts, computed=computed))
+            computed = sum((part["flat_batch"].counts for part in parts), BatchCounts())
+            whole = inputs["flat_batch"].counts
+            self.counts.add(replace(whole, computed=computed.computed, repeated=computed.repeated))
 
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
@@ -334,7 +336,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.flat is not None and self.model.training and "loss" in logs:
-            logs.update(self.counts.figures(self.accelerator))
+            logs.update(self.counts.figures(self.accelerator, carries_state(self.flat_base(self.model))))
         super().log(logs, *args, **kwargs)
 
     def create_model_card(  # type: ignore[override]

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..check.prove import CheckResult, prove
 from ..model.routes import Route, choose_route, why_not_to_share
+from ..model.state_layers import describe_state_layers
 from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
@@ -71,7 +72,7 @@ class StartUpCheck:
         started = time.perf_counter()
         routes = [self.plan(model) for model in models]
         for model, route in zip(models, routes, strict=True):
-            reason = why_not_to_share(self.base(model), route.backend, route.previous)
+            reason = why_not_to_share(route.backend, route.previous)
             if self.options.prefix_sharing and reason:
                 logger.warning(f"{type(self.base(model)).__name__} trains without shared prefixes: {reason}.")
         results = list(map(self._prove, models, routes))
@@ -82,6 +83,8 @@ class StartUpCheck:
             logger.warning(
                 f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
             )
+            if said := describe_state_layers(self.base(models[0])):
+                logger.warning(said)
         return results[0].route
 
     def _prove(self, model: Any, route: Route) -> CheckResult:

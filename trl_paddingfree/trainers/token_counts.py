@@ -24,12 +24,20 @@ class TokenCounts:
         """What this process has computed so far."""
         return self.logged + self.new
 
-    def figures(self, accelerator: Any) -> dict[str, float]:
-        """Figures since the last call, summed over all processes; the peak memory of the process that uses most."""
+    def figures(self, accelerator: Any, with_state: bool) -> dict[str, float]:
+        """
+        Figures since the last call, summed over all processes; the peak memory of the process that uses most.
+
+        Args:
+            accelerator ([`~accelerate.Accelerator`]):
+                The trainer's.
+            with_state (`bool`):
+                Whether the model has layers that carry state.
+        """
         seconds = time.perf_counter() - self.logged_at
         new, memory = self.new, torch.tensor([peak_memory(accelerator.device)[1]], device=accelerator.device)
         self.logged, self.new, self.logged_at = self.total, BatchCounts(), time.perf_counter()
-        computed, real, padded, _ = gathered(new, accelerator).as_tuple()
+        computed, real, padded, _, repeated = gathered(new, accelerator).as_tuple()
         most_memory = accelerator.gather(memory).max().item()
         if not real:
             return {}
@@ -39,6 +47,7 @@ class TokenCounts:
             "flat/saved_by_sharing": 1 - computed / real,
             "flat/tokens_per_second": real / seconds,
             "flat/peak_memory_gib": most_memory,
+            **({"flat/repeated_by_state_layers": repeated} if with_state else {}),
         }
 
 
