@@ -21,7 +21,7 @@ And those that a test of the start-up check or of all architectures covers:
 |---|---|
 | transformers#46634 an all-ones mask, a cache left on | check/test_prove.py, `test_all_ones_mask_is_caught`, `test_use_cache_is_caught` |
 | transformers#39814, #47525 sequences that start at different positions | check/test_prove.py, `test_segments_with_different_first_positions_are_caught` |
-| transformers#46093, #35861 (Bamba), NeMo-RL#2105 layers with state are not told of boundaries | check/test_architectures.py, `test_architecture_with_state_trains_flat_where_its_kernels_are` |
+| transformers#46093, #35861 (Bamba), NeMo-RL#2105 layers with state are not told of boundaries | model/test_state_layers.py, `test_family_passes_the_check_and_equals_padded_flat_and_shared` |
 """
 
 import copy
