@@ -15,14 +15,14 @@ Those that cannot occur here, and why:
 | ms-swift#6548 GSPO | not offered |
 | ms-swift#4942 `predict_with_generate` | not offered; generation is untouched, see the test of transformers#32487 |
 
-And those that other tests cover, of check/test_prove.py or check/test_architectures.py:
+And those that other tests cover, of check/test_prove.py or model/test_state_layers.py:
 
 | bug | test |
 |---|---|
 | transformers#46634 an all-ones mask | `test_all_ones_mask_is_caught` |
 | transformers#46634 a cache left on | `test_use_cache_is_caught` |
 | transformers#39814, #47525 different first positions | `test_segments_with_different_first_positions_are_caught` |
-| transformers#46093, #35861, NeMo-RL#2105 | `test_architecture_with_state_trains_flat_where_its_kernels_are` |
+| transformers#46093, #35861, NeMo-RL#2105 | `test_family_passes_the_check_and_equals_padded_flat_and_shared` |
 """
 
 import copy

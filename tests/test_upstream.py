@@ -258,7 +258,7 @@ def test_llama4_scales_queries_by_their_place_on_the_axis():
 
 
 def test_layers_that_carry_state_say_which_kernel_keeps_sequences_apart():
-    from trl_paddingfree.check.obstacles import _MISSING_KERNEL
+    from trl_paddingfree.upstream import _MISSING_KERNEL
 
     model = tiny_model("lfm2")
     with pytest.raises(ValueError, match=_MISSING_KERNEL.pattern):

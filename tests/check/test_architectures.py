@@ -16,9 +16,8 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.reference_flash import reference_flash, torch_varlen_func
-from tests.helpers.reference_state import reference_state_kernels
 from trl_paddingfree.check.prove import UnprovenModelError, prove
-from trl_paddingfree.model.routes import carries_state, choose_route
+from trl_paddingfree.model.routes import choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 
@@ -69,7 +68,6 @@ MUST_WORK = {
     "persimmon": ("persimmon", {"qk_layernorm": True}),
 }
 EAGER_ONLY = ["gemma2", "gpt_oss"]
-CARRY_STATE = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "bamba", "falcon_h1", "lfm2"]
 
 
 def make(name: str, attention: str | None, dtype: torch.dtype = torch.float32):
@@ -137,35 +135,6 @@ def test_architecture_passes_the_check_with_the_kernels_of_a_gpu(name, attention
     assert not failed
     assert result.prefix_sharing == (result.route.backend != "positions")
     assert result.route.backend in (("flash", "positions") if attention else ("varlen", "segment", "mask"))
-
-
-@pytest.mark.parametrize("attention", [None, "flash_attention_2"])
-@pytest.mark.parametrize("name", CARRY_STATE)
-def test_architecture_with_state_trains_flat_where_its_kernels_are(name, attention, caplog):
-    with reference_flash() if attention else nullcontext():
-        model = make(name, attention)
-        assert carries_state(model)
-        with reference_state_kernels(model):
-            result, failed = prove(model, choose_route(model))
-            assert not failed
-            assert not result.prefix_sharing
-            assert_equals_padded(model, result.route, SEED)
-    messages = [record.message for record in caplog.records if "shared prefixes" in record.message]
-    assert len(messages) <= 1
-
-
-@pytest.mark.parametrize("name", CARRY_STATE)
-def test_architecture_with_state_is_refused_without_its_kernels_by_their_name(name):
-    model = make(name, None)
-    with pytest.raises(UnprovenModelError, match="pip install (causal-conv1d|mamba-ssm)"):
-        prove(model, choose_route(model))
-
-
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "rwkv", "recurrent_gemma", "minimax", "xlstm"])
-def test_architecture_that_ignores_boundaries_is_refused_with_the_reason(name):
-    model = make(name, None)
-    with pytest.raises(UnprovenModelError, match="do not ask where a sequence begins"):
-        prove(model, choose_route(model))
 
 
 @pytest.mark.parametrize("name", ["bart", "roberta", "openai-gpt"])

@@ -101,7 +101,7 @@ def test_swallowed_position_ids_are_caught(model_type, monkeypatch):
     with reference_flash():
         model = make(model_type, attention="flash_attention_2")
         assert check_flat(model, FLASH_POSITIONS).passed
-        monkeypatch.setattr(forward, "needs_boundaries", lambda *_: False)
+        monkeypatch.setattr(forward, "boundaries", lambda layout: {})
         result = check_flat(model, FLASH_POSITIONS)
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
@@ -140,7 +140,7 @@ def test_a_kernel_that_ignores_boundaries_is_caught(prefix_sharing):
 
 def test_segments_with_different_first_positions_are_caught(monkeypatch):
     """transformers takes the smallest position for the start of every sequence; a tree's branches start elsewhere."""
-    monkeypatch.setattr(forward, "needs_boundaries", lambda *_: False)
+    monkeypatch.setattr(forward, "boundaries", lambda layout: {})
     with reference_flash():
         model = make(attention="flash_attention_2")
         assert check_flat(model, FLASH_POSITIONS).passed
@@ -182,6 +182,7 @@ def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
 
 
 def test_a_state_that_passes_on_is_caught(monkeypatch):
+    monkeypatch.setattr(forward, "install_state_layers", lambda model: None)
     monkeypatch.setattr(forward, "carries_state", lambda model: False)
     result = check_flat(make("lfm2"), SEGMENT.without_sharing())
     assert result.leak > LEAK_FRACTION * result.effect

@@ -29,10 +29,10 @@ def pairs_file(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def mamba_dir(tmp_path_factory):
+def roberta_dir(tmp_path_factory):
     """A model that no route keeps from mixing sequences."""
-    folder = tmp_path_factory.mktemp("mamba")
-    make_model("mamba").save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("roberta")
+    make_model("roberta").save_pretrained(folder)
     return str(folder)
 
 
@@ -243,13 +243,13 @@ def test_check_says_how_a_model_trains_and_what_would_be_faster(capsys, model_di
     assert "the kernel needs CUDA" in printed
 
 
-def test_check_exits_1_for_a_model_that_mixes_sequences(capsys, mamba_dir):
-    code, report = json_of(capsys, "check", mamba_dir)
+def test_check_exits_1_for_a_model_that_mixes_sequences(capsys, roberta_dir):
+    code, report = json_of(capsys, "check", roberta_dir)
     assert code == 1
     assert not report["passed"]
     assert report["chosen"] is None
     assert "does not treat a flat batch as separate sequences" in report["refusal"]
-    assert main(["check", mamba_dir]) == 1
+    assert main(["check", roberta_dir]) == 1
     assert "Refused." in capsys.readouterr().out
 
 

@@ -169,12 +169,12 @@ class UnprovenModelError(ValueError):
 
     Examples:
     ```python
-    >>> from transformers import MambaConfig, MambaForCausalLM
+    >>> from transformers import RobertaConfig, RobertaForCausalLM
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree import UnprovenModelError
     >>> from trl_paddingfree.check.prove import prove
     >>> from trl_paddingfree.model.routes import choose_route
-    >>> model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2))
+    >>> model = RobertaForCausalLM(RobertaConfig(vocab_size=50, hidden_size=24, num_hidden_layers=2))
     >>> add_fused_lm_head(model)
     >>> try:
     ...     prove(model, choose_route(model))

@@ -175,12 +175,15 @@ def _flat_backbone(
 ) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
     layout, backend = batch.layout, flat.route.backend
-    mask = backbone_mask(backend, layout, model.config.get_text_config(), model.dtype, flat.carries_state)
-    told = {"attention_mask": mask, "use_cache": False}
+    told: dict[str, Any] = {
+        "use_cache": False,
+        **(state_arguments(model.base_model, layout) if flat.carries_state else {}),
+    }
+    if "attention_mask" not in told:
+        config = model.config.get_text_config()
+        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
     if backend == "positions":  # transformers' own arguments, in place of a mask
         told |= boundaries(layout)
-    if flat.carries_state:
-        told |= state_arguments(model.base_model, layout)
 
     def give_layout(module, args, kwargs):
         return args, {**kwargs, **told}

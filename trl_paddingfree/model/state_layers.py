@@ -50,7 +50,9 @@ def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers of `model` that have to be given rows, without those inside of others."""
     found: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()
-    for module in model.get_decoder().modules():
+    # An encoder of sound beside the layers (Phi-4 multimodal) has convolutions too
+    stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
+    for module in (module for stack in stacks for module in stack.modules()):
         if module not in inside and sees_rows(module):
             found.append(module)
             inside.update(module.modules())

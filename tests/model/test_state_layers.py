@@ -1,0 +1,244 @@
+"""Layers that carry state see rows: flat and shared against padded, in every family, with kernels and without."""
+
+import copy
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl import DPOTrainer, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import tiny_config, tiny_model
+from tests.helpers.equivalence import assert_same, run
+from tests.helpers.flat_and_padded import assert_equals_padded
+from tests.helpers.reference_flash import reference_flash
+from tests.helpers.reference_state import reference_state_kernels
+from tests.helpers.tiny import conversations, preference_data
+from trl_paddingfree import (
+    FlatBatch,
+    PaddingFreeDPOConfig,
+    PaddingFreeDPOTrainer,
+    PaddingFreeSFTConfig,
+    PaddingFreeSFTTrainer,
+)
+from trl_paddingfree.check.prove import prove
+from trl_paddingfree.flat.path_rows import PathRows, groups_of_like_length
+from trl_paddingfree.model import state_layers
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.masks import FlatMask
+from trl_paddingfree.model.routes import choose_route
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+# One of each kind of layer; what else transformers has of it is in docs/models.md
+FAMILIES = {
+    "gated delta net": "qwen3_5_text",
+    "gated delta net, mixture": "qwen3_next",
+    "kimi's delta attention": "bailing_hybrid",
+    "mamba 2": "mamba2",
+    "mamba 2, mixture": "nemotron_h",
+    "mamba 2 beside attention": "falcon_h1",
+    "mamba 2 and shared attention": "zamba2",
+    "mamba": "mamba",
+    "mamba, mixture": "jamba",
+    "mamba and shared attention": "zamba",
+    "short convolution": "lfm2_moe",
+    "short convolution without a kernel": "lfm3",
+    "convolutions within attention": "inkling_text",
+    "convolution of keys": "zaya",
+    "recurrence by positions": "recurrent_gemma",
+    "decay": "minimax",
+    "shift": "rwkv",
+    "matrix memory": "xlstm",
+    "compressed keys": "deepseek_v4",
+}
+NO_KERNELS = {"lfm3", "zaya", "recurrent_gemma", "minimax", "rwkv", "xlstm", "deepseek_v4"}
+# No kernel of the first Mamba's scan knows of boundaries
+NO_BOUNDARIES = NO_KERNELS | {"mamba", "jamba", "zamba", "inkling_text"}
+
+
+def make(model_type, **options):
+    """A tiny model with TRL's fused head, in training mode without dropout."""
+    model = tiny_model(model_type, seed=SEED, **options)
+    add_fused_lm_head(model)
+    return model.train()
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("model_type", FAMILIES.values(), ids=FAMILIES.keys())
+def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, kernels):
+    if kernels and model_type in NO_KERNELS:
+        pytest.skip("it has no kernels")
+    model = make(model_type)
+    with reference_state_kernels(model) if kernels else nullcontext():
+        result, failed = prove(model, choose_route(model))
+        assert not failed
+        assert result.prefix_sharing
+        told = {layer.forward.rows.takes_boundaries for layer in state_layers.state_layers(model)}
+        assert (True in told) == (kernels and model_type not in NO_BOUNDARIES - {"inkling_text"})
+        assert_equals_padded(model, result.route.without_sharing(), SEED)
+        # Recomputation must meet the layout of its own batch: on CUDA it runs on another thread
+        for reentrant in (True, False):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+            assert_equals_padded(model, result.route, SEED)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1", "zaya"])
+def test_family_equals_padded_with_flash_attention(model_type):
+    with reference_flash():
+        model = make(model_type, attn_implementation="flash_attention_2")
+        route = choose_route(model)
+        assert route.backend == "flash"
+        assert_equals_padded(model, route, SEED)
+        assert_equals_padded(model, choose_route(model, "positions"), SEED)
+
+
+def test_hashed_neighbours_are_those_of_the_own_row():
+    """Qwen 4's n-gram features look tokens up, so the tokens themselves have to be rows."""
+    options = {"ngram_vocab_size_base": 97, "split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 1}
+    model = make("qwen4_exp_text", ple_layer_ids=[1], eos_token_id=3, **options)
+    assert model.model.layers[0].ple is not None
+    assert_equals_padded(model, choose_route(model, "mask"), SEED)
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text"])
+def test_lora_on_the_projections_of_a_layer_learns_as_with_padding(model_type):
+    model = tiny_model(model_type, seed=SEED)
+    peft_model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    add_fused_lm_head(model)
+    peft_model.train()
+    adapted = [name for name, p in model.named_parameters() if p.requires_grad and "proj" in name]
+    assert any(part in name for name in adapted for part in ("conv.in_proj", "linear_attn.in_proj"))
+    for route in (choose_route(model), choose_route(model).without_sharing()):
+        assert_equals_padded(model, route, SEED)
+
+
+def test_calls_without_a_layout_and_copies_are_untouched():
+    model = make("lfm2").eval()
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    generate = {"input_ids": ids[:1], "max_new_tokens": 5, "do_sample": False}
+    logits, tokens = model(input_ids=ids, attention_mask=mask).logits, model.generate(**generate)
+    install(model, choose_route(model))
+    forwards = [layer.forward for layer in state_layers.state_layers(model)]
+    install(model, choose_route(model))
+    assert [layer.forward for layer in state_layers.state_layers(model)] == forwards
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, logits)
+    assert torch.equal(model.generate(**generate), tokens)
+    (layer,) = state_layers.state_layers(model)
+    clone, states = copy.deepcopy(layer), torch.randn(1, 4, model.config.hidden_size)
+    with torch.no_grad():
+        clone.out_proj.weight.zero_()
+    assert clone(states).abs().max() == 0 < layer(states).abs().max()
+
+
+def test_padding_on_the_right_cannot_reach_a_token_or_a_gradient(monkeypatch):
+    """Rows all in one group, padded, agree with rows one by one, for tokens and gradients."""
+    model = make("qwen3_5_text", dtype=torch.float64)
+    install(model, choose_route(model))
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 10], [11]]
+    batch = FlatBatch.from_rows(rows, rows)
+    answers = []
+    for step_cost in (1e9, 0.0):
+        monkeypatch.setattr(state_layers, "_STEP_COST", step_cost)
+        assert len(PathRows.of(batch.layout, step_cost).shapes) == (1 if step_cost else 3)
+        logits = model(flat_batch=batch).logits
+        gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+        answers.append((logits, *gradients))
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # this layer's recurrence is in float32
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), step_cost=st.sampled_from([0.0, 1.0, 8.0, 1e9]))
+@settings(deadline=None)
+def test_groups_hold_every_row_once_and_cost_no_more_than_one_group_or_one_each(lengths, step_cost):
+    groups = groups_of_like_length(lengths, step_cost)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    cost = sum(max(lengths[i] for i in group) * (len(group) + step_cost) for group in groups)
+    one_group, alone = max(lengths) * (len(lengths) + step_cost), sum(n * (1 + step_cost) for n in lengths)
+    assert cost <= min(one_group, alone) * (1 + 1e-12)
+
+
+def test_convolutions_outside_of_the_layers_are_none_of_ours():
+    model = tiny_model("llama")
+    assert not state_layers.state_layers(model)
+    model.model.sound = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1))
+    assert not state_layers.carries_state(model)
+
+
+def test_what_would_be_faster_is_named():
+    assert state_layers.describe_state_layers(tiny_model("llama")) == ""
+    model = tiny_model("qwen3_5_text")
+    said = state_layers.describe_state_layers(model)
+    assert "Qwen3_5GatedDeltaNet" in said
+    assert "pip install causal-conv1d flash-linear-attention" in said
+    assert state_layers.missing_kernels(tiny_model("jamba")) == ["causal-conv1d", "mamba-ssm"]
+    with reference_state_kernels(model):
+        assert "in one call of their kernels" in state_layers.describe_state_layers(model)
+
+
+def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
+    """A 2-D mask of ones is dropped, and one that is kept is cut: neither must lose the layout."""
+    from transformers.masking_utils import create_recurrent_attention_mask
+
+    layout = FlatBatch.from_rows([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]).layout
+    mask = FlatMask.carrying(layout, per_token=True)
+    kept = create_recurrent_attention_mask(SimpleNamespace(), torch.zeros(1, 5, 8), mask)
+    assert kept.flat_layout is layout
+
+
+# Families as TRL's own tests train them
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "nemotron_h", "qwen3_5_text"])
+@pytest.mark.parametrize("trainer_class", [DPOTrainer, SFTTrainer])
+def test_family_trains_like_padded_trl(model_type, trainer_class, tokenizer):
+    dpo = trainer_class is DPOTrainer
+    ours, config = (
+        (PaddingFreeDPOTrainer, PaddingFreeDPOConfig) if dpo else (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
+    )
+
+    def model(seed):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(tiny_config(model_type))
+
+    def kwargs():
+        data = (preference_data if dpo else conversations)(6, SEED + 1)
+        return {"processing_class": tokenizer, "eval_dataset": data, **({"ref_model": model(2)} if dpo else {})}
+
+    data = (preference_data if dpo else conversations)(12, SEED)
+    options = {"train_dataset": data, "steps": 2, "max_length": 64, "eval_strategy": "steps", "eval_steps": 2}
+    padded = run(trainer_class, config.__mro__[2], model=model(1), trainer_kwargs=kwargs(), **options)
+    own = {"prefix_sharing": True, "gradient_checkpointing": True}
+    flat = run(ours, config, model=model(1), trainer_kwargs=kwargs(), **options, **own)
+    assert flat.trainer.flat.route.prefix_sharing
+    assert_same(padded, flat)
+    repeated = sum(entry.get("flat/repeated_by_state_layers", 0) for entry in flat.log_history)
+    assert repeated == flat.trainer.total_counts().repeated > 0
+
+
+def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
+    def model():
+        torch.manual_seed(1)
+        return AutoModelForCausalLM.from_config(tiny_config("lfm2"))
+
+    options = {
+        "train_dataset": preference_data(12, SEED),
+        "steps": 2,
+        "max_length": 64,
+        "precompute_ref_log_probs": True,
+        "trainer_kwargs": {"processing_class": tokenizer},
+    }
+    padded = run(DPOTrainer, PaddingFreeDPOConfig.__mro__[2], model=model(), **options)
+    parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+    flat = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, model=model(), **options, **parts)
+    assert_same(padded, flat)
+    counts = flat.trainer.total_counts()
+    assert replace(counts, repeated=0) != counts
