@@ -194,3 +194,20 @@ def _keeping_varlen(contexts: Callable) -> Callable:
         return policy(ctx, op, *args, **kwargs)
 
     return partial(create_selective_checkpoint_contexts, keeping)
+
+
+def rotary_limits(config: Any) -> dict[str, int]:
+    """
+    Kinds of rotary frequencies that follow the longest row of a batch, with the length from which on they do.
+
+    transformers recomputes those of "longrope" and "dynamic" in each forward, from the largest of all positions.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per kind of layer
+    limits = {}
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            limits["longrope"] = kind["original_max_position_embeddings"]
+        elif "dynamic" in str(kind.get("rope_type")):
+            limits[kind["rope_type"]] = config.max_position_embeddings
+    return limits

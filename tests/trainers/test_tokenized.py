@@ -1,4 +1,4 @@
-"""Rows that the user has tokenized: bad ones are refused with their number, and own lengths mean what they mean in TRL."""
+"""Rows that the user has tokenized: bad ones are refused by number, own lengths mean what they mean in TRL."""
 
 import os
 import random
