@@ -211,3 +211,16 @@ def rotary_limits(config: Any) -> dict[str, int]:
         elif "dynamic" in str(kind.get("rope_type")):
             limits[kind["rope_type"]] = config.max_position_embeddings
     return limits
+
+
+def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
+    """
+    Dropout that is drawn by a function, by the name that modules hold it under: TRL's `disable_dropout` sets that of
+    `torch.nn.Dropout` modules only.
+    """
+    return {
+        name: value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
+    }

@@ -11,6 +11,7 @@ from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import assert_layouts_agree, lora, train
 from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data
 from trl_paddingfree import (
@@ -373,3 +374,25 @@ def test_without_padding_free_nothing_is_refused_or_counted(tokenizer, tmp_path,
         )
     assert not [record for record in caplog.records if record.name.startswith("trl_paddingfree")]
     assert torch.is_tensor(next(iter(trainer.get_train_dataloader()))["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "disable", "warned"),
+    [
+        ("opt", {"dropout": 0.1}, True, "`dropout=0.1`"),
+        ("llama", {"attention_dropout": 0.2}, True, "`attention_dropout=0.2`"),
+        ("opt", {"dropout": 0.1}, False, None),
+        ("opt", {"dropout": 0.0}, True, None),
+        ("gpt2", {"resid_pdrop": 0.1}, True, None),  # a module, which TRL turns off
+    ],
+)
+def test_dropout_that_cannot_be_disabled_is_said(model_type, config, disable, warned, tokenizer, tmp_path, caplog):
+    model, kwargs = tiny_model(model_type, **config).train(), {"peft_config": lora()}
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path, model=model, tokenizer=tokenizer, trainer_kwargs=kwargs, disable_dropout=disable)
+    assert ("draws dropout by a function" in caplog.text) == (warned is not None)
+    assert warned is None or warned in caplog.text
+    if disable:
+        ids = torch.arange(5, 25)[None]
+        draws_masks = not torch.equal(model.train()(ids).logits, model(ids).logits)
+        assert draws_masks == (warned is not None)

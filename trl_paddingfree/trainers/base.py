@@ -29,7 +29,7 @@ from .model_card import describe_method
 from .option_values import refuse_wrong_values
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable
+from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable, warn_of_dropout
 from .token_counts import TokenCounts, gathered
 
 
@@ -137,6 +137,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             flat.route, flat.awaits_weights = routes[0], True
         for model in models:
             upstream.keep_varlen_results(model)
+        warn_of_dropout(flat.check.base(self.model), self.args)
         collator: Any = self.data_collator
         if not isinstance(collator, self.task.collator):
             collator = self.task.collator(**vars(collator))

@@ -11,6 +11,7 @@ from transformers import ProcessorMixin
 from transformers.utils import logging
 from trl import SFTConfig
 
+from .. import upstream
 from ..batching.lengths import example_tokens
 from ..data.preferences import column_names
 from ..data.tokens import refuse_bad_tokens
@@ -113,6 +114,26 @@ def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
         raise ValueError(
             f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
             "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
+        )
+
+
+def warn_of_dropout(model: Any, config: Any) -> None:
+    """
+    Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model that is trained.
+        config ([`~transformers.TrainingArguments`]):
+            The configuration; TRL's for SFT has no `disable_dropout`.
+    """
+    if not vars(config).get("disable_dropout"):
+        return
+    for name, value in upstream.functional_dropout(model).items():
+        logger.warning(
+            f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` does "
+            "not reach, with padding either: no two layouts draw the same masks. Set it to 0 in the model's "
+            "configuration for figures that can be compared."
         )
 
 
