@@ -247,3 +247,33 @@ def takes_state_boundaries(module: torch.nn.Module) -> bool:
     has_kernels = all(hasattr(function, "__wrapped__") for function in functions.values())
     known = bool(functions) and _SCAN_WITHOUT_BOUNDARIES not in functions
     return known and has_kernels and not missing_state_kernels(module)
+
+
+def rotary_limits(config: Any) -> dict[str, int]:
+    """
+    Kinds of rotary frequencies that follow the longest row of a batch, with the length from which on they do.
+
+    transformers recomputes those of "longrope" and "dynamic" in each forward, from the largest of all positions.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per kind of layer
+    limits = {}
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            limits["longrope"] = kind["original_max_position_embeddings"]
+        elif "dynamic" in str(kind.get("rope_type")):
+            limits[kind["rope_type"]] = config.max_position_embeddings
+    return limits
+
+
+def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
+    """
+    Dropout that is drawn by a function, by the name that modules hold it under: TRL's `disable_dropout` sets that of
+    `torch.nn.Dropout` modules only.
+    """
+    return {
+        name: value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
+    }

@@ -4,12 +4,14 @@ import os
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl import DPOConfig, DPOTrainer
+from torch.utils.data import RandomSampler
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.helpers.equivalence import TOLERANCE, run
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import conversations, make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.batching.arrange import StepSampler, balance, by_tokens, imbalance
 from trl_paddingfree.batching.budget import split_by_tokens
@@ -89,6 +91,32 @@ def test_rearranged_dpo_steps_train_the_same(model_dir, arrange, seed):
     assert isinstance(arranged.trainer._get_train_sampler(), StepSampler)
 
 
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_rearranged_steps_have_the_examples_that_the_users_own_sampler_draws(model_dir, strategy):
+    options = {
+        "accelerator_config": {"use_seedable_sampler": False},
+        "train_sampling_strategy": strategy,
+        "gradient_accumulation_steps": 4,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "steps": 6,
+    }
+    common = {"model": model_dir, "train_dataset": conversations(32, SEED)}
+    padded = run(SFTTrainer, SFTConfig, **common, **options)
+    arranged = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, arrange_micro_batches="tokens")
+    same_training(padded, arranged)
+
+
+def test_a_rearranged_order_has_the_generator_of_the_users_sampler():
+    """accelerate looks for it, and gives all processes the same one."""
+    with_one, without = (StepSampler(sampler, 2, sorted) for sampler in (RandomSampler(range(9)), [1, 2]))
+    with_one.generator = torch.Generator().manual_seed(SEED)
+    orders = [list(with_one), list(with_one)]
+    with_one.generator.manual_seed(SEED)
+    assert [list(with_one), list(with_one)] == orders
+    assert not hasattr(without, "generator")
+
+
 @pytest.mark.parametrize("arrange", ["tokens", "prefix"])
 def test_rearranged_sft_steps_train_the_same(model_dir, arrange):
     common = {"model": model_dir, "train_dataset": conversations(32, SEED), "prefix_sharing": True, "max_length": 64}
@@ -165,6 +193,49 @@ def test_losses_that_couple_examples_are_refused(model_dir, options, reason, mov
     common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
     with pytest.raises(ValueError, match=reason):
         run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, **moving)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+
+def rotary(limit, kind):  # the start-up check tries rows of less than 24 tokens
+    if kind == "dynamic":
+        return {"rope_parameters": {**DYNAMIC, "rope_theta": 10000.0}, "max_position_embeddings": limit}
+    original = {"original_max_position_embeddings": limit, "rope_theta": 10000.0}
+    return {"rope_parameters": {**LONGROPE, **original}, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("moving", [{"arrange_micro_batches": "tokens"}, {"max_tokens_per_micro_batch": 80}])
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind, moving):
+    def trained(trainer_class, config_class, data, limit, **options):
+        kwargs = {"processing_class": tokenizer}
+        if trainer_class is PaddingFreeDPOTrainer:
+            kwargs["ref_model"] = make_model(**rotary(limit, kind))
+        model = make_model(**rotary(limit, kind))
+        common = {"model": model, "train_dataset": data, "trainer_kwargs": kwargs, "steps": 2}
+        return run(trainer_class, config_class, **common, **options)
+
+    pairs, instructions = preference_data(16, SEED), conversations(16, SEED)
+    ours = (
+        (PaddingFreeDPOTrainer, PaddingFreeDPOConfig, pairs),
+        (PaddingFreeSFTTrainer, PaddingFreeSFTConfig, instructions),
+    )
+    for trainer_class, config_class, data in ours:
+        with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 24 tokens the loss"):
+            trained(trainer_class, config_class, data, 24, **moving, oversized_examples="alone")
+        stream = data.to_iterable_dataset()
+        if "max_tokens_per_micro_batch" in moving:
+            with pytest.raises(ValueError, match=f"`rope_type='{kind}'`"):
+                trained(trainer_class, config_class, stream, 24, **moving, oversized_examples="alone")
+    # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's
+    below, beyond = {"max_length": 24, "limit": 24}, {"limit": 24}
+    padded = [trained(SFTTrainer, SFTConfig, instructions, **options) for options in (below, beyond)]
+    same_training(padded[0], trained(*ours[1], **below, **moving, oversized_examples="alone"))
+    same_training(padded[1], trained(*ours[1], **beyond))
+    with pytest.raises(ValueError, match="`pad_to_multiple_of=32`: .* beyond 24 tokens"):
+        trained(*ours[1], **below, pad_to_multiple_of=32)
 
 
 def test_a_streaming_data_set_cannot_be_arranged(model_dir):

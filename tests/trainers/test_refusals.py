@@ -7,10 +7,11 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset
-from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import assert_layouts_agree, lora, train
 from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data
 from trl_paddingfree import (
@@ -373,3 +374,61 @@ def test_without_padding_free_nothing_is_refused_or_counted(tokenizer, tmp_path,
         )
     assert not [record for record in caplog.records if record.name.startswith("trl_paddingfree")]
     assert torch.is_tensor(next(iter(trainer.get_train_dataloader()))["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "disable", "warned"),
+    [
+        ("opt", {"dropout": 0.1}, True, "`dropout=0.1`"),
+        ("llama", {"attention_dropout": 0.2}, True, "`attention_dropout=0.2`"),
+        ("opt", {"dropout": 0.1}, False, None),
+        ("opt", {"dropout": 0.0}, True, None),
+        ("gpt2", {"resid_pdrop": 0.1}, True, None),  # a module, which TRL turns off
+    ],
+)
+def test_dropout_that_cannot_be_disabled_is_said(model_type, config, disable, warned, tokenizer, tmp_path, caplog):
+    model, kwargs = tiny_model(model_type, **config).train(), {"peft_config": lora()}
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path, model=model, tokenizer=tokenizer, trainer_kwargs=kwargs, disable_dropout=disable)
+    assert ("draws dropout by a function" in caplog.text) == (warned is not None)
+    assert warned is None or warned in caplog.text
+    if disable:
+        ids = torch.arange(5, 25)[None]
+        draws_masks = not torch.equal(model.train()(ids).logits, model(ids).logits)
+        assert draws_masks == (warned is not None)
+
+
+INPUTS = {
+    "a list": ({"train_dataset": [GOOD]}, "must be a `Dataset` or `IterableDataset`, got `list`"),
+    "a dict": ({"train_dataset": {"text": ["w1"]}}, "must be a `Dataset` or `IterableDataset`, got `dict`"),
+    "a tokenizer's name": ({"processing_class": "gpt2"}, "`processing_class` must be either a `PreTrainedTokenizer"),
+    "no rows": ({"train_dataset": Dataset.from_list([])}, "The train data has no rows"),
+    "no evaluation rows": ({"eval_dataset": {"some": Dataset.from_list([])}}, "The some data has no rows"),
+    "aLoRA": (
+        {"peft_config": LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM")},
+        r"`alora_invocation_tokens=\[5\]` \(aLoRA\) looks for these tokens in each row",
+    ),
+    "messages without roles": (
+        {"train_dataset": Dataset.from_list([{"messages": [{"content": "w1"}]}])},
+        "Row 0 of the train data: `messages` is a list with .*which has no role",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_inputs_of_the_wrong_kind_are_refused(name, task, untouched, tokenizer, tmp_path):
+    changed, message = INPUTS[name]
+    if name == "messages without roles" and task == "dpo":
+        message = "The train data has no column `chosen`"
+    data = preference_data(4, SEED) if task == "dpo" else conversations(4, SEED)
+    trainer, config = (PaddingFreeDPOTrainer, DPOConfig) if task == "dpo" else (PaddingFreeSFTTrainer, SFTConfig)
+    arguments = {"train_dataset": data, "processing_class": tokenizer, **changed}
+    with pytest.raises((ValueError, TypeError), match=message):
+        trainer(model=untouched, args=config(output_dir=str(tmp_path), **COMMON), **arguments)
+
+
+def test_an_output_folder_that_is_a_file_is_refused_before_anything_is_trained(untouched, tokenizer, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="`output_dir='.*file'` is a file, and checkpoints go to a folder"):
+        build(tmp_path / "file", model=untouched, tokenizer=tokenizer)

@@ -50,6 +50,15 @@ class StepSampler(Sampler[int]):
         assert isinstance(self.sampler, Sized)
         return len(self.sampler)
 
+    @property
+    def generator(self) -> Any:
+        """That of the sampler underneath, if it has one: accelerate makes it the same on every process."""
+        return self.sampler.generator  # type: ignore[union-attr]
+
+    @generator.setter
+    def generator(self, generator: Any) -> None:
+        self.sampler.generator = generator  # type: ignore[union-attr]
+
     def set_epoch(self, epoch: int) -> None:
         """Called by the data loader: the sampler underneath draws another order each epoch."""
         if hasattr(self.sampler, "set_epoch"):

@@ -10,6 +10,8 @@ from typing import Any
 from ..trainers.quiet import silence
 
 OK, NO, WRONG_USE = 0, 1, 2
+# As shells report processes that SIGINT or SIGPIPE ended
+INTERRUPTED, PIPE_CLOSED = 130, 141
 EXIT_CODES = """\
 exit codes:
   0  done; of `check`, `bench` and `quickstart` also: exact
@@ -46,6 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     silence()
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = run(given)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        sys.stderr.write("trl-paddingfree: interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head` has read enough: Python would complain once more when it closes the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def run(given: list[str]) -> int:
+    """Run the command that the arguments name, and give its exit code."""
     # These have parsers of their own, with options of the hundreds
     if given and given[0] in TRAINING:
         return train(given[0], given[1:])
@@ -54,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(given)
     try:
         return args.run(args)
+    except BrokenPipeError:  # an `OSError`, of which the user need not hear
+        raise
     except LOADING as error:
         if args.traceback:
             raise
@@ -265,14 +283,14 @@ def quickstart(args: argparse.Namespace) -> int:
     import datasets
     from transformers.utils import logging
 
-    from ..quickstart.compare import run
+    from ..quickstart import compare
 
     at_least(1, steps=args.steps, sft_steps=args.sft_steps, batch_size=args.batch_size, max_length=args.max_length)
     one_gpu()
     if args.model is None:  # what is tokenized, saved and loaded here takes no time
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
-    return run(args)
+    return compare.run(args)
 
 
 def bench(argv: list[str]) -> int:
@@ -294,11 +312,14 @@ def one_gpu() -> None:
 def train(task: str, argv: list[str]) -> int:
     """`trl-paddingfree dpo` and `trl-paddingfree sft`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from yaml import YAMLError
 
     from .launch import launch
 
     try:
         return launch(task, argv)
+    except YAMLError as error:
+        return refuse(task, ValueError(f"the file of `--config` is no YAML: {' '.join(str(error).split())}"))
     except LOADING as error:  # configurations refuse some values
         return refuse(task, error)
     except ChildFailedError:  # the process that failed has said why

@@ -152,4 +152,7 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:], strict=False)
+    try:
+        main(sys.argv[1], sys.argv[2:], strict=False)
+    except KeyboardInterrupt:  # the command that launched this process says so
+        sys.exit(130)

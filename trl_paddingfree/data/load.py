@@ -32,6 +32,8 @@ def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
         loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
         if loader is None:
             raise ValueError(f"`--dataset_name {name}` ends in none of {', '.join(LOADERS)}: name a file that does.")
+        if not file.stat().st_size:
+            raise ValueError(f"`--dataset_name {name}` is an empty file.")
         dataset = load_dataset(loader, data_files=name, streaming=streaming)
     else:
         dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)

@@ -92,6 +92,25 @@ def _refuse_bad_pair(example: dict[str, Any], index: int, name: str) -> dict[str
     return {}
 
 
+def refuse_bad_messages(dataset: Any, name: str) -> None:
+    """
+    Refuse conversations whose first row TRL would not know for one: it would look for a column of text instead.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`), name (`str`):
+            As for [`check_preferences`].
+
+    Raises:
+        `ValueError`: Naming the column and what is wrong with it.
+    """
+    first: dict[str, Any] = next(iter(dataset), {})
+    if isinstance(messages := first.get("messages"), list) and (problem := _problem(messages)):
+        raise ValueError(
+            f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
+            "`role` and a `content`. Correct the rows."
+        )
+
+
 def _problem(text: Any) -> str:
     """Why `text` is neither a string nor a list of messages; empty if it is one."""
     if isinstance(text, str):

@@ -30,7 +30,7 @@ from .model_card import describe_method
 from .option_values import refuse_wrong_values
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable
+from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable, warn_of_dropout
 from .token_counts import TokenCounts, gathered
 
 
@@ -138,6 +138,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             flat.route, flat.awaits_weights = routes[0], True
         for model in models:
             upstream.keep_varlen_results(model)
+        warn_of_dropout(flat.check.base(self.model), self.args)
         collator: Any = self.data_collator
         if not isinstance(collator, self.task.collator):
             collator = self.task.collator(**vars(collator))
@@ -173,8 +174,25 @@ class PaddingFreeTrainer(WholeCheckpoints):
 
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on which others share its micro-batch."""
-        aux_loss = f"`router_aux_loss_coef={self.router_aux_loss_coef}`"
-        return [aux_loss] if self.aux_loss_enabled else []
+        aux_loss = [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
+        limits = self.rotary_limits().items()
+        reached = [f"`rope_type={kind!r}` and rows of more than {n} tokens" for kind, n in limits if self.exceeds(n)]
+        return [*aux_loss, *reached]
+
+    def rotary_limits(self) -> dict[str, int]:
+        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
+        return upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
+
+    def exceeds(self, length: int) -> bool:
+        """Whether a row of training may be longer than `length`."""
+        limit = self.args.max_length
+        if not isinstance(self.train_dataset, Dataset):
+            return limit is None or limit > length
+        return self.longest_row() > length
+
+    def longest_row(self) -> int:
+        """Length of the longest row of training, after truncation."""
+        return int(self.example_lengths().max(initial=0))
 
     def weighed_by_micro_batch(self) -> list[str]:
         """Options under which the weight of an example in a step depends on its micro-batch, or on its process."""
@@ -191,6 +209,13 @@ class PaddingFreeTrainer(WholeCheckpoints):
         refuse_moving(
             self.flat.options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch()
         )
+        if multiple := self.args.pad_to_multiple_of:
+            for kind, length in self.rotary_limits().items():
+                if self.exceeds(length // multiple * multiple):
+                    raise ValueError(
+                        f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond "
+                        f"{length} tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
+                    )
         limit, rule = self.flat.options.max_tokens_per_micro_batch, self.flat.options.oversized_examples
         if limit and rule == "error" and isinstance(self.train_dataset, Dataset):
             refuse_oversized(self.example_lengths(), self.flat.route.prefix_sharing, limit)
@@ -213,7 +238,13 @@ class PaddingFreeTrainer(WholeCheckpoints):
             num_processes=processes,
         )
         step_size = batch_size * processes * self.args.gradient_accumulation_steps
-        flat.sampler = arranged_sampler(sampler, arrange, step_size=step_size, data_seed=self.args.data_seed)
+        flat.sampler = arranged_sampler(
+            sampler,
+            arrange,
+            step_size=step_size,
+            data_seed=self.args.data_seed,
+            use_seedable_sampler=self.args.accelerator_config.use_seedable_sampler,
+        )
         return flat.sampler
 
     def get_train_dataloader(self):

@@ -22,6 +22,7 @@ def arranged_sampler(
     *,
     step_size: int,
     data_seed: int | None,
+    use_seedable_sampler: bool = True,
 ) -> StepSampler:
     """
     Rearrange the order of a sampler within each optimizer step.
@@ -35,8 +36,12 @@ def arranged_sampler(
             Examples per optimizer step, over all processes and accumulation steps.
         data_seed (`int`, *optional*):
             Seed of a random order.
+        use_seedable_sampler (`bool`, *optional*, defaults to `True`):
+            Whether accelerate would put a sampler of its own in the place of a random one.
     """
-    if isinstance(sampler, RandomSampler):  # what accelerate would put in its place, had it found it
+    if (
+        isinstance(sampler, RandomSampler) and use_seedable_sampler
+    ):  # what accelerate would put in its place, had it found it
         sampler = SeedableRandomSampler(sampler.data_source, data_seed=data_seed)
     return StepSampler(sampler, step_size, arrange)
 

@@ -1,16 +1,18 @@
 """Arguments and options that cannot be combined with flat batches: what is refused, and what to change."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.parallelism_config import ParallelismConfig
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftModel, PromptLearningConfig
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl import SFTConfig
 
+from .. import upstream
 from ..batching.lengths import example_tokens
 from ..data.preferences import column_names
 from ..data.tokens import refuse_bad_tokens
@@ -36,7 +38,9 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
     _refuse_sequence_parallelism(config)
+    _refuse_file(config.output_dir)
     for name, dataset in given_datasets(arguments):
+        _refuse_empty(dataset, name)
         _refuse_vision(dataset)
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
@@ -61,7 +65,8 @@ def given_datasets(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     eval_dataset = arguments.get("eval_dataset")
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     datasets = {"train": arguments.get("train_dataset"), **eval_datasets}
-    return [(name, dataset) for name, dataset in datasets.items() if dataset is not None]
+    # What is none of these, TRL refuses in its own words
+    return [(name, dataset) for name, dataset in datasets.items() if isinstance(dataset, Dataset | IterableDataset)]
 
 
 def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
@@ -72,6 +77,21 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
             f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, which a flat "
             "batch cannot hold. Use LoRA, or set `padding_free=False`."
         )
+    if tokens := getattr(peft_config, "alora_invocation_tokens", None):
+        raise ValueError(
+            f"`peft_config` with `alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row, and "
+            "a flat batch is one row. Use LoRA without them, or set `padding_free=False`."
+        )
+
+
+def _refuse_file(output_dir: str) -> None:
+    if Path(output_dir).is_file():
+        raise ValueError(f"`output_dir={output_dir!r}` is a file, and checkpoints go to a folder: name another one.")
+
+
+def _refuse_empty(dataset: Any, name: str) -> None:
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
 
 
 def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
@@ -107,12 +127,32 @@ def _refuse_vision(dataset: Any) -> None:
 
 def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if tokenizer is None or config.pad_token is not None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or config.pad_token is not None:
         return
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ValueError(
             f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
             "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
+        )
+
+
+def warn_of_dropout(model: Any, config: Any) -> None:
+    """
+    Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model that is trained.
+        config ([`~transformers.TrainingArguments`]):
+            The configuration; TRL's for SFT has no `disable_dropout`.
+    """
+    if not vars(config).get("disable_dropout"):
+        return
+    for name, value in upstream.functional_dropout(model).items():
+        logger.warning(
+            f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` does "
+            "not reach, with padding either: no two layouts draw the same masks. Set it to 0 in the model's "
+            "configuration for figures that can be compared."
         )
 
 

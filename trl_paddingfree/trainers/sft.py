@@ -7,6 +7,7 @@ from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
 from ..data.collate import LanguageModelingCollator
+from ..data.preferences import refuse_bad_messages
 from ..data.prepare import log_dropped
 from ..data.task import Task
 from ..data.tokens import refuse_unknown_tokens, without_lengths
@@ -105,6 +106,8 @@ class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
         return ["`average_tokens_across_devices=False`"] if alone else []
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        if self.flat is not None:
+            refuse_bad_messages(dataset, dataset_name)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if packing:
             return prepared
