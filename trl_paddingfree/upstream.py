@@ -124,3 +124,11 @@ def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     repacked layer passes no gradient on to its input.
     """
     return type(module).__module__.startswith("bitsandbytes.")
+
+
+def lm_head_tile() -> tuple[int, int]:
+    """Rows and columns of the logits that TRL's fused LM head has in memory at a time."""
+    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    return TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE

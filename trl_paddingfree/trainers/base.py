@@ -16,17 +16,20 @@ from trl.trainer.utils import get_config_model_id
 from ..batching.arrange import StepSampler
 from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
+from ..data.collate import KeepingExamples
 from ..data.task import Task
 from ..flat.batch import BatchCounts
 from ..model.forward import install
 from ..model.routes import Route
+from .budgeted import BudgetedSteps
 from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions
+from .memory_budget import MemoryBudget, is_sharded
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
 from .model_card import describe_method
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import refuse_moving, refuse_oversized, refuse_unflattenable
+from .refusals import refuse_beside_budget, refuse_moving, refuse_oversized, refuse_unflattenable
 from .token_counts import TokenCounts, gathered
 
 
@@ -48,6 +51,10 @@ class Flat:
             The order of training, if `arrange_micro_batches` makes one.
         part (`tuple[Part, PartMetrics]`, *optional*):
             The part of a micro-batch that is being computed.
+        memory ([`MemoryBudget`], *optional*):
+            The plan under `memory_budget`; `None` without one, and before the models have their weights.
+        resumed_from (`str`, *optional*):
+            The checkpoint that training goes on from.
     """
 
     options: PaddingFreeOptions
@@ -56,9 +63,11 @@ class Flat:
     awaits_weights: bool = False
     sampler: StepSampler | None = None
     part: tuple[Part, PartMetrics] | None = None
+    memory: MemoryBudget | None = None
+    resumed_from: str | None = None
 
 
-class PaddingFreeTrainer(WholeCheckpoints):
+class PaddingFreeTrainer(BudgetedSteps, WholeCheckpoints):
     """
     Base of the padding-free trainers, mixed in before one of TRL's.
 
@@ -100,6 +109,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
         options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Flat(options)
         refuse_unflattenable(arguments, self.task.collator)
+        if options.memory_budget is not None:
+            refuse_beside_budget(options, config)
+            config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         try:
             self.trl_trainer.__init__(self, **arguments)
@@ -108,6 +120,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
         self.padding_free = True
         self.start_flat()
         self.refuse_micro_batches()
+        if not self.flat.awaits_weights and not is_sharded(self.accelerator):
+            self.plan_memory()
 
     def flat_models(self) -> list[Any]:
         """The models that compute batches, under whatever wrappers; the one that is trained first."""
@@ -212,6 +226,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
         if limit := self.flat.options.max_tokens_per_micro_batch:
             # In training only: evaluation keeps no activations and needs no parts
             self.data_collator = replace(collator, max_tokens=limit)
+        if self.flat.options.memory_budget is not None:
+            self.data_collator = KeepingExamples(collator)
         try:
             loader: Any = super().get_train_dataloader()
         finally:
@@ -228,28 +244,25 @@ class PaddingFreeTrainer(WholeCheckpoints):
         raise NotImplementedError
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        batches = inputs.pop("parts", [inputs])
-        most = len(batches)
-        if self.flat is not None and self.flat.options.max_tokens_per_micro_batch:
-            most = self._most_parts(len(batches))
+        if self.flat is not None and self.flat.options.memory_budget is not None:
+            self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
+            self.plan_memory()
+        batches = self.parts_of(inputs)
+        most, number = len(batches), None
+        if self.flat is not None and (self.flat.options.max_tokens_per_micro_batch or self.flat.memory):
+            most, number = self.agree_on_parts(batches)
         if most == 1:
             self._count(inputs, batches)
-            return super().training_step(model, inputs, num_items_in_batch)
+            return self.attempt(model, inputs, num_items_in_batch, number)
         is_normalized = num_items_in_batch is not None
         parts = weighted_parts(batches, self.part_sizes, num_wanted=most, is_normalized=is_normalized)
         self._count(inputs, [part.inputs for part in parts])
         metrics = PartMetrics(self)
-        losses = [self._step_of_part(model, part, metrics, num_items_in_batch) for part in parts]
+        losses = [self.attempt(model, part.inputs, num_items_in_batch, number, (part, metrics)) for part in parts]
         metrics.log()
         return torch.stack(losses).sum()
 
-    def _most_parts(self, num_parts: int) -> int:
-        """The most parts that any process has."""
-        if self.accelerator.num_processes == 1:
-            return num_parts
-        return int(self.accelerator.gather(torch.tensor([num_parts], device=self.accelerator.device)).max())
-
-    def _step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
+    def step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
         """Forward and backward pass of a part; gradients are synchronized after the last."""
         assert self.flat is not None
         state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
@@ -281,6 +294,20 @@ class PaddingFreeTrainer(WholeCheckpoints):
         weight = self.flat.part[0].weight
         return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.flat is not None and self.flat.memory is not None and self.args.should_save:
+            self.flat.memory.save(output_dir)
+        super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.flat is not None and checkpoint is not None:
+            self.flat.resumed_from = checkpoint
+            if self.flat.memory is not None:
+                self.flat.memory.load(checkpoint)
+        super()._load_rng_state(checkpoint)
+
     # --- figures ----------------------------------------------------------------------------------------------------
 
     @property
@@ -310,6 +337,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.flat is not None and self.model.training and "loss" in logs:
             logs.update(self.counts.figures(self.accelerator))
+            if self.flat.memory is not None:
+                logs.update(self.flat.memory.figures(self.accelerator))
         super().log(logs, *args, **kwargs)
 
     def create_model_card(  # type: ignore[override]

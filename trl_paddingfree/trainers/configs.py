@@ -9,6 +9,19 @@ from ..model.backends import BackendName
 from .quiet import silence
 
 
+def checked_budget(budget: float | str | None) -> float | str | None:
+    """`memory_budget` as a number, `"auto"` or `None`; a command line gives numbers as strings."""
+    if budget in (None, "auto"):
+        return budget
+    try:
+        gib = float(budget)  # type: ignore[arg-type]
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
+    return gib
+
+
 @dataclass
 class PaddingFreeOptions:
     """
@@ -35,6 +48,11 @@ class PaddingFreeOptions:
         oversized_examples (`str`, *optional*, defaults to `"error"`):
             What to do with an example of more than `max_tokens_per_micro_batch` tokens: `"error"` refuses to start,
             `"alone"` runs it by itself.
+        memory_budget (`float` or `str`, *optional*):
+            GiB that training may use on each device; `"auto"`: what the device has, less a tenth. With it each
+            micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even
+            so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without
+            it, activations are kept or recomputed as TRL does it.
     """
 
     padding_free: bool = field(
@@ -64,6 +82,18 @@ class PaddingFreeOptions:
         default="error",
         metadata={"help": "What to do with an example above `max_tokens_per_micro_batch`: 'error' or run it 'alone'."},
     )
+    memory_budget: float | str | None = field(
+        default=None,
+        metadata={
+            "help": "GiB that training may use on each device, or 'auto': activations are recomputed only as far as "
+            "they have to be."
+        },
+    )
+
+    def __post_init__(self):
+        self.memory_budget = checked_budget(self.memory_budget)
+        if hasattr(super(), "__post_init__"):
+            super().__post_init__()
 
 
 @dataclass
