@@ -52,6 +52,15 @@ def made(task, model, train_dataset, **options):
     return trainer(model=model, args=args, train_dataset=train_dataset, **kwargs)
 
 
+def ready(trainer):
+    """A trainer whose single steps can be called, as `train` leaves it."""
+    if trainer.args.gradient_checkpointing:
+        kwargs = trainer.args.gradient_checkpointing_kwargs
+        trainer.flat_base(trainer.model).activation_checkpointing_enable(kwargs)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
 def same(a, b):
     """Whether two runs logged the same figures and ended with the same weights, to the last bit."""
     figures = ("loss", "grad_norm", "rewards/margins", "entropy", "num_tokens", "mean_token_accuracy")
@@ -63,7 +72,7 @@ def same(a, b):
 
 @contextmanager
 def failing(trainer, attempts, in_backward):
-    """Within this context, an allocation of the first layer fails in forward passes `attempts`, or in their backward."""
+    """Within this context, an allocation fails in the first layer, in forward passes `attempts` or their backward."""
     layer, passes = trainer.flat.memory.layers[0], iter(range(1000))
 
     def fail(*_):
@@ -99,7 +108,7 @@ def counted(trainer, batch, number):
 
 
 def assert_predicted(trainer):
-    memory = trainer.flat.memory
+    memory = ready(trainer).flat.memory
     for batch in trainer.get_train_dataloader():
         saved = memory.needs.saved(load(batch["flat_batch"], memory.route))
         for number in (0, 1, len(memory.layers)):
@@ -122,11 +131,12 @@ def test_predicted_bytes_of_experts(attention, tokenizer):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = make_model("qwen3_moe", num_hidden_layers=LAYERS, **sizes)
     model.set_attn_implementation(attention)
-    assert_predicted(made(DPO, model, preference_data(16, SEED), trainer_kwargs={"processing_class": tokenizer}))
+    kwargs = {"processing_class": tokenizer, "peft_config": lora()}
+    assert_predicted(made(DPO, model, preference_data(16, SEED), trainer_kwargs=kwargs))
 
 
 def test_predicted_bytes_of_layers_with_a_state(tokenizer):
-    model = tiny_model("qwen3_next", num_hidden_layers=4)
+    model = tiny_model("qwen3_next")
     with reference_state_kernels(model):
         data = conversations(32, SEED)
         # Those kernels work in chunks of 64 tokens, which short rows do not fill: one row per batch that does
@@ -186,8 +196,8 @@ def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reent
     data = preference_data(8, SEED) if task is DPO else conversations(8, SEED)
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     kwargs = {"peft_config": lora(lora_dropout=0.3)} if task is DPO else {}
-    plain = made(task, folder, data, memory_budget=None, trainer_kwargs=dict(kwargs))
-    trainer = made(task, folder, data, **options, trainer_kwargs=dict(kwargs))
+    plain = ready(made(task, folder, data, memory_budget=None, trainer_kwargs=dict(kwargs)))
+    trainer = ready(made(task, folder, data, **options, trainer_kwargs=dict(kwargs)))
     batch = next(iter(trainer.get_train_dataloader()))
     expected = step(plain, {name: value for name, value in batch.items() if name != "examples"})
     recomputations = []
@@ -201,9 +211,9 @@ def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reent
 
 @contextmanager
 def count_calls(layers):
-    """How often the forward of each layer's MLP runs with gradients."""
+    """A list with an entry for each time that a layer computes its MLP."""
     calls = []
-    handles = [layer.mlp.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled())) for layer in layers]
+    handles = [layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in layers]
     yield calls
     for handle in handles:
         handle.remove()
@@ -234,7 +244,7 @@ def test_a_budget_recomputes_only_what_it_must_and_splits_what_does_not_fit(fold
     for entry in parts.log_history:
         if "loss" in entry:
             assert entry["flat/predicted_memory_gib"] <= entry["flat/memory_budget_gib"] == pytest.approx(least)
-    assert parts.trainer.total_counts() == plain.trainer.total_counts()
+    assert parts.trainer.total_counts().real == plain.trainer.total_counts().real
 
 
 def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
@@ -302,6 +312,8 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
     if split:
         trainer.flat.memory.budget = int(between(trainer, LAYERS) * GIB)
         trainer.flat.memory.needs = replace(trainer.flat.memory.needs, kept=trainer.flat.memory.needs.kept * 100)
+    else:  # so small a model is all head
+        trainer.flat.memory.needs = replace(trainer.flat.memory.needs, tile=(0, 0))
     # In the second micro-batch, when there are gradients already
     with failing(trainer, {1}, where == "backward"):
         trainer.train()

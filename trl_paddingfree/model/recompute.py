@@ -192,7 +192,11 @@ def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
 
 
 def count_kept_bytes(
-    model: PreTrainedModel, route: Route, call: Callable[..., Any] | None = None, device: torch.device | None = None
+    model: PreTrainedModel,
+    route: Route,
+    call: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+    **arguments: Any,
 ) -> KeptBytes:
     """
     Count the bytes that each layer of a model keeps. Leaves no gradient, and the model as it was.
@@ -206,6 +210,8 @@ def count_kept_bytes(
             What to call in place of `model`: the same model under a wrapper that gathers its weights.
         device (`torch.device`, *optional*):
             Device of the batches. Defaults to that of the first weights.
+        **arguments:
+            What else training gives the model, such as `output_router_logits`.
     """
     layers = recomputable_layers(model)
     if device is None:
@@ -215,7 +221,7 @@ def count_kept_bytes(
         for batch in _batches(model, route):
             counter = SavedBytes(model, layers)
             with counter.counting():
-                output = _forward(model if call is None else call, batch.to(device))
+                output = _forward(model if call is None else call, batch.to(device), **arguments)
             loads.append(load(batch, route))
             counts.append(
                 [
@@ -229,7 +235,7 @@ def count_kept_bytes(
     return KeptBytes(kept[:-1], recomputed[:-1], largest[:-1], kept[-1])
 
 
-def _forward(call: Callable[..., Any], batch: FlatBatch) -> Any:
+def _forward(call: Callable[..., Any], batch: FlatBatch, **arguments: Any) -> Any:
     """One forward pass as TRL's trainers make it."""
     input_ids = batch.input_ids[0][batch.row_index]
     labels = input_ids.masked_fill(~batch.row_mask, IGNORE_INDEX)
@@ -241,6 +247,7 @@ def _forward(call: Callable[..., Any], batch: FlatBatch) -> Any:
         flat_batch=batch,
         fused_lm_head=True,
         use_cache=False,
+        **arguments,
     )
 
 

@@ -1,7 +1,7 @@
 """The options that this package adds to TRL's configurations."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trl import DPOConfig, SFTConfig
 
@@ -92,8 +92,9 @@ class PaddingFreeOptions:
 
     def __post_init__(self):
         self.memory_budget = checked_budget(self.memory_budget)
-        if hasattr(super(), "__post_init__"):
-            super().__post_init__()
+        parent: Any = super()
+        if hasattr(parent, "__post_init__"):
+            parent.__post_init__()
 
 
 @dataclass

@@ -195,9 +195,9 @@ class MemoryBudget:
         if changed:
             self.budget, self.has_shrunk = budget, True
             logger.warning(
-                f"An allocation failed with {number} of {len(self.layers)} layers recomputed "
-                f"({batch.counts.computed} tokens, {peaks[number] / GIB:.3f} GiB predicted). The micro-batch is computed again, and the memory budget is "
-                f"{self.budget / GIB:.3f} GiB from here on, not {before / GIB:.3f}."
+                f"An allocation failed with {number} of {len(self.layers)} layers recomputed ({batch.counts.computed} "
+                f"tokens, {peaks[number] / GIB:.3f} GiB predicted). The micro-batch is computed again, and the memory "
+                f"budget is {self.budget / GIB:.3f} GiB from here on, not {before / GIB:.3f}."
             )
         return changed
 

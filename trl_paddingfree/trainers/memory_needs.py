@@ -44,7 +44,8 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
     # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
     call = trainer.model_wrapped if is_sharded(accelerator) else None
     with nullcontext() if accelerator.is_fsdp2 else accelerator.autocast():  # FSDP2 casts weights and inputs instead
-        kept = count_kept_bytes(base, route, call, accelerator.device)
+        router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
+        kept = count_kept_bytes(base, route, call, accelerator.device, **router)
     if trainer.optimizer is None:
         optimizer, arguments = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     else:
