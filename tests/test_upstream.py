@@ -50,6 +50,7 @@ PRIVATE = {
     "transformers:Trainer._get_train_sampler": (),
     "transformers:Trainer._prepare_inputs": ("inputs",),
     "transformers:Trainer._save_checkpoint": ("model", "trial"),
+    "transformers:Trainer._load_rng_state": ("checkpoint",),
     "transformers:Trainer._save_rng_state": ("output_dir",),
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
     "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
@@ -94,6 +95,7 @@ EXTENDED = {
     "_precompute_ref_logps",
     "_prepare_dataset",
     "_save_checkpoint",
+    "_load_rng_state",
     "_save_rng_state",
     "compute_loss",
     "compute_ref_log_probs",
