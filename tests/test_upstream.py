@@ -52,6 +52,9 @@ PRIVATE = {
     "transformers:Trainer._save_checkpoint": ("model", "trial"),
     "transformers:Trainer._load_rng_state": ("checkpoint",),
     "transformers:Trainer._save_rng_state": ("output_dir",),
+    "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE": None,
+    "torch:Tensor._base": None,
+    "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
     "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
         "module",
@@ -98,6 +101,7 @@ EXTENDED = {
     "_load_rng_state",
     "_save_rng_state",
     "compute_loss",
+    "compute_loss_context_manager",
     "compute_ref_log_probs",
     "create_model_card",
     "get_train_dataloader",
