@@ -277,3 +277,11 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
         for name, value in vars(module).items()
         if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
     }
+
+
+def lm_head_tile() -> tuple[int, int]:
+    """Rows and columns of the logits that TRL's fused LM head has in memory at a time."""
+    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    return TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE

@@ -8,10 +8,12 @@ from .tasks import BENCHMARKED
 
 COLORS = {
     "trl": "#9a9a9a",
+    "trl-kept": "#6b6b6b",
     "trl-packing": "#c9b458",
     "trl-padding-free": "#d98a4e",
     "flat": "#5b8ec9",
     "shared": "#1f4e9c",
+    "budget": "#0b2a5c",
 }
 
 

@@ -1,5 +1,6 @@
 """What a result was measured with."""
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -61,3 +62,17 @@ def environment(device: str) -> dict[str, Any]:
 def machine_name(found: dict[str, Any]) -> str:
     """The device of an environment, for people."""
     return found.get("gpu") or f"{found['processor']}, {found['threads']} of {found['cores']} cores"
+
+
+def keep_pages() -> bool:
+    """
+    Have glibc keep the memory that this process frees, as CUDA's allocator does. Returns whether it does.
+
+    By default it gives large blocks back to the system at once, and getting fresh pages for activations that are kept
+    costs more than computing them again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_max = -1, -4  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))

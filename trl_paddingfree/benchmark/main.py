@@ -124,6 +124,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
     import torch
 
     from .datasets import dataset_rows
+    from .environment import keep_pages
     from .methods import Settings
     from .run import Benchmark, release
 
@@ -137,6 +138,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
         for name in options.dataset
     ]
     result: dict[str, Any] = {}
+    keeps_pages = device == "cpu" and keep_pages()
     for batch_size in options.batch_size:
         settings = Settings(
             task=options.task,
@@ -154,7 +156,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Iterator[dict[st
             seed=options.seed,
         )
         benchmark = Benchmark(settings, options.methods, options.trl_attention)
-        result = result or {**benchmark.describe(command), "runs": []}
+        result = result or {**benchmark.describe(command), "keeps_pages": keeps_pages, "runs": []}
         for rows in [*made_rows(options, benchmark.vocab_size), *datasets]:
             measured = benchmark.run(rows, options.batches, options.rounds, warmup, options.profile)
             result["runs"].append({"batch_size": batch_size, **measured})

@@ -103,7 +103,7 @@ def make_trainer(method: Method, base: Any, settings: Settings, attention: str) 
             upstream.set_attn_implementation(kwargs["ref_model"], attention)
     trainer = trainer_class(
         model=model,
-        args=config_class(**_options(method, settings), **method.options),
+        args=config_class(**{**_options(method, settings), **method.options}),
         train_dataset=_few_tokens(settings),
         processing_class=make_tokenizer(),
         **kwargs,

@@ -86,6 +86,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "each node of the tree that a batch's rows form once. Useful MFU: operations that the limit needs for a step, "
         "without recomputation, over the step's time and over the rate of matrix products in the same run "
         f"({result['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s).",
+        *(["All methods run with an allocator that keeps its pages."] if result.get("keeps_pages") else []),
         "",
     ]
     return lines + [line for run in result["runs"] for line in _run_notes(run)]

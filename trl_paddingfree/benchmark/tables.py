@@ -10,6 +10,15 @@ from .shapes import display_name
 # What the README shows: by task and rows
 HEADLINE = (("dpo", "ultrafeedback_1000"), ("dpo", "hh_harmless_1500"), ("sft", "p3_flanlike_clear_5000"))
 HEADS = ("machine, model", "rows", "padding-free", "with shared prefixes", "FLOPs", "FLOPs / limit")
+KEPT_HEADS = (
+    *("machine, model", "rows", "TRL, nothing recomputed", "shared prefixes", "with `memory_budget`"),
+    *("the same / TRL, nothing recomputed", "FLOPs / TRL", "FLOPs / TRL, nothing recomputed"),
+)
+KEPT_EXPLANATION = (
+    "Activations that fit into memory need not be recomputed: padded TRL with `gradient_checkpointing=False`, and "
+    "`memory_budget`, which sees to it by itself. Examples per second relative to padded TRL as it comes, except where "
+    "the column names the other baseline. All methods run with an allocator that keeps its pages."
+)
 EXPLANATION = (
     "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time), and "
     "floating-point operations relative to padded TRL's and to the fewest possible."
@@ -55,6 +64,31 @@ def rows(folder: Path, link: str) -> list[tuple[str, tuple[str, str], str]]:
     return lines
 
 
+def kept(folder: Path, link: str) -> list[str]:
+    """A table of the results that have the baseline without recomputation, or nothing."""
+    lines = []
+    for path, result in results(folder):
+        settings, page = result["settings"], f"{link}{Path(path).with_suffix('.md').as_posix()}"
+        for run in result["runs"]:
+            methods = run["methods"]
+            if "speedup" not in methods.get("budget", {}) or "trl-kept" not in methods:
+                continue
+            padded, ours = methods["trl-kept"], methods["budget"]
+            cells = [
+                f"[{machine_name(result['environment'])}, {display_name(settings['model'])}]({page})",
+                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}",
+                *(
+                    speedup(methods[name], result) if name in methods else ""
+                    for name in ("trl-kept", "shared", "budget")
+                ),
+                f"{ours['speedup'] / padded['speedup']:.2f}x ({ours['core_speedup'] / padded['core_speedup']:.2f}x)",
+                f"{ours['flops'] / methods['trl']['flops']:.0%}",
+                f"{ours['flops'] / padded['flops']:.0%}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return [KEPT_EXPLANATION, "", f"| {' | '.join(KEPT_HEADS)} |", "|-|-|-:|-:|-:|-:|-:|-:|", *lines] if lines else []
+
+
 def table(lines: list[str]) -> list[str]:
     """Lines of a table under their heads."""
     return [f"| {' | '.join(HEADS)} |", "|-|-|-:|-:|-:|-:|", *lines]
@@ -86,6 +120,7 @@ def everything(folder: Path) -> str:
             *table(claim),
             "",
             *chart(folder),
+            *(kept(folder, "") and [*kept(folder, ""), ""]),
             "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
             "",
             *table(crossover),

@@ -26,20 +26,29 @@ class Method:
             Whether it is this package's.
         options (`dict[str, Any]`, *optional*):
             Options of its configuration.
+        keeps (`bool`, *optional*, defaults to `False`):
+            Whether it keeps activations where they fit, whatever the other methods do.
     """
 
     name: str
     label: str
     ours: bool
     options: dict[str, Any] = field(default_factory=dict)
+    keeps: bool = False
 
 
 BASELINE = "trl"
 PACKED = {"packing": True, "packing_strategy": "bfd"}
-_PADDED = Method(BASELINE, "TRL, padded", False)
+KEPT = "trl-kept"
+_PADDED = (
+    Method(BASELINE, "TRL, padded", False),
+    Method(KEPT, "TRL, padded, nothing recomputed", False, {"gradient_checkpointing": False}, keeps=True),
+)
+BUDGETED = {"prefix_sharing": True, "memory_budget": "auto"}
 _OURS = (
     Method("flat", "ours, padding-free", True, {"prefix_sharing": False}),
     Method("shared", "ours, shared prefixes", True, {"prefix_sharing": True}),
+    Method("budget", "ours, shared, with a memory budget", True, BUDGETED, keeps=True),
 )
 
 
@@ -124,7 +133,7 @@ def _probe_row(unscored: int, scored: int) -> Example:
 BENCHMARKED = {
     "dpo": BenchmarkTask(
         unit="pairs",
-        methods=(_PADDED, *_OURS),
+        methods=(*_PADDED, *_OURS),
         columns=("prompt", "chosen", "rejected"),
         of_two=lambda a, b: (min(a, b) // 2, a - min(a, b) // 2, b - min(a, b) // 2),
         make=_make_pair,
@@ -139,7 +148,7 @@ BENCHMARKED = {
     "sft": BenchmarkTask(
         unit="rows",
         methods=(
-            _PADDED,
+            *_PADDED,
             Method("trl-packing", "TRL, packed (bfd)", False, PACKED),
             Method("trl-padding-free", "TRL, padding-free", False, {"padding_free": True}),
             *_OURS,

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..trainers.quiet import silence
@@ -143,6 +144,13 @@ def _add_inspect(add: Callable) -> None:
     command.add_argument("--truncation_mode", choices=["keep_start", "keep_end"], default="keep_start")
     command.add_argument("--sample", type=int, default=2000, help="rows to look at, 0 for all (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="seed of the sample and the batches (default: 0)")
+    command.add_argument(
+        "--model", help="also predict memory: hub name or folder (its config only), or a shape of `bench`"
+    )
+    command.add_argument(
+        "--tuning", choices=["full", "lora", "qlora"], default="lora", help="what of --model is trained"
+    )
+    command.add_argument("--memory_gib", type=float, help="memory of a device: which batches of --model fit, how fast")
     command.add_argument("--plot", default="inspect.png", help="PNG to write, '' for none (default: %(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
 
@@ -217,7 +225,7 @@ def inspect(args: argparse.Namespace) -> int:
     from ..data.savings import measure
     from ..data.task import task_of
     from ..trainers.registry import TASKS
-    from .tables import print_waste
+    from .tables import print_memory, print_waste
 
     at_least(1, batch_size=args.batch_size)
     at_least(0, max_length=args.max_length, sample=args.sample)
@@ -234,10 +242,13 @@ def inspect(args: argparse.Namespace) -> int:
         seed=args.seed,
         track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
+    memory = _memory(args, report)
     if args.json:
-        print_json(report.as_dict())
+        print_json(report.as_dict() | ({"memory": memory} if memory else {}))
     else:
         print_waste(report)
+        if memory:
+            print_memory(memory)
     if args.plot:
         try:
             plot_waste(report, args.plot)
@@ -245,6 +256,19 @@ def inspect(args: argparse.Namespace) -> int:
         except ImportError as error:
             progress.print(f"No chart: {error}", markup=False, soft_wrap=True)
     return OK
+
+
+def _memory(args: argparse.Namespace, report: Any) -> dict[str, Any] | None:
+    """What `--model` would need of memory, if it was asked for."""
+    if args.model is None:
+        if args.memory_gib is not None:
+            raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, whose memory it is.")
+        return None
+    from ..benchmark.memory import memory_report
+
+    batches = [(waste.batch_size, waste.batches) for waste in report.waste]
+    make = partial(memory_report, report.task.name, batches, args.model, args.tuning, args.memory_gib)
+    return loaded(args.model, make)
 
 
 def check(args: argparse.Namespace) -> int:

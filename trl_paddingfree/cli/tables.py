@@ -1,5 +1,7 @@
 """Results as tables in the terminal."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +43,34 @@ def print_waste(report: WasteReport) -> None:
         "slots, tokens, computed: of a mean batch, with padding, without, and with shared prefixes. padding: share of "
         "the slots. shared: share of the tokens that need no computing, because another row has them. speed-up: slots "
         "per token that is computed, which large models on a busy GPU come near to."
+    )
+
+
+def print_memory(memory: dict[str, Any]) -> None:
+    """The memory that training would need as a table."""
+    has_limit = memory["memory_gib"] is not None
+    table = Table(title=f"Memory of {memory['model']}, {memory['tuning']}, bfloat16", title_justify="left")
+    heads = ["batch size", "layout", "tokens", "GiB, recomputed", "GiB, kept"]
+    for column in heads + ["largest, recomputed", "largest, kept", "speed-up"] * has_limit:
+        table.add_column(column, justify="right")
+    for row in memory["sizes"]:
+        for layout in ("padded", "padding_free", "shared"):
+            found = row[layout]
+            cells = [f"{found['tokens']:,}", f"{found['recomputed_gib']:.1f}", f"{found['kept_gib']:.1f}"]
+            if has_limit:
+                cells += [f"{found['recomputed_batch']}", f"{found['kept_batch']}", f"{found['speed_up']:.2f}x"]
+            table.add_row(f"{row['batch_size']}" if layout == "padded" else "", layout.replace("_", "-"), *cells)
+    console = Console()
+    console.print(table)
+    limit = ""
+    if has_limit:
+        limit = (
+            f" largest: batch size that fits into {memory['memory_gib']:g} GiB. speed-up: of `memory_budget` over "
+            "recomputing every layer, on the same tokens."
+        )
+    console.print(
+        "tokens: of the largest batch. recomputed, kept: with every layer recomputed, and none; weights, gradients and "
+        f"the optimizer are {memory['fixed_gib']:.1f} GiB of it.{limit}"
     )
 
 

@@ -17,20 +17,29 @@ from .. import upstream
 from ..batching.arrange import StepSampler
 from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
+from ..data.collate import KeepingExamples
 from ..data.task import Task
 from ..flat.batch import BatchCounts
 from ..model.answers import EditedRowsError
 from ..model.forward import ask_edits, install, read_edits
 from ..model.routes import Route
 from ..model.state_layers import carries_state
+from .budgeted import BudgetedSteps
 from .checkpoints import WholeCheckpoints
-from .configs import PaddingFreeOptions
+from .configs import PaddingFreeOptions, refuse_wrong_options
+from .memory_budget import MemoryBudget, is_sharded
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
 from .model_card import describe_method
-from .option_values import refuse_wrong_values
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable, warn_of_dropout
+from .refusals import (
+    given_datasets,
+    refuse_beside_budget,
+    refuse_moving,
+    refuse_oversized,
+    refuse_unflattenable,
+    warn_of_dropout,
+)
 from .token_counts import TokenCounts, gathered
 
 
@@ -52,6 +61,10 @@ class Flat:
             The order of training, if `arrange_micro_batches` makes one.
         part (`tuple[Part, PartMetrics]`, *optional*):
             The part of a micro-batch that is being computed.
+        memory ([`MemoryBudget`], *optional*):
+            The plan under `memory_budget`; `None` without one, and before the models have their weights.
+        resumed_from (`str`, *optional*):
+            The checkpoint that training goes on from.
     """
 
     options: PaddingFreeOptions
@@ -60,9 +73,11 @@ class Flat:
     awaits_weights: bool = False
     sampler: StepSampler | None = None
     part: tuple[Part, PartMetrics] | None = None
+    memory: MemoryBudget | None = None
+    resumed_from: str | None = None
 
 
-class PaddingFreeTrainer(WholeCheckpoints):
+class PaddingFreeTrainer(BudgetedSteps, WholeCheckpoints):
     """
     Base of the padding-free trainers, mixed in before one of TRL's.
 
@@ -97,7 +112,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
         config = arguments["args"]
-        refuse_wrong_values(config, PaddingFreeOptions)  # again: they may have been set since
+        refuse_wrong_options(config)  # again: they may have been set since
         if not config.padding_free:
             self.trl_trainer.__init__(self, **arguments)
             return
@@ -105,6 +120,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
         options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Flat(options)
         refuse_unflattenable(arguments, self.task.collator)
+        if options.memory_budget is not None:
+            refuse_beside_budget(options, config)
+            config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         try:
             self.trl_trainer.__init__(self, **arguments)
@@ -114,6 +132,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
         self.start_flat()
         self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
+        if not self.flat.awaits_weights and not is_sharded(self.accelerator):
+            self.plan_memory()
 
     def flat_models(self) -> list[Any]:
         """The models that compute batches, under whatever wrappers; the one that is trained first."""
@@ -254,6 +274,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
         if limit := self.flat.options.max_tokens_per_micro_batch:
             # In training only: evaluation keeps no activations and needs no parts
             self.data_collator = replace(collator, max_tokens=limit)
+        if self.flat.options.memory_budget is not None:
+            self.data_collator = KeepingExamples(collator)
         try:
             loader: Any = super().get_train_dataloader()
         finally:
@@ -270,42 +292,42 @@ class PaddingFreeTrainer(WholeCheckpoints):
         raise NotImplementedError
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self._refuse_edited_whole(inputs)
-        batches = inputs.pop("parts", [inputs])
-        most = len(batches)
-        if self.flat is not None and self.flat.options.max_tokens_per_micro_batch:
-            most = self._most_parts(len(batches))
+        if self.flat is not None and self.flat.options.memory_budget is not None:
+            self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
+            self.plan_memory()
+        self._refuse_lost_rows(inputs)
+        batches = self.parts_of(inputs)
+        if batches[0] is not inputs:
+            self._ask_edits_of_whole(inputs)
+        most, number = len(batches), None
+        if self.flat is not None and (self.flat.options.max_tokens_per_micro_batch or self.flat.memory):
+            most, number = self.agree_on_parts(batches)
         if most == 1:
             self._count(inputs, batches)
-            return super().training_step(model, inputs, num_items_in_batch)
+            return self.attempt(model, inputs, num_items_in_batch, number)
         is_normalized = num_items_in_batch is not None
         parts = weighted_parts(batches, self.part_sizes, num_wanted=most, is_normalized=is_normalized)
         self._count(inputs, [part.inputs for part in parts])
         metrics = PartMetrics(self)
-        losses = [self._step_of_part(model, part, metrics, num_items_in_batch) for part in parts]
+        losses = [self.attempt(model, part.inputs, num_items_in_batch, number, (part, metrics)) for part in parts]
         metrics.log()
         return torch.stack(losses).sum()
 
-    def _refuse_edited_whole(self, inputs: dict[str, Any]) -> None:
-        """Refuse a micro-batch whose rows were edited, or lost, where no call of the model can find out."""
-        if self.flat is None:
-            return
-        if "flat_batch" not in inputs:
+    def _refuse_lost_rows(self, inputs: dict[str, Any]) -> None:
+        """Refuse a micro-batch without its flat batch."""
+        if self.flat is not None and "flat_batch" not in inputs:
             raise EditedRowsError(
                 f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
                 "loader gave, or set `padding_free=False`."
             )
-        if "parts" in inputs and self.flat.check is not None:
+
+    def _ask_edits_of_whole(self, inputs: dict[str, Any]) -> None:
+        """Ask whether the rows of a micro-batch that runs in parts were edited: no call of the model will."""
+        if self.flat is not None and self.flat.check is not None:
             rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
             ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
 
-    def _most_parts(self, num_parts: int) -> int:
-        """The most parts that any process has."""
-        if self.accelerator.num_processes == 1:
-            return num_parts
-        return int(self.accelerator.gather(torch.tensor([num_parts], device=self.accelerator.device)).max())
-
-    def _step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
+    def step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
         """Forward and backward pass of a part; gradients are synchronized after the last."""
         assert self.flat is not None
         state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
@@ -338,6 +360,20 @@ class PaddingFreeTrainer(WholeCheckpoints):
         weight = self.flat.part[0].weight
         return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.flat is not None and self.flat.memory is not None and self.args.should_save:
+            self.flat.memory.save(output_dir)
+        super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.flat is not None and checkpoint is not None:
+            self.flat.resumed_from = checkpoint
+            if self.flat.memory is not None:
+                self.flat.memory.load(checkpoint)
+        super()._load_rng_state(checkpoint)
+
     # --- figures ----------------------------------------------------------------------------------------------------
 
     @property
@@ -368,6 +404,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.flat is not None and self.model.training and "loss" in logs:
             logs.update(self.counts.figures(self.accelerator, carries_state(self.flat_base(self.model))))
+            if self.flat.memory is not None:
+                logs.update(self.flat.memory.figures(self.accelerator))
         super().log(logs, *args, **kwargs)
 
     def create_model_card(  # type: ignore[override]

@@ -1,13 +1,26 @@
 """The options that this package adds to TRL's configurations."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trl import DPOConfig, SFTConfig
 
 from ..model.backends import BackendName
 from .option_values import refuse_wrong_values
 from .quiet import silence
+
+
+def checked_budget(budget: float | str | None) -> float | str | None:
+    """`memory_budget` as a number, `"auto"` or `None`; a command line gives numbers as strings."""
+    if budget is None or budget == "auto":
+        return budget
+    try:
+        gib = 0.0 if isinstance(budget, bool) else float(budget)
+    except (TypeError, ValueError):
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
+    return gib
 
 
 @dataclass
@@ -36,6 +49,11 @@ class PaddingFreeOptions:
         oversized_examples (`str`, *optional*, defaults to `"error"`):
             What to do with an example of more than `max_tokens_per_micro_batch` tokens: `"error"` refuses to start,
             `"alone"` runs it by itself.
+        memory_budget (`float` or `str`, *optional*):
+            GiB that training may use on each device; `"auto"`: what the device has, less a tenth. With it each
+            micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even
+            so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without
+            it, activations are kept or recomputed as TRL does it.
 
     Raises:
         `ValueError`: If an option has a value that its type does not allow.
@@ -68,9 +86,28 @@ class PaddingFreeOptions:
         default="error",
         metadata={"help": "What to do with an example above `max_tokens_per_micro_batch`: 'error' or run it 'alone'."},
     )
+    memory_budget: float | str | None = field(
+        default=None,
+        metadata={
+            "help": "GiB that training may use on each device, or 'auto': activations are recomputed only as far as "
+            "they have to be."
+        },
+    )
 
     def __post_init__(self):
-        refuse_wrong_values(self, PaddingFreeOptions)
+        refuse_wrong_options(self)
+
+
+def refuse_wrong_options(config: Any) -> None:
+    """
+    Refuse values that options of this package cannot have, in a configuration of ours or of TRL's.
+
+    Raises:
+        `ValueError`: Naming the option, its value, and what to write in its place.
+    """
+    if isinstance(config, PaddingFreeOptions):
+        config.memory_budget = checked_budget(config.memory_budget)
+    refuse_wrong_values(config, PaddingFreeOptions)
 
 
 @dataclass

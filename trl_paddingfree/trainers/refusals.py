@@ -156,6 +156,42 @@ def warn_of_dropout(model: Any, config: Any) -> None:
         )
 
 
+def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
+    """
+    Refuse options that decide where activations stay beside `memory_budget`.
+
+    Args:
+        options ([`PaddingFreeOptions`]):
+            The options.
+        config ([`~transformers.TrainingArguments`]):
+            The configuration that they came with.
+
+    Raises:
+        `ValueError`: Naming the option, its value, and what to change.
+    """
+    kwargs = config.gradient_checkpointing_kwargs or {}
+    reasons = {
+        "`activation_offloading=True`": config.activation_offloading and "it moves to the CPU what the budget counts",
+        "`torch_compile=True`": config.torch_compile
+        and "every number of recomputed layers is another graph to compile",
+        "`gradient_checkpointing_kwargs={'selective': True}`": kwargs.get("selective")
+        and "it keeps results of attention that no count of saved tensors shows",
+        "`gradient_checkpointing_kwargs={'offload': True}`": kwargs.get("offload")
+        and "it moves to the CPU what the budget counts",
+        f"`gradient_checkpointing_kwargs={{'every_n_layers': {kwargs.get('every_n_layers')}}}`": kwargs.get(
+            "every_n_layers", 1
+        )
+        != 1
+        and "it decides which layers recompute, too",
+    }
+    for name, reason in reasons.items():
+        if reason:
+            raise ValueError(
+                f"`memory_budget={options.memory_budget}` cannot be combined with {name}: {reason}. Leave one of them "
+                "out."
+            )
+
+
 def refuse_moving(
     options: PaddingFreeOptions, train_dataset: Any, config: Any, coupled: list[str], weighed: list[str]
 ) -> None:

@@ -1,0 +1,339 @@
+"""Training under a memory budget: predicted bytes are counted ones, and no decision changes a figure."""
+
+import os
+import re
+import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.dpo_runs import lora
+from tests.helpers.equivalence import Trajectory, run
+from tests.helpers.reference_state import reference_state_kernels
+from tests.helpers.tiny import conversations, make_model, preference_data
+from tests.trainers.test_micro_batches import same_training
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree.model.recompute import SavedBytes, count_kept_bytes, load, recompute_first
+from trl_paddingfree.trainers.memory_needs import tensor_bytes
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# What the prediction may be off by
+TOLERANCE = 0.1
+LAYERS = 3
+DPO, SFT = (PaddingFreeDPOTrainer, PaddingFreeDPOConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_model(num_hidden_layers=LAYERS).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def made(task, model, train_dataset, **options):
+    """A trainer under a budget that holds everything."""
+    trainer, config = task
+    defaults = {"memory_budget": 8, "per_device_train_batch_size": 8, "bf16": False, "use_cpu": True, "max_steps": 2}
+    defaults |= {"report_to": "none", "logging_steps": 1, "save_strategy": "no", "dataloader_pin_memory": False}
+    defaults |= {"output_dir": tempfile.mkdtemp(prefix="trl_paddingfree_test_"), "learning_rate": 1e-3}
+    kwargs = options.pop("trainer_kwargs", {})
+    if "steps" in options:
+        options["max_steps"] = options.pop("steps")
+    if "memory_budget" in options and options["memory_budget"] is None:
+        defaults["gradient_checkpointing"] = False
+    args = config(**{**defaults, "adam_epsilon": 1e-5, **options})
+    return trainer(model=model, args=args, train_dataset=train_dataset, **kwargs)
+
+
+def ready(trainer):
+    """A trainer whose single steps can be called, as `train` leaves it."""
+    if trainer.args.gradient_checkpointing:
+        kwargs = trainer.args.gradient_checkpointing_kwargs
+        trainer.flat_base(trainer.model).activation_checkpointing_enable(kwargs)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def same(a, b):
+    """Whether two runs logged the same figures and ended with the same weights, to the last bit."""
+    figures = ("loss", "grad_norm", "rewards/margins", "entropy", "num_tokens", "mean_token_accuracy")
+    for one, other in zip(a.log_history, b.log_history, strict=True):
+        assert {name: one[name] for name in figures if name in one} == {n: other[n] for n in figures if n in other}
+    for name, weight in a.weights.items():
+        assert torch.equal(weight, b.weights[name]), name
+
+
+@contextmanager
+def failing(trainer, attempts, in_backward):
+    """Within this context, an allocation fails in the first layer, in forward passes `attempts` or their backward."""
+    layer, passes = trainer.flat.memory.layers[0], iter(range(1000))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory, on purpose")
+
+    def watch(module, args, output):
+        if torch.is_grad_enabled() and next(passes) in attempts:
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden.register_hook(fail) if in_backward else fail()
+
+    handle = layer.register_forward_hook(watch)
+    yield
+    handle.remove()
+
+
+# --- The prediction --------------------------------------------------------------------------------------------------
+
+
+def counted(trainer, batch, number):
+    """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
+    memory, base = trainer.flat.memory, trainer.flat_base(trainer.model)
+    counter = SavedBytes(base, memory.layers)
+    batch = {name: value for name, value in batch.items() if name != "examples"}
+    memory.number = number
+    trainer.model.train()
+    with counter.counting():
+        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+    memory.number = None
+    assert loss.requires_grad
+    # A checkpoint holds the input of its layer in a closure, where autograd does not see it
+    inside = sum(counter.total(i) for i in range(number, len(memory.layers)))
+    return inside + counter.total(-1) + sum(counter.inputs[:number])
+
+
+def assert_predicted(trainer):
+    memory = ready(trainer).flat.memory
+    for batch in trainer.get_train_dataloader():
+        saved = memory.needs.saved(load(batch["flat_batch"], memory.route))
+        for number in (0, 1, len(memory.layers)):
+            assert saved[number] == pytest.approx(counted(trainer, batch, number), rel=TOLERANCE), number
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [(DPO, {}), (DPO, {"flat_attention": "mask"}), (SFT, {"prefix_sharing": True}), (SFT, {})],
+    ids=["dpo", "dpo-mask", "sft-shared", "sft"],
+)
+def test_predicted_bytes_are_counted_ones(folder, task, options):
+    data = preference_data(16, SEED) if task is DPO else conversations(16, SEED)
+    kwargs = {"peft_config": lora()} if task is DPO else {}
+    assert_predicted(made(task, folder, data, **options, trainer_kwargs=kwargs))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_predicted_bytes_of_experts(attention, tokenizer):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = make_model("qwen3_moe", num_hidden_layers=LAYERS, **sizes)
+    model.set_attn_implementation(attention)
+    kwargs = {"processing_class": tokenizer, "peft_config": lora()}
+    assert_predicted(made(DPO, model, preference_data(16, SEED), trainer_kwargs=kwargs))
+
+
+def test_predicted_bytes_of_layers_with_a_state(tokenizer):
+    model = tiny_model("qwen3_next")
+    with reference_state_kernels(model):
+        data = conversations(32, SEED)
+        # Those kernels work in chunks of 64 tokens, which short rows do not fill: one row per batch that does
+        data = data.map(lambda row: {"messages": row["messages"] * 8})
+        assert_predicted(made(SFT, model, data, trainer_kwargs={"processing_class": tokenizer}))
+
+
+def test_predicted_bytes_of_4_bit_weights(folder):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
+    made_of = {"peft_config": lora(), "processing_class": AutoTokenizer.from_pretrained(folder)}
+    assert_predicted(made(DPO, model, preference_data(16, SEED), trainer_kwargs=made_of))
+
+
+def test_counting_leaves_the_model_as_it_was(folder):
+    trainer = made(DPO, folder, preference_data(8, SEED), trainer_kwargs={"peft_config": lora(lora_dropout=0.5)})
+    base, weights = trainer.flat_base(trainer.model), [p.clone() for p in trainer.model.parameters()]
+    base.eval()
+    recompute_first(trainer.flat.memory.layers, 1)
+    before = torch.get_rng_state()
+    once, again = (count_kept_bytes(base, trainer.flat.route) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(vars(once).values(), vars(again).values(), strict=True))
+    assert torch.equal(before, torch.get_rng_state())
+    assert not any(module.training for module in base.modules())
+    assert [layer.gradient_checkpointing for layer in trainer.flat.memory.layers] == [True, False, False]
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.model.parameters(), strict=True))
+
+
+def test_fixed_bytes_are_those_of_the_tensors(folder):
+    result = run(*SFT, model=folder, train_dataset=conversations(8, SEED), memory_budget=8, steps=1)
+    trainer = result.trainer
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    state = [x for s in trainer.optimizer.state.values() for x in s.values() if x.numel() > 1]
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    buffers = tensor_bytes(trainer.model.buffers())
+    # Beside the moments Adam has a number of steps per parameter
+    assert trainer.flat.memory.needs.fixed == pytest.approx(2 * gradients + buffers + tensor_bytes(state), rel=0.01)
+
+
+# --- The decision ----------------------------------------------------------------------------------------------------
+
+
+def step(trainer, batch, number=None):
+    """Loss and gradients of one training step, with dropout from the same state."""
+    if number is not None:
+        trainer.flat.memory.num_recomputed = lambda _: number
+    torch.manual_seed(SEED)
+    trainer.model.zero_grad()
+    loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
+    return [loss, *(p.grad for p in trainer.model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("task", [DPO, SFT], ids=["dpo", "sft"])
+def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reentrant):
+    data = preference_data(8, SEED) if task is DPO else conversations(8, SEED)
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    kwargs = {"peft_config": lora(lora_dropout=0.3)} if task is DPO else {}
+    plain = ready(made(task, folder, data, memory_budget=None, trainer_kwargs=dict(kwargs)))
+    trainer = ready(made(task, folder, data, **options, trainer_kwargs=dict(kwargs)))
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = step(plain, {name: value for name, value in batch.items() if name != "examples"})
+    recomputations = []
+    for number in range(LAYERS + 1):
+        with count_calls(trainer.flat.memory.layers) as calls:
+            actual = step(trainer, batch, number)
+        recomputations.append(sum(calls))
+        assert all(map(torch.equal, expected, actual)), number
+    assert np.diff(recomputations).tolist() == [1] * LAYERS
+
+
+@contextmanager
+def count_calls(layers):
+    """A list with an entry for each time that a layer computes its MLP."""
+    calls = []
+    handles = [layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in layers]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def between(trainer, number):
+    """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
+    memory = trainer.flat.memory
+    peaks = [memory.needs.peaks(load(batch["flat_batch"], memory.route)) for batch in trainer.get_train_dataloader()]
+    return max(int(peak[number]) for peak in peaks) / GIB
+
+
+def test_a_budget_recomputes_only_what_it_must_and_splits_what_does_not_fit(folder):
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
+    common = {"model": folder, "train_dataset": preference_data(32, SEED)}
+    plain = run(*DPO, **common, **options)
+    whole = run(*DPO, **common, **options, memory_budget=8)
+    same(plain, whole)
+    assert {entry["flat/recomputed"] for entry in whole.log_history if "loss" in entry} == {0.0}
+    some = run(*DPO, **common, **options, memory_budget=between(whole.trainer, 2))
+    same(plain, some)
+    shares = [entry["flat/recomputed"] for entry in some.log_history if "loss" in entry]
+    assert 0 < sum(shares) < len(shares)
+    fixed = whole.trainer.flat.memory.needs.fixed / GIB
+    least = fixed + (between(whole.trainer, LAYERS) - fixed) / 2
+    parts = run(*DPO, **common, **options, memory_budget=least)
+    same_training(plain, parts, ignored=())
+    for entry in parts.log_history:
+        if "loss" in entry:
+            assert entry["flat/predicted_memory_gib"] <= entry["flat/memory_budget_gib"] == pytest.approx(least)
+    assert parts.trainer.total_counts().real == plain.trainer.total_counts().real
+
+
+def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
+    data = preference_data(16, SEED)
+    with pytest.raises(ValueError, match=r"`memory_budget=0.0001`.* is less than example \d+ of the.* at least [\d.]+"):
+        made(DPO, folder, data, memory_budget="0.0001")
+    try:
+        made(DPO, folder, data, memory_budget=0.0001)
+    except ValueError as error:
+        least = float(re.search(r"at least ([\d.]+), or", str(error))[1])
+    run(*DPO, model=folder, train_dataset=data, memory_budget=least, steps=1)
+    stream = data.to_iterable_dataset()
+    with pytest.raises(ValueError, match="is less than an example of the training data needs"):
+        run(*DPO, model=folder, train_dataset=stream, memory_budget=0.0001, steps=1)
+    run(*DPO, model=folder, train_dataset=stream, memory_budget=least, steps=1)
+
+
+def test_losses_that_couple_examples_are_not_split(folder):
+    common = {"model": folder, "train_dataset": preference_data(16, SEED), "loss_type": ["aot"], "steps": 1}
+    least = between(run(*DPO, **common, memory_budget=8).trainer, LAYERS)
+    with pytest.raises(ValueError, match=r"with `loss_type='aot'` it cannot run in parts"):
+        run(*DPO, **common, memory_budget=least * 0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation_offloading": True}, "activation_offloading=True"),
+        ({"torch_compile": True}, "torch_compile=True"),
+        ({"gradient_checkpointing_kwargs": {"selective": True}}, "'selective': True"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "'every_n_layers': 2"),
+        ({"memory_budget": -1}, "must be a positive number"),
+        ({"memory_budget": "much"}, "must be a positive number"),
+    ],
+)
+def test_what_a_budget_cannot_stand_beside_is_refused(folder, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        made(SFT, folder, conversations(8, SEED), **options)
+
+
+def test_a_resumed_run_takes_the_same_decisions(folder, tmp_path):
+    common = {"model": folder, "train_dataset": preference_data(32, SEED), "memory_budget": "auto"}
+    common |= {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "steps": 2}
+    first = run(*DPO, **common).trainer
+    # As it would be after a failed allocation, and on a GPU
+    first.flat.memory.budget, first.flat.memory.has_shrunk = 12345678, True
+    first.flat.memory.needs = replace(first.flat.memory.needs, correction=1.5)
+    first._save_checkpoint(first.model, None)
+    again = made(DPO, **{**common, "steps": 3})
+    again.train(resume_from_checkpoint=True)
+    assert (again.flat.memory.budget, again.flat.memory.needs.correction) == (12345678, 1.5)
+
+
+# --- Allocations that fail -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("split", [False, True], ids=["recomputes", "splits"])
+def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, split, caplog):
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3, "max_steps": 2}
+    data = preference_data(48, SEED)
+    plain = made(DPO, folder, data, memory_budget=None, **options)
+    plain.train()
+    trainer = made(DPO, folder, data, **options)
+    if split:
+        trainer.flat.memory.budget = int(between(trainer, LAYERS) * GIB)
+        trainer.flat.memory.needs = replace(trainer.flat.memory.needs, kept=trainer.flat.memory.needs.kept * 100)
+    else:  # so small a model is all head
+        trainer.flat.memory.needs = replace(trainer.flat.memory.needs, tile=(0, 0))
+    # In the second micro-batch, when there are gradients already
+    with failing(trainer, {1}, where == "backward"):
+        trainer.train()
+    assert sum("An allocation failed" in message for message in caplog.messages) == 1
+    weights = [dict(t.model.named_parameters()) for t in (plain, trainer)]
+    runs = [Trajectory(t.state.log_history, w, t) for t, w in zip((plain, trainer), weights, strict=True)]
+    if split:
+        same_training(*runs, ignored=())
+    else:
+        same(*runs)
+
+
+def test_an_allocation_that_always_fails_ends_the_run(folder):
+    trainer = made(DPO, folder, preference_data(16, SEED))
+    with failing(trainer, range(1000), False), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        trainer.train()
+
+
+def test_other_processes_wait_so_nothing_is_computed_again(folder):
+    trainer = made(DPO, folder, preference_data(16, SEED))
+    trainer.flat.memory.why_not_again = lambda _: "Lower `memory_budget`"
+    with failing(trainer, {0}, False), pytest.raises(torch.OutOfMemoryError, match="on purpose\nLower `memory_budget`"):
+        trainer.train()

@@ -1,0 +1,291 @@
+"""Which layers of a model recompute their activations, and how many bytes they keep if they do not.
+
+The bytes are counted, not derived: a few short flat batches go through the model as training would send them, and
+autograd tells what each layer saves. Adapters, 4-bit weights, dtypes, attention, experts and layers that carry state
+are then counted as they are. What is kept is a linear function of a few sizes of the batch, its [`load`].
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..flat.batch import IGNORE_INDEX, FlatBatch
+from .backends import ATTENTION_BACKENDS
+from .routes import Route
+
+# What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, query-key pairs (where
+# attention keeps its scores), those of branches (whose masks are kept), scored tokens
+LOADS = ("constant", "tokens", "keys", "pairs", "branches", "scored")
+# Multiples of the chunks that layers with a state work in
+_SHORT, _MIDDLE, _LONG = 64, 128, 192
+# Bytes per query-key pair below this share are how kernels round sizes up
+_NEGLIGIBLE = 0.002
+
+
+def load(batch: FlatBatch, route: Route) -> np.ndarray:
+    """
+    The sizes of a flat batch that decide how much memory it needs.
+
+    Args:
+        batch ([`~trl_paddingfree.FlatBatch`]):
+            The batch.
+        route ([`~trl_paddingfree.model.routes.Route`]):
+            How the model computes it.
+
+    Returns:
+        `np.ndarray` of shape `(len(LOADS),)`, int64.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import FlatBatch
+    >>> from trl_paddingfree.model.recompute import LOADS, load
+    >>> from trl_paddingfree.model.routes import Route
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
+    {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 22, 'branches': 6, 'scored': 3}
+
+    ```
+    """
+    segments, tokens = batch.layout.segments, batch.counts.computed
+    if route.backend in ATTENTION_BACKENDS:
+        lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
+        branches = (lengths * keys)[keys > lengths].sum()
+        return np.array([1, tokens, keys.sum(), (lengths * keys).sum(), branches, len(batch.scored_index)])
+    return np.array([1, tokens, tokens, tokens**2, 0, len(batch.scored_index)])
+
+
+def recomputable_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The layers of `model` that can recompute their activations, in the order in which they are computed."""
+    found = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
+    return [layer for layer in found if id(layer) not in inner]
+
+
+def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -> None:
+    """
+    Have the first `number` layers recompute their activations in the backward pass, and the others keep them.
+
+    The backward pass comes to the first layers last: what the others kept is free by then, and recomputing costs no
+    memory on top.
+    """
+    for i, layer in enumerate(layers):
+        layer.gradient_checkpointing = i < number
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """
+    Bytes that a forward pass keeps for the backward pass, per unit of each [`load`].
+
+    Args:
+        kept (`np.ndarray` of shape `(layers, len(LOADS))`, float64):
+            What each layer keeps if it does not recompute.
+        recomputed (`np.ndarray`, same shape):
+            What it keeps if it does.
+        largest (`np.ndarray`, same shape):
+            The largest tensor that it keeps.
+        outside (`np.ndarray` of shape `(len(LOADS),)`, float64):
+            What is kept outside of the layers.
+    """
+
+    kept: np.ndarray
+    recomputed: np.ndarray
+    largest: np.ndarray
+    outside: np.ndarray
+
+
+class SavedBytes:
+    """
+    Bytes that a forward pass within [`SavedBytes.counting`] saves: distinct storages, without those of parameters.
+
+    A storage that several layers save, or that all are given beside the hidden states (masks, rotary embeddings),
+    belongs to none of them: it stays whichever of them recompute.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model.
+        layers (`Sequence[torch.nn.Module]`):
+            Its layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module]):
+        self.layers = layers
+        self.weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self.current = -1  # the layer that is being computed; -1: none
+        self.saved: dict[int, tuple[int, int]] = {}  # of each storage: the layer, or -1, and its bytes
+        self.inputs = [0] * len(layers)
+
+    def total(self, layer: int) -> int:
+        """Bytes that a layer saved; -1: everything outside of the layers."""
+        return sum(size for owner, size in self.saved.values() if owner == layer)
+
+    def largest(self, layer: int) -> int:
+        """Bytes of the largest tensor that a layer saved."""
+        return max((size for owner, size in self.saved.values() if owner == layer), default=0)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within this context, what is saved is counted."""
+        with ExitStack() as stack:
+            for i, layer in enumerate(self.layers):
+                enter = partial(self._enter, i)
+                handle = layer.register_forward_pre_hook(enter, with_kwargs=True)
+                stack.callback(handle.remove)
+                handle = layer.register_forward_hook(lambda *_: self._leave())
+                stack.callback(handle.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
+
+    def _enter(self, layer: int, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.current = -1
+        for value in kwargs.values():
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    self._pack(tensor)
+        self.current = layer
+        self.inputs[layer] = sum(x.numel() * x.element_size() for x in args if isinstance(x, torch.Tensor))
+        self.weights |= {_storage(tensor) for tensor in module.parameters()}  # gathered by now, if they are sharded
+
+    def _leave(self) -> None:
+        self.current = -1
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = tensor if tensor._base is None else tensor._base
+        storage = _storage(tensor)
+        if storage not in self.weights and not isinstance(owner, torch.nn.Parameter):
+            known, _ = self.saved.get(storage, (self.current, 0))
+            layer = self.current if known == self.current else -1
+            self.saved[storage] = layer, _local(tensor).untyped_storage().nbytes()
+        return tensor
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The part of a sharded tensor that lies on this device."""
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage().data_ptr()
+
+
+def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
+    """Flat batches of which each load can be told from the others: rows of other lengths, unscored, shared."""
+    rng, size = np.random.default_rng(0), model.config.get_text_config().vocab_size
+
+    def tokens(number: int) -> list[int]:
+        return rng.integers(0, size, number).tolist()
+
+    prompt = tokens(_SHORT)
+    batches = [[tokens(_SHORT)], [tokens(_MIDDLE)], [tokens(_LONG)], [tokens(_SHORT), tokens(_SHORT)]]
+    batches.append([prompt + tokens(_SHORT), prompt + tokens(_SHORT)])
+    batches.append([prompt + tokens(_SHORT), prompt + tokens(_MIDDLE), prompt + tokens(_MIDDLE)])
+    flat = [FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in batches]
+    unscored = [IGNORE_INDEX] * _MIDDLE + batches[2][0][_MIDDLE:]
+    return [*flat, FlatBatch.from_rows(batches[2], [unscored], prefix_sharing=route.prefix_sharing)]
+
+
+def count_kept_bytes(
+    model: PreTrainedModel,
+    route: Route,
+    call: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+    **arguments: Any,
+) -> KeptBytes:
+    """
+    Count the bytes that each layer of a model keeps. Leaves no gradient, and the model as it was.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model with TRL's fused LM head, on which `route` is installed.
+        route ([`~trl_paddingfree.model.routes.Route`]):
+            How it computes flat batches.
+        call (`Callable`, *optional*):
+            What to call in place of `model`: the same model under a wrapper that gathers its weights.
+        device (`torch.device`, *optional*):
+            Device of the batches. Defaults to that of the first weights.
+        **arguments:
+            What else training gives the model, such as `output_router_logits`.
+    """
+    layers = recomputable_layers(model)
+    if device is None:
+        device = next(model.parameters()).device
+    loads, counts = [], []
+    with _as_in_training(model, layers):
+        for batch in _batches(model, route):
+            counter = SavedBytes(model, layers)
+            with counter.counting():
+                output = _forward(model if call is None else call, batch.to(device), **arguments)
+            loads.append(load(batch, route))
+            counts.append(
+                [
+                    [counter.total(i) for i in range(len(layers))] + [counter.total(-1)],
+                    [*counter.inputs, 0],
+                    [counter.largest(i) for i in range(len(layers))] + [0],
+                ]
+            )
+            del output
+    kept, recomputed, largest = np.moveaxis(_per_load(np.array(loads), np.array(counts)), 0, -1)
+    return KeptBytes(kept[:-1], recomputed[:-1], largest[:-1], kept[-1])
+
+
+def _forward(call: Callable[..., Any], batch: FlatBatch, **arguments: Any) -> Any:
+    """One forward pass as TRL's trainers make it."""
+    input_ids = batch.input_ids[0][batch.row_index]
+    labels = input_ids.masked_fill(~batch.row_mask, IGNORE_INDEX)
+    mask = batch.row_mask.long()
+    return call(
+        input_ids=input_ids,
+        attention_mask=mask,
+        labels=labels,
+        flat_batch=batch,
+        fused_lm_head=True,
+        use_cache=False,
+        **arguments,
+    )
+
+
+def _per_load(loads: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """
+    Bytes per unit of each load: the least squares of `loads (N, F)` and `counts (N, ...)`, of shape `(F, ...)`.
+
+    Loads that never differ from others, as keys and tokens do where nothing is shared, get their part of the minimum
+    norm; pairs that explain next to nothing get none, because they grow fastest beyond what was counted.
+    """
+    flat = counts.reshape(len(counts), -1).astype(np.float64)
+    scale = np.maximum(loads.max(0), 1).astype(np.float64)
+    without = scale.copy()
+    without[[LOADS.index("pairs"), LOADS.index("branches")]] = np.inf
+
+    def fit(scale: np.ndarray) -> np.ndarray:
+        solution = np.linalg.lstsq(loads / scale, flat, rcond=1e-9)[0]
+        return solution / scale[:, None]
+
+    plain, full = fit(without), fit(scale)
+    off = np.abs(loads @ plain - flat).max(0)
+    result = np.where(off > _NEGLIGIBLE * np.maximum(flat.max(0), 1), full, plain)
+    return np.maximum(result, 0).reshape(loads.shape[1], *counts.shape[1:])
+
+
+@contextmanager
+def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
+    """Training mode with gradients, nothing recomputed. Afterwards modes, flags and the random state are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [layer.gradient_checkpointing for layer in layers]
+    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
+    model.train()
+    recompute_first(layers, 0)
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(sorted(devices)):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for layer, flag in zip(layers, flags, strict=True):
+            layer.gradient_checkpointing = flag

@@ -1,0 +1,131 @@
+"""Micro-batches under a memory budget: in parts, recomputed and computed again, each only as far as needed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import Trainer
+
+from ..batching.lengths import example_tokens
+from .attempts import Attempt
+from .memory_budget import MemoryBudget, is_allocation_failure, is_sharded
+from .memory_needs import plan_memory
+from .micro_batches import Part, PartMetrics, weighted_parts
+
+Within = tuple[Part, PartMetrics]
+
+
+class BudgetedSteps(Trainer):
+    """The part of the padding-free trainers that keeps to a `memory_budget`."""
+
+    flat: Any
+    train_dataset: Any
+    coupled_by: Callable[[], list[str]]
+    example_lengths: Callable[[], Any]
+    part_sizes: Callable[[dict[str, Any]], dict[str, int]]
+
+    def plan_memory(self) -> None:
+        """Count what layers keep, and refuse a budget that an example does not fit into. Once, if there is a budget."""
+        flat = self.flat
+        if flat is None or flat.route is None or flat.memory is not None or flat.options.memory_budget is None:
+            return
+        flat.memory = memory = plan_memory(self, flat.route)
+        if flat.resumed_from is not None:
+            memory.load(flat.resumed_from)
+        if isinstance(self.train_dataset, Dataset):
+            self._refuse_small_budget(memory)
+
+    def _refuse_small_budget(self, memory: MemoryBudget) -> None:
+        lengths = self.example_lengths()
+        most = example_tokens(lengths, memory.route.prefix_sharing).argmax()
+        # Attention may need more for the longest row than for the most tokens
+        for index in {int(most), int(lengths.max(1).argmax())}:
+            batch = self.data_collator([self.train_dataset[index]])["flat_batch"]
+            if not memory.has_shrunk and not memory.can_hold(batch):
+                raise memory.too_small_for(batch, f"example {index} of the training data")
+
+    def parts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """The batches that a micro-batch is computed in: as the collator cut it, or as the memory budget asks for."""
+        if self.flat is None or self.flat.memory is None:
+            return inputs.pop("parts", [inputs])
+        return self._parts_in_memory(inputs, self.flat.memory)
+
+    def _parts_in_memory(self, inputs: dict[str, Any], memory: MemoryBudget) -> list[dict[str, Any]]:
+        """The batches that fit into the memory budget."""
+        if memory.fits(inputs["flat_batch"]):
+            return [inputs]
+        parts = memory.split(inputs["flat_batch"], inputs["examples"])
+        if len(parts) > 1 and (coupled := self.coupled_by()):
+            raise memory.cannot_split(inputs["flat_batch"], coupled)
+        # An allocation that failed has made the budget smaller than the data was measured by
+        for part in () if memory.has_shrunk else parts:
+            if not memory.can_hold(part["flat_batch"]):
+                raise memory.too_small_for(part["flat_batch"], "an example of the training data")
+        return parts
+
+    def agree_on_parts(self, batches: list[dict[str, Any]]) -> tuple[int, int | None]:
+        """The most parts that any process has; and how many layers all must recompute, if weights are sharded."""
+        memory: MemoryBudget | None = self.flat.memory
+        numbers = [memory.num_recomputed(batch["flat_batch"]) for batch in batches] if memory else [0]
+        most, number = len(batches), max(numbers)
+        if self.accelerator.num_processes > 1:
+            mine = torch.tensor([[most, number]], device=self.accelerator.device)
+            most, number = self.accelerator.gather(mine).amax(0).tolist()
+        return most, number if memory and is_sharded(self.accelerator) else None
+
+    def attempt(self, model, inputs, num_items_in_batch, number=None, within: Within | None = None) -> torch.Tensor:
+        """
+        Forward and backward pass of a micro-batch, or of a part of one.
+
+        Under a memory budget, `number` layers recompute, or as many as must; if memory runs out nevertheless, it is
+        computed again with more of them, or in parts.
+        """
+        memory: MemoryBudget | None = self.flat.memory if self.flat else None
+        if memory is None:
+            return self._once(model, inputs, num_items_in_batch, within)
+        batch, attempt = inputs["flat_batch"], Attempt(self, None if within is None else within[1].sums)
+        number = memory.num_recomputed(batch) if number is None else number
+        memory.start(batch, number)
+        try:
+            loss = self._once(model, inputs, num_items_in_batch, within)
+            memory.finish()
+            return loss
+        except RuntimeError as error:
+            if not is_allocation_failure(error):
+                raise
+            if advice := memory.why_not_again(self.accelerator):
+                raise type(error)(f"{error}\n{advice}") from error
+            if not memory.shrink(batch, number, len(inputs["examples"].examples)):
+                raise
+        # Here the error is gone, and with it all that its frames held
+        with attempt.undone():
+            return self._again(model, inputs, num_items_in_batch, within)
+
+    def _once(self, model, inputs, num_items_in_batch, within: Within | None) -> torch.Tensor:
+        """One forward and backward pass."""
+        arguments = {name: value for name, value in inputs.items() if name != "examples"}
+        if within is None:
+            return super().training_step(model, arguments, num_items_in_batch)
+        part, metrics = within
+        return self.step_of_part(model, replace(part, inputs=arguments), metrics, num_items_in_batch)
+
+    def step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
+        """Forward and backward pass of a part."""
+        raise NotImplementedError
+
+    def _again(self, model, inputs, num_items_in_batch, within: Within | None) -> torch.Tensor:
+        """A micro-batch, or a part of one, in parts that fit into the budget as it is now."""
+        batches = self._parts_in_memory(inputs, self.flat.memory)
+        if len(batches) == 1:
+            return self.attempt(model, inputs, num_items_in_batch, None, within)
+        is_normalized = num_items_in_batch is not None
+        parts = weighted_parts(batches, self.part_sizes, num_wanted=len(batches), is_normalized=is_normalized)
+        metrics = PartMetrics(self) if within is None else within[1]
+        if within is not None and not is_normalized:
+            parts = [replace(part, weight=part.weight * within[0].weight) for part in parts]
+        losses = [self.attempt(model, part.inputs, num_items_in_batch, None, (part, metrics)) for part in parts]
+        if within is None:
+            metrics.log()
+        return torch.stack(losses).sum()

@@ -1,0 +1,247 @@
+"""The memory budget of a run: how many layers of each micro-batch recompute, and what no budget can hold."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import DistributedType
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from ..batching.budget import MemoryNeeds
+from ..data.collate import Examples
+from ..flat.batch import FlatBatch
+from ..model.recompute import load, recompute_first
+from ..model.routes import Route
+
+logger = logging.get_logger(__name__)
+
+GIB = 2**30
+# Micro-batches whose peaks correct the prediction; and after a failed allocation, what is left of the budget
+CORRECTED, AFTER_FAILURE = 8, 0.9
+STATE = "memory_budget.json"
+
+
+class MemoryBudget:
+    """
+    The plan of a run under `memory_budget`: decides for every micro-batch, and keeps account.
+
+    Decisions follow from sizes that the host knows, and from what is saved with checkpoints, never from memory that
+    happens to be free: a resumed run takes the same ones.
+
+    Args:
+        option (`float` or `"auto"`):
+            `memory_budget`.
+        budget (`int`):
+            The bytes that it stands for.
+        needs ([`~trl_paddingfree.batching.budget.MemoryNeeds`]):
+            What micro-batches need.
+        layers (`Sequence[GradientCheckpointingLayer]`):
+            The layers that can recompute.
+        route ([`~trl_paddingfree.model.routes.Route`]):
+            How the model computes flat batches.
+        limit (`int`, *optional*):
+            `max_tokens_per_micro_batch`.
+    """
+
+    def __init__(
+        self,
+        option: float | str,
+        budget: int,
+        needs: MemoryNeeds,
+        layers: Sequence[GradientCheckpointingLayer],
+        route: Route,
+        limit: int | None = None,
+    ):
+        self.option, self.budget, self.needs = option, budget, needs
+        self.layers, self.route, self.limit = layers, route, limit
+        self.has_shrunk = False
+        self.number: int | None = None  # of layers to recompute in the forward pass that comes; `None`: as TRL has set
+        self.micro_batches = self.recomputed = self.predicted = self.expected = 0
+        self.observed, self.peak_before, self.most_measured = 0, 0, 0.0
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def num_recomputed(self, batch: FlatBatch) -> int:
+        """How many layers must recompute."""
+        return self.needs.num_recomputed(load(batch, self.route), self.budget)
+
+    def fits(self, batch: FlatBatch) -> bool:
+        """Whether a batch need not be split."""
+        return self.can_hold(batch) and (self.limit is None or batch.counts.computed <= self.limit)
+
+    def can_hold(self, batch: FlatBatch) -> bool:
+        """Whether a batch fits if all activations are recomputed."""
+        return int(self.needs.peaks(load(batch, self.route)).min()) <= self.budget
+
+    def split(self, batch: FlatBatch, examples: Examples) -> list[dict[str, Any]]:
+        """Parts of a batch, of which those of more than one example fit."""
+        sizes, tokens = load(batch, self.route), batch.counts.computed
+
+        def share(part: int) -> np.ndarray:
+            return np.array([1, *(sizes[1:] * part / tokens)])
+
+        limit = min(self.needs.most_tokens(share, self.budget), self.limit or tokens)
+        while True:
+            parts = examples.split(limit)
+            if all(self.can_hold(part["flat_batch"]) or len(part["examples"].examples) == 1 for part in parts):
+                return parts
+            limit = int(AFTER_FAILURE * limit)  # examples of another kind than the rest
+
+    def least_gib(self, batch: FlatBatch) -> float:
+        """The least `memory_budget` for a batch, rounded up."""
+        return math.ceil(int(self.needs.peaks(load(batch, self.route)).min()) / GIB * 1000) / 1000
+
+    def too_small_for(self, batch: FlatBatch, example: str) -> ValueError:
+        """The error of an example that does not fit."""
+        least = self.least_gib(batch)
+        return ValueError(
+            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {example} needs: {least:.3f} "
+            f"GiB for {batch.counts.computed} tokens with all activations recomputed, of which "
+            f"{self.needs.fixed / GIB:.3f} GiB are weights, gradients and the optimizer. Raise it to at least "
+            f"{least:.3f}, or lower `max_length`."
+        )
+
+    def cannot_split(self, batch: FlatBatch, coupled: Sequence[str]) -> ValueError:
+        """The error of a micro-batch that does not fit, and that parts would change."""
+        return ValueError(
+            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than a micro-batch of "
+            f"{batch.counts.computed} tokens needs, and with {', '.join(coupled)} it cannot run in parts, because the "
+            f"loss of an example depends on the others. Raise it to at least {self.least_gib(batch):.3f}, or lower "
+            "`per_device_train_batch_size`."
+        )
+
+    def why_not_again(self, accelerator: Any) -> str:
+        """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
+        if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return (
+                "One process cannot compute a micro-batch again while the others wait for its gradients. Lower "
+                f"`memory_budget` ({self.budget / GIB:.3f} GiB), and resume from the last checkpoint."
+            )
+        trained = [id(p) for layer in self.layers for p in set(layer.parameters()) if p.requires_grad]
+        if len(trained) != len(set(trained)):
+            return (
+                "Layers that share weights add to the same gradients several times, so that a micro-batch cannot be "
+                f"computed again. Lower `memory_budget` ({self.budget / GIB:.3f} GiB)."
+            )
+        return ""
+
+    def apply(self, module: Any, args: Any) -> None:
+        """A hook before each forward pass of the model: TRL sets all flags after each pass of the reference model."""
+        if self.number is not None and torch.is_grad_enabled():
+            recompute_first(self.layers, self.number)
+
+    # --- account ----------------------------------------------------------------------------------------------------
+
+    def start(self, batch: FlatBatch, number: int) -> None:
+        """Take note of a forward and backward pass that begins, in which `number` layers recompute."""
+        self.number = number
+        self.expected = int(self.needs.peaks(load(batch, self.route))[number])
+        self.peak_before = self._peak()
+
+    def finish(self) -> None:
+        """Take note that it ended well."""
+        self.micro_batches += 1
+        self.recomputed += self.number or 0
+        self.number, self.predicted = None, max(self.predicted, self.expected)
+        if self._is_cuda and self.observed < CORRECTED:
+            self._correct()
+
+    @property
+    def _is_cuda(self) -> bool:
+        return next(self.layers[0].parameters()).is_cuda
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self._is_cuda else 0
+
+    def _correct(self) -> None:
+        """Correct the prediction by a peak; downwards only once enough of them are known."""
+        peak, needs = self._peak(), self.needs
+        if peak <= self.peak_before:  # an earlier micro-batch had the highest peak
+            return
+        self.observed += 1
+        uncorrected = (self.expected - needs.fixed) / needs.correction
+        self.most_measured = max(self.most_measured, (peak - needs.fixed) / uncorrected)
+        if self.most_measured > needs.correction or self.observed == CORRECTED:
+            self.needs = replace(needs, correction=max(self.most_measured, 0.1))
+
+    def shrink(self, batch: FlatBatch, number: int, num_examples: int) -> bool:
+        """
+        Lower the budget after a failed allocation, until another decision follows.
+
+        Args:
+            batch ([`~trl_paddingfree.FlatBatch`]):
+                What was computed.
+            number (`int`):
+                How many layers recomputed.
+            num_examples (`int`):
+                How many examples it can be split into.
+
+        Returns:
+            `bool`: Whether another decision follows: not if nothing is left to recompute or to split.
+        """
+        before, sizes = self.budget, load(batch, self.route)
+        peaks, changed = self.needs.peaks(sizes), False
+        budget = min(before, int(peaks[number]))
+        while not changed and budget > self.needs.fixed:
+            budget = int(self.needs.fixed + AFTER_FAILURE * (budget - self.needs.fixed))
+            splits = num_examples > 1 and budget < peaks.min()
+            changed = splits or self.needs.num_recomputed(sizes, budget) > number
+        if changed:
+            self.budget, self.has_shrunk = budget, True
+            logger.warning(
+                f"An allocation failed with {number} of {len(self.layers)} layers recomputed ({batch.counts.computed} "
+                f"tokens, {peaks[number] / GIB:.3f} GiB predicted). The micro-batch is computed again, and the memory "
+                f"budget is {self.budget / GIB:.3f} GiB from here on, not {before / GIB:.3f}."
+            )
+        return changed
+
+    def figures(self, accelerator: Any) -> dict[str, float]:
+        """Figures since the last call: over all processes the mean share of layers, and the highest prediction."""
+        counts = [self.micro_batches * len(self.layers), self.recomputed, self.predicted / GIB, self.budget / GIB]
+        gathered = accelerator.gather(torch.tensor([counts], device=accelerator.device))
+        self.micro_batches = self.recomputed = 0
+        layers, recomputed = gathered[:, :2].sum(0).tolist()
+        if not layers:
+            return {}
+        return {
+            "flat/recomputed": recomputed / layers,
+            "flat/predicted_memory_gib": gathered[:, 2].max().item(),
+            "flat/memory_budget_gib": gathered[:, 3].min().item(),
+        }
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Save what later decisions follow from."""
+        state = {"option": self.option, "budget": self.budget, "correction": self.needs.correction}
+        state |= {"observed": self.observed, "most_measured": self.most_measured, "has_shrunk": self.has_shrunk}
+        (Path(folder) / STATE).write_text(json.dumps(state) + "\n")
+
+    def load(self, folder: str) -> None:
+        """Go on with what was saved, unless another budget was asked for since."""
+        path = Path(folder) / STATE
+        if not path.exists() or (state := json.loads(path.read_text()))["option"] != self.option:
+            return
+        self.has_shrunk = state["has_shrunk"]
+        self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]
+        self.needs = replace(self.needs, correction=state["correction"])
+
+
+def is_sharded(accelerator: Any) -> bool:
+    """Whether a recomputation gathers weights from other processes, so that all must recompute as many layers."""
+    plugin = accelerator.state.deepspeed_plugin
+    is_zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
+    return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
