@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.data.data_collator import DataCollatorMixin
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -13,7 +14,56 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch
 
 
 @dataclass
-class PreferenceCollator(DataCollatorForPreference):
+class FlatRows(DataCollatorMixin):
+    """
+    Mixed in before a collator that pads rows on the right: adds the flat batch that the model computes in their place.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to add the flat batch.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            Whether prefixes that rows share are computed once. Read only if `padding_free`.
+        max_tokens (`int`, *optional*):
+            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
+            each. Read only if `padding_free`.
+    """
+
+    padding_free: bool = False
+    prefix_sharing: bool = True
+    max_tokens: int | None = None
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.padding_free:
+            trl: Any = super()
+            return trl.torch_call(examples)
+        return collate_parts(self.flat_call, examples, self.max_tokens)
+
+    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The rows of some examples, with their flat batch."""
+        trl: Any = super()
+        output = trl.torch_call(examples)
+        output["flat_batch"] = self.flatten(output)
+        return output
+
+    def flatten(self, rows: dict[str, Any]) -> FlatBatch:
+        """The flat batch of padded rows."""
+        own: Any = self  # the collator that this is mixed into
+        return FlatBatch.from_padded(
+            rows["input_ids"],
+            self.labels(rows),
+            rows["attention_mask"].sum(1).tolist(),
+            prefix_sharing=self.prefix_sharing,
+            pad_to_multiple_of=own.pad_to_multiple_of,
+            pad_token_id=own.pad_token_id,
+        )
+
+    def labels(self, rows: dict[str, Any]) -> torch.Tensor:
+        """`(R, L)` int64: the token itself where it is scored, else -100."""
+        return torch.full_like(rows["input_ids"], IGNORE_INDEX)
+
+
+@dataclass
+class PreferenceCollator(FlatRows, DataCollatorForPreference):
     """
     Collator of preference pairs. Without `padding_free`, its output is that of TRL's
     [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], tensor for tensor.
@@ -61,28 +111,8 @@ class PreferenceCollator(DataCollatorForPreference):
     ```
     """
 
-    padding_free: bool = False
-    prefix_sharing: bool = True
-    max_tokens: int | None = None
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.padding_free:
-            return super().torch_call(examples)
-        return collate_parts(self.flat_call, examples, self.max_tokens)
-
-    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The rows of some examples, with their flat batch."""
-        output = super().torch_call(examples)
-        labels = output["input_ids"].masked_fill(output["completion_mask"] == 0, IGNORE_INDEX)
-        output["flat_batch"] = FlatBatch.from_padded(
-            output["input_ids"],
-            labels,
-            output["attention_mask"].sum(1).tolist(),
-            prefix_sharing=self.prefix_sharing,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_token_id=self.pad_token_id,
-        )
-        return output
+    def labels(self, rows: dict[str, Any]) -> torch.Tensor:
+        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
 
 @dataclass

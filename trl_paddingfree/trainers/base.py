@@ -1,10 +1,11 @@
 """What the padding-free trainers add to TRL's: one model forward, one check, one set of figures."""
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class Flat:
     part: tuple[Part, PartMetrics] | None = None
 
 
-class PaddingFreeTrainer(WholeCheckpoints):
+class FlatTrainer(WholeCheckpoints):
     """
     Base of the padding-free trainers, mixed in before one of TRL's.
 
@@ -71,14 +72,9 @@ class PaddingFreeTrainer(WholeCheckpoints):
     config_class: Any  # our configuration class
     flat: Flat | None = None  # `None`: the trainer is TRL's own
     train_dataset: Any
-    data_collator: Any
     model: Any
+    ref_model: Any = None
     args: Any
-    # What Trainer and TRL's trainers set
-    _train_batch_size: int
-    _total_train_tokens: int
-    aux_loss_enabled: Any
-    router_aux_loss_coef: Any
 
     # --- at the start -----------------------------------------------------------------------------------------------
 
@@ -93,13 +89,13 @@ class PaddingFreeTrainer(WholeCheckpoints):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
         config = arguments["args"]
-        if not config.padding_free:
+        if not getattr(config, "padding_free", True):  # not all of TRL's configurations have the flag
             self.trl_trainer.__init__(self, **arguments)
             return
         is_ours = isinstance(config, PaddingFreeOptions)
         options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Flat(options)
-        refuse_unflattenable(arguments, self.task.collator)
+        self.refuse_arguments(arguments)
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         try:
             self.trl_trainer.__init__(self, **arguments)
@@ -109,13 +105,21 @@ class PaddingFreeTrainer(WholeCheckpoints):
         self.start_flat()
         self.refuse_micro_batches()
 
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        """Refuse arguments of the trainer that cannot be combined with flat batches."""
+        refuse_unflattenable(arguments, self.task.collator)
+
+    def refuse_micro_batches(self) -> None:
+        """Refuse options that move examples between micro-batches where that would change the loss."""
+        raise NotImplementedError
+
     def flat_models(self) -> list[Any]:
         """The models that compute batches, under whatever wrappers; the one that is trained first."""
-        return [self.model]
+        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
 
     def start_flat(self) -> None:
         """
-        Prove the models, install the flat forward on them, and have the collator make flat batches. Once.
+        Prove the models, and install the flat forward on them. Once.
 
         Prefixes are shared only if every model passes with shared prefixes.
         """
@@ -130,13 +134,6 @@ class PaddingFreeTrainer(WholeCheckpoints):
             for model, route in zip(models, routes, strict=True):
                 install(flat.check.base(model), route)
             flat.route, flat.awaits_weights = routes[0], True
-        collator: Any = self.data_collator
-        if not isinstance(collator, self.task.collator):
-            collator = self.task.collator(**vars(collator))
-        # A copy: the user's own collator may serve another trainer
-        self.data_collator = replace(
-            collator, padding_free=True, prefix_sharing=flat.route.prefix_sharing, max_tokens=None
-        )
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
@@ -157,6 +154,64 @@ class PaddingFreeTrainer(WholeCheckpoints):
     def flat_base(self, model: Any) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
         return StartUpCheck(self.accelerator, PaddingFreeOptions()).base(model)
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> str:
+        """How batches are computed, in words."""
+        if self.flat is None or self.flat.route is None:
+            return "TRL, with padding"
+        sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
+        return f"padding-free ({self.flat.route.backend}, {sharing})"
+
+    def total_counts(self) -> BatchCounts:
+        """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
+        return gathered(self.counts.total, self.accelerator)
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if self.flat is not None and self.model.training and "loss" in logs:
+            logs.update(self.counts.figures(self.accelerator))
+        super().log(logs, *args, **kwargs)
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        tags = [tags] if isinstance(tags, str) else list(tags or [])
+        super().create_model_card(model_name, dataset_name, [*tags, "padding-free"] if self.flat else tags)
+        if self.flat is not None and self.is_world_process_zero():
+            share = self.counts.total.computed / max(self.counts.total.padded, 1)
+            describe_method(Path(self.args.output_dir) / "README.md", self.method, share)
+
+
+class CollatedTrainer(FlatTrainer):
+    """
+    Base of the trainers whose batches come from a collator: it makes them flat, and this keeps them within a budget.
+    """
+
+    data_collator: Any
+    # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
+    extremes: ClassVar[dict[str, Callable[..., float]]] = {}
+    differences: ClassVar[dict[str, tuple[str, str]]] = {}
+    # What TRL's trainers set
+    _train_batch_size: int
+    _total_train_tokens: int
+    aux_loss_enabled: Any = False
+    router_aux_loss_coef: Any = 0.0
+
+    def start_flat(self) -> None:
+        """Prove the models, and have the collator make flat batches. Once."""
+        if self.flat is None or self.flat.route is not None:
+            return
+        super().start_flat()
+        assert self.flat.route is not None
+        collator: Any = self.data_collator
+        if not isinstance(collator, self.task.collator):
+            collator = self.task.collator(**vars(collator))
+        # A copy: the user's own collator may serve another trainer
+        self.data_collator = replace(
+            collator, padding_free=True, prefix_sharing=self.flat.route.prefix_sharing, max_tokens=None
+        )
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
@@ -281,16 +336,6 @@ class PaddingFreeTrainer(WholeCheckpoints):
         weight = self.flat.part[0].weight
         return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
 
-    # --- figures ----------------------------------------------------------------------------------------------------
-
-    @property
-    def method(self) -> str:
-        """How batches are computed, in words."""
-        if self.flat is None or self.flat.route is None:
-            return "TRL, with padding"
-        sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
-        return f"padding-free ({self.flat.route.backend}, {sharing})"
-
     def _count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
         """Take note of a micro-batch and of the parts that it is computed in."""
         if self.flat is None:
@@ -301,22 +346,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
             self.counts.add(replace(inputs["flat_batch"].counts, computed=computed))
 
     def total_counts(self) -> BatchCounts:
-        """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
-        total = gathered(self.counts.total, self.accelerator)
+        total = super().total_counts()
         if self.flat is None:  # TRL counts the real tokens of padded batches
             total = replace(total, real=self._total_train_tokens)
         return total
-
-    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        if self.flat is not None and self.model.training and "loss" in logs:
-            logs.update(self.counts.figures(self.accelerator))
-        super().log(logs, *args, **kwargs)
-
-    def create_model_card(  # type: ignore[override]
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        tags = [tags] if isinstance(tags, str) else list(tags or [])
-        super().create_model_card(model_name, dataset_name, [*tags, "padding-free"] if self.flat else tags)
-        if self.flat is not None and self.is_world_process_zero():
-            share = self.counts.total.computed / max(self.counts.total.padded, 1)
-            describe_method(Path(self.args.output_dir) / "README.md", self.method, share)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from ..model.backends import BackendName
 from .quiet import silence
@@ -105,6 +105,86 @@ class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
         default=False,
         metadata={"help": "Whether to compute a prefix that several rows of a micro-batch share once."},
     )
+
+    def __post_init__(self):
+        silence()
+        super().__post_init__()
+
+
+@dataclass
+class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
+    """
+    TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeRewardConfig
+    >>> config = PaddingFreeRewardConfig(output_dir="out", bf16=False, report_to="none")
+    >>> config.padding_free, config.prefix_sharing
+    (True, True)
+
+    ```
+    """
+
+    def __post_init__(self):
+        silence()
+        super().__post_init__()
+
+
+@dataclass
+class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
+    """
+    TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeKTOConfig
+    >>> config = PaddingFreeKTOConfig(output_dir="out", bf16=False, report_to="none")
+    >>> config.padding_free, config.prefix_sharing, config.train_sampling_strategy
+    (True, True, 'sequential')
+
+    ```
+    """
+
+    def __post_init__(self):
+        silence()
+        super().__post_init__()
+
+
+@dataclass
+class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
+    """
+    TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeGRPOConfig
+    >>> config = PaddingFreeGRPOConfig(output_dir="out", bf16=False, report_to="none", arrange_micro_batches="prefix")
+    >>> config.padding_free, config.prefix_sharing, config.num_generations
+    (True, True, 8)
+
+    ```
+    """
+
+    def __post_init__(self):
+        silence()
+        super().__post_init__()
+
+
+@dataclass
+class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
+    """
+    TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeRLOOConfig
+    >>> config = PaddingFreeRLOOConfig(output_dir="out", bf16=False, report_to="none")
+    >>> config.padding_free, config.prefix_sharing, config.num_generations
+    (True, True, 2)
+
+    ```
+    """
 
     def __post_init__(self):
         silence()

@@ -98,7 +98,7 @@ def _refuse_vision(dataset: Any) -> None:
 
 def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if tokenizer is None or config.pad_token is not None:
+    if tokenizer is None or getattr(config, "pad_token", None) is not None:  # not all of TRL's have one
         return
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ValueError(

@@ -10,7 +10,7 @@ from ..data.collate import LanguageModelingCollator
 from ..data.prepare import log_dropped
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX
-from .base import PaddingFreeTrainer
+from .base import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 
 SFT = Task(
@@ -26,7 +26,7 @@ SFT = Task(
 )
 
 
-class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
+class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`], computing real tokens only.
 
