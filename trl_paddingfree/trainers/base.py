@@ -165,6 +165,11 @@ class FlatTrainer(WholeCheckpoints):
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 
+    @property
+    def sample_unit(self) -> str:
+        """What a micro-batch of training holds, in the plural."""
+        return self.task.unit
+
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
         return gathered(self.counts.total, self.accelerator)

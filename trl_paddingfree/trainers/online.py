@@ -120,6 +120,10 @@ class OnlineTrainer(FlatTrainer):
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
+    @property
+    def sample_unit(self) -> str:
+        return "completions"
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.flat is None and self.model.training:
             masks = [inputs["prompt_mask"], inputs["completion_mask"]]

@@ -19,6 +19,7 @@ RLOO = Task(
     other_columns=(),
     collator=PromptGroups,
     prepare=upstream.prepare_prompts,
+    truncates=False,
 )
 
 
