@@ -43,7 +43,7 @@ def test_a_command_trains_and_saves_a_model(capsys, tmp_path, model_dir, task):
     ("options", "message"),
     [
         ([], "Name what rewards completions"),
-        (["--reward_funcs", "no_reward"], "`--reward_funcs no_reward` is no import"),
+        (["--reward_funcs", "no_reward"], "`--reward_funcs no_reward` is no"),
     ],
 )
 def test_rewards_that_cannot_be_found_are_named(model_dir, task, options, message):
