@@ -22,7 +22,8 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 @pytest.fixture(scope="module")
 def data():
-    return preference_data(24, SEED)
+    # Rounding decides which of two identical sequences padded TRL rewards more
+    return preference_data(25, SEED).filter(lambda row: row["chosen"] != row["rejected"])
 
 
 def plain(**model):
@@ -127,3 +128,11 @@ def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, trained.model.eval()(ids).logits)
+
+
+def test_identical_sequences_have_one_reward():
+    pairs = preference_data(3, SEED).select([2, 2, 2, 2])
+    trained = train("reward", "shared", plain(), pairs, steps=1)
+    figures = trained.log_history[0]
+    assert (figures["margin"], figures["accuracy"]) == (0, 0)
+    assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)

@@ -45,6 +45,7 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     Examples:
     ```python
     >>> from datasets import Dataset
+    >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeRLOOConfig, PaddingFreeRLOOTrainer
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
@@ -55,6 +56,7 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     ...     args=PaddingFreeRLOOConfig("out", max_steps=1, num_generations=4, max_completion_length=4, **options),
     ...     train_dataset=Dataset.from_list([{"prompt": "one two three"}] * 4),
     ...     processing_class=tokenizer,
+    ...     peft_config=LoraConfig(),
     ... )
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
