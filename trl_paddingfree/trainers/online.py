@@ -11,6 +11,9 @@ from ..flat.batch import IGNORE_INDEX, BatchCounts, FlatBatch, row_spans
 from ..model.forward import attention_as_before, carry
 from .base import FlatTrainer
 
+# Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
+_PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
+
 
 class OnlineTrainer(FlatTrainer):
     """
@@ -62,10 +65,10 @@ class OnlineTrainer(FlatTrainer):
         carry(self.flat_base(model), self.flatten)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        vision = [name for name, value in kwargs.items() if name in _VISION and value is not None]
-        if self.flat is not None and vision:
+        beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
+        if self.flat is not None and beside:
             raise ValueError(
-                f"The rows come with `{vision[0]}`: vision data is not supported without padding. Leave out images, "
+                f"The rows come with `{beside[0]}`: vision data is not supported without padding. Leave out images, "
                 "also those that tools return, or set `padding_free=False`."
             )
         self.prove_placed(model)
@@ -130,10 +133,6 @@ class OnlineTrainer(FlatTrainer):
             slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
             self.counts.add(BatchCounts(slots, real, slots, 0))
         return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-# Arguments of TRL's passes that hold images, or say where they are
-_VISION = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "image_sizes", "mm_token_type_ids")
 
 
 def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from .packing import measure_packing, packing_report
 COMMAND = "python scripts/benchmark.py"
 # Small enough for minutes on two cores
 HEADS: dict[str, dict[str, int]] = {
-    "reward": {"num_layers": 4, "batch_size": 8, "max_length": 1024, "steps": 3},
-    "kto": {"num_layers": 4, "batch_size": 8, "max_length": 1024, "steps": 3},
-    "grpo": {"num_layers": 4, "batch_size": 8, "max_length": 128, "steps": 1, "accumulation": 8},
+    "reward": {"num_layers": 4, "batch_size": 8, "max_length": 512, "steps": 2},
+    "kto": {"num_layers": 4, "batch_size": 8, "max_length": 512, "steps": 2},
+    "grpo": {"num_layers": 4, "batch_size": 8, "max_length": 96, "steps": 1, "accumulation": 4},
 }
 
 
