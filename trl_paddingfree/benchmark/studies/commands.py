@@ -16,9 +16,9 @@ from .packing import measure_packing, packing_report
 COMMAND = "python scripts/benchmark.py"
 # Small enough for minutes on two cores
 HEADS: dict[str, dict[str, int]] = {
-    "reward": {"num_layers": 4, "batch_size": 8, "max_length": 512, "steps": 2},
-    "kto": {"num_layers": 4, "batch_size": 8, "max_length": 512, "steps": 2},
-    "grpo": {"num_layers": 4, "batch_size": 8, "max_length": 96, "steps": 1, "accumulation": 4},
+    "reward": {"num_layers": 2, "batch_size": 8, "max_length": 512, "steps": 1},
+    "kto": {"num_layers": 2, "batch_size": 8, "max_length": 512, "steps": 1},
+    "grpo": {"num_layers": 2, "batch_size": 8, "max_length": 64, "steps": 1, "accumulation": 4},
 }
 
 
