@@ -96,3 +96,7 @@ def test_without_padding_free_the_collator_is_trls():
     ours, theirs = UnpairedPreferenceCollator(0)(examples), DataCollatorForUnpairedPreference(0)(examples)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_stream_of_completions_follows_padded_trl(data):
+    assert_layouts_agree("kto", with_lora, data.to_iterable_dataset(), ("shared",))

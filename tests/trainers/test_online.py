@@ -194,3 +194,26 @@ def test_padding_free_false_is_trl(data):
     counts = trained.trainer.total_counts()
     assert trained.trainer.method == "TRL, with padding"
     assert 0 < counts.real < counts.computed == counts.padded
+
+
+def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
+    """The reference computes first, then the policy: what one carries must not reach the check of the other."""
+    from trl_paddingfree.trainers import proving
+
+    def make():
+        return {"model": model_dir, "reward_funcs": score}
+
+    checks, prove = [], proving.prove
+    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
+    monkeypatch.setattr(
+        proving, "prove", lambda model, *args, **kw: checks.append(prove(model, *args, **kw)) or checks[-1]
+    )
+    result = assert_layouts_agree("grpo", make, data, ("shared",), beta=0.1)
+    assert not result.trainer.flat.awaits_weights
+    assert len(checks) == 3
+    # A model compared with itself would not differ at all
+    assert all(result.error > 0 for result, _ in checks)
+
+
+def test_a_stream_of_prompts_follows_padded_trl(data):
+    assert_layouts_agree("grpo", plain, data.to_iterable_dataset(), ("shared",))

@@ -136,3 +136,11 @@ def test_identical_sequences_have_one_reward():
     figures = trained.log_history[0]
     assert (figures["margin"], figures["accuracy"]) == (0, 0)
     assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_stream_of_pairs_and_a_model_that_is_placed_late_follow_padded_trl(data, monkeypatch):
+    from trl_paddingfree.trainers import proving
+
+    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
+    result = assert_layouts_agree("reward", plain(), data.to_iterable_dataset(), ("shared",))
+    assert not result.trainer.flat.awaits_weights
