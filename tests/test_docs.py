@@ -39,8 +39,8 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(trl_paddingfree.__path__, "trl_paddingfree.")
     if not module.name.endswith("__main__")
 )
-COMMANDS = ["inspect", "check", "bench", "dpo", "sft", "env", "quickstart"]
-SCRIPTS = {"dpo", "sft"}
+SCRIPTS = ("dpo", "sft", "reward", "kto", "grpo", "rloo")
+COMMANDS = ["inspect", "check", "bench", *SCRIPTS, "env", "quickstart"]
 HEADS = {"command": "命令", "option": "选项", "backend": "后端", "figure": "指标", "message": "信息"}
 # What generated tables stand between, on the pages that have some
 MARKERS = {

@@ -13,18 +13,19 @@ import pytest
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import trl_paddingfree
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
-from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, upstream
+from trl_paddingfree import upstream
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.forward import install, is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.trainers.registry import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 
@@ -74,6 +75,23 @@ PRIVATE = {
         "dataset_name",
     ),
     "trl:DPOTrainer._precompute_ref_logps": (),
+    "trl:KTOTrainer._name": None,
+    "trl:KTOTrainer._compute_kl_logps": ("model", "batch"),
+    "trl:KTOTrainer._precompute_ref_logps": (),
+    "trl:KTOTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
+    "trl:RewardTrainer._name": None,
+    "trl:RewardTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
+    "trl:RLOOTrainer._tokenize_prompts": ("prompts",),
+    **{
+        f"trl:{trainer}.{name}": parameters
+        for trainer in ("GRPOTrainer", "RLOOTrainer")
+        for name, parameters in {
+            "_name": None,
+            "_generate_single_turn": ("prompt_ids",),
+            "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "pixel_values"),
+            "_prepare_inputs": ("generation_batch",),
+        }.items()
+    },
 }
 # Set on instances, by the `__init__` of the class
 INSTANCE = {
@@ -85,6 +103,15 @@ INSTANCE = {
     "trl:DPOTrainer._total_train_tokens",
     "trl:SFTTrainer._total_train_tokens",
     "transformers:Trainer._train_batch_size",
+    "trl:KTOTrainer._metrics",
+    "trl:KTOTrainer._tokenizer",
+    "trl:KTOTrainer._total_train_tokens",
+    "trl:RewardTrainer._metrics",
+    "trl:RewardTrainer._total_train_tokens",
+    "trl:GRPOTrainer._buffered_inputs",
+    "trl:GRPOTrainer._step",
+    "trl:RLOOTrainer._buffered_inputs",
+    "trl:RLOOTrainer._step",
 }
 # Set by functions and methods elsewhere: where they are written
 SET_ELSEWHERE = {
@@ -102,9 +129,13 @@ BENCHMARK = {
 # Methods of TRL's trainers that ours extend: each calls `super()`
 EXTENDED = {
     "__init__",
+    "_compute_kl_logps",
+    "_generate_single_turn",
+    "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
     "_precompute_ref_logps",
     "_prepare_dataset",
+    "_prepare_inputs",
     "_save_checkpoint",
     "_load_rng_state",
     "_save_rng_state",
@@ -164,12 +195,12 @@ def test_private_attribute_is_written_where_we_take_it_from(name, module):
 
 
 def extended_methods():
-    for trainer, theirs in ((PaddingFreeDPOTrainer, DPOTrainer), (PaddingFreeSFTTrainer, SFTTrainer)):
+    for trainer in TRAINERS.values():
         for cls in trainer.__mro__:
             if cls.__module__.startswith("trl_paddingfree"):
                 for name, function in vars(cls).items():
-                    if inspect.isfunction(function) and hasattr(theirs, name):
-                        yield theirs, name, function
+                    if inspect.isfunction(function) and hasattr(trainer.trl_trainer, name):
+                        yield trainer.trl_trainer, name, function
 
 
 def test_extended_methods_take_what_upstreams_take():
@@ -307,3 +338,21 @@ def test_generation_and_training_share_one_signature():
     assert inspect.signature(model.forward).parameters.keys() >= {"input_ids", "attention_mask"}
     assert isinstance(model, PreTrainedModel)
     model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gpt_neox", "opt"])
+def test_a_classification_head_reads_the_last_token_that_is_no_padding(model_type):
+    """The rule that the pooled head reproduces: by id, so that with pad = eos the end of a row is not read."""
+    config = tiny_model(model_type).config
+    config.num_labels, config.pad_token_id = 1, 7
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    row = torch.tensor([[5, 7, 6, 7]])
+    assert is_pooled(model)
+    assert not is_pooled(tiny_model(model_type))
+    with torch.no_grad():
+        torch.testing.assert_close(model(row).logits, model(row[:, :3]).logits)
+
+
+def test_the_classification_head_hands_margins_to_the_backbone():
+    source = inspect.getsource(transformers.modeling_layers.GenericForSequenceClassification.forward)
+    assert "**kwargs," in source.partition("hidden_states = ")[0]

@@ -13,10 +13,20 @@ _EXPORTS = {
     "UnprovenModelError": "check.prove",
     "LanguageModelingCollator": "data.collate",
     "PreferenceCollator": "data.collate",
+    "RewardCollator": "data.collate_heads",
+    "UnpairedPreferenceCollator": "data.collate_heads",
     "concatenated_inputs": "data.collate",
     "PaddingFreeDPOConfig": "trainers.configs",
+    "PaddingFreeGRPOConfig": "trainers.configs",
+    "PaddingFreeKTOConfig": "trainers.configs",
+    "PaddingFreeRLOOConfig": "trainers.configs",
+    "PaddingFreeRewardConfig": "trainers.configs",
     "PaddingFreeSFTConfig": "trainers.configs",
     "PaddingFreeDPOTrainer": "trainers.dpo",
+    "PaddingFreeGRPOTrainer": "trainers.grpo",
+    "PaddingFreeKTOTrainer": "trainers.kto",
+    "PaddingFreeRLOOTrainer": "trainers.rloo",
+    "PaddingFreeRewardTrainer": "trainers.reward",
     "PaddingFreeSFTTrainer": "trainers.sft",
     "Segments": "flat.segments",
 }
@@ -25,10 +35,22 @@ __all__ = [*_EXPORTS, "__version__"]
 if TYPE_CHECKING:
     from .check.prove import CheckResult, UnprovenModelError
     from .data.collate import LanguageModelingCollator, PreferenceCollator, concatenated_inputs
+    from .data.collate_heads import RewardCollator, UnpairedPreferenceCollator
     from .flat.batch import BatchCounts, FlatBatch
     from .flat.segments import Segments
-    from .trainers.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
+    from .trainers.configs import (
+        PaddingFreeDPOConfig,
+        PaddingFreeGRPOConfig,
+        PaddingFreeKTOConfig,
+        PaddingFreeRewardConfig,
+        PaddingFreeRLOOConfig,
+        PaddingFreeSFTConfig,
+    )
     from .trainers.dpo import PaddingFreeDPOTrainer
+    from .trainers.grpo import PaddingFreeGRPOTrainer
+    from .trainers.kto import PaddingFreeKTOTrainer
+    from .trainers.reward import PaddingFreeRewardTrainer
+    from .trainers.rloo import PaddingFreeRLOOTrainer
     from .trainers.sft import PaddingFreeSFTTrainer
 
 

@@ -121,6 +121,33 @@ def prepare_instructions(dataset: Any, tokenizer: Any, *, max_length: int | None
     return SFTTrainer._prepare_dataset(trainer, dataset, tokenizer, config, False, None, "train")
 
 
+def prepare_pairs(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
+    """TRL's own tokenization of pairs for reward models, and its dropping of rows, without a model."""
+    from trl import RewardConfig, RewardTrainer
+
+    trainer: Any = SimpleNamespace()
+    config = RewardConfig("unused", bf16=False, max_length=max_length)
+    return RewardTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "train")
+
+
+def prepare_unpaired(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
+    """TRL's own tokenization of unpaired preferences, and its dropping of rows, without a model."""
+    from trl import KTOConfig, KTOTrainer
+
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
+    config = KTOConfig("unused", bf16=False, max_length=max_length)
+    return KTOTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "inspected")
+
+
+def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
+    """TRL's own tokenization of prompts, which are never truncated, without a model."""
+    from trl import RLOOTrainer
+
+    trainer: Any = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs={})
+    tokenize = lambda rows: {"prompt_ids": RLOOTrainer._tokenize_prompts(trainer, rows["prompt"])[0]}  # noqa: E731
+    return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names)
+
+
 def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     """
     Whether one call of `module` in evaluation mode spoils its training: keep it in training mode.

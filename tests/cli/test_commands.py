@@ -15,7 +15,7 @@ from tests.helpers.tiny import conversations, make_model, make_tokenizer, prefer
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.cli.main import main
 
-COMMANDS = ["inspect", "check", "bench", "dpo", "sft", "env", "quickstart"]
+COMMANDS = ["inspect", "check", "bench", "dpo", "sft", "reward", "kto", "grpo", "rloo", "env", "quickstart"]
 PNG = b"\x89PNG"
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 QUIET = {"bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "dataloader_pin_memory": False}
@@ -60,7 +60,7 @@ def test_the_help_of_a_command_shows_how_to_call_it(capsys, command):
     assert f"examples:\n  trl-paddingfree {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["bench", "dpo", "sft"])
+@pytest.mark.parametrize("command", ["bench", "dpo", "sft", "reward", "kto", "grpo", "rloo"])
 def test_the_help_of_scripts_is_their_own(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

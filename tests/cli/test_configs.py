@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
-from trl_paddingfree.cli.sft import SFTScriptArguments
 
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeSFTConfig
+from trl_paddingfree.cli.train import make_parser
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("configs/*.yaml"))
-PARSERS = {"dpo": (ScriptArguments, PaddingFreeDPOConfig), "sft": (SFTScriptArguments, PaddingFreeSFTConfig)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -20,9 +17,8 @@ def test_training_configs_parse(file):
     command = file.read_text().splitlines()[0]
     assert str(file.relative_to(ROOT)) in command
     task = re.search(r"scripts/(\w+)\.py", command).group(1)
-    parser = TrlParser((*PARSERS[task], ModelConfig, DatasetMixtureConfig))
     # bf16 needs a GPU to be parsed: what is checked here is the names and types of the rest
-    script, args, model, _ = parser.parse_args_and_config(["--config", str(file), "--bf16", "false"])
+    script, args, model, _ = make_parser(task).parse_args_and_config(["--config", str(file), "--bf16", "false"])
     values = yaml.safe_load(file.read_text())
     assert args.padding_free
     for name, value in values.items():

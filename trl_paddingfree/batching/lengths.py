@@ -14,6 +14,29 @@ def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     return np.concatenate(lengths).astype(np.int64)
 
 
+def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
+    """
+    Lengths of what two sequences start alike with, and of the rest of each.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Prepared pairs.
+        chosen (`str`), rejected (`str`):
+            Columns of token ids.
+
+    Returns:
+        `np.ndarray` of shape `(examples, 3)`, int64: as for prompt, chosen and rejected completion.
+    """
+    rows = []
+    for pair in dataset.with_format("numpy", columns=[chosen, rejected]):
+        a, b = pair[chosen], pair[rejected]
+        n = min(len(a), len(b))
+        different = np.flatnonzero(a[:n] != b[:n])
+        alike = int(different[0]) if len(different) else n
+        rows.append((alike, len(a) - alike, len(b) - alike))
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
 def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str) -> np.ndarray:
     """
     Lengths of preference pairs after truncation.

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..model.forward import is_pooled
 from ..model.state_layers import is_state_layer
 
 # Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
@@ -102,6 +103,33 @@ def _log_probs(
     return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
 
 
+def _rewards(
+    model: PreTrainedModel,
+    rows: list[np.ndarray],
+    *,
+    call: Call | None = None,
+    width: int = 0,
+    **flat: Any,
+) -> list[torch.Tensor]:
+    """What a pooled head says of every prefix of every row: padded to `width`, or flat if told how."""
+    prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
+    lengths = [len(prefix) for prefix in prefixes]
+    # The model finds the end of a row by its own padding token
+    pad_token_id = model.config.get_text_config().pad_token_id
+    input_ids = torch.full((len(prefixes), max(width, *lengths)), pad_token_id)
+    for padded, prefix in zip(input_ids, prefixes, strict=True):
+        padded[: len(prefix)] = torch.from_numpy(prefix)
+    attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if flat:
+        nothing = torch.full_like(input_ids, IGNORE_INDEX)
+        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, nothing, lengths, **flat)
+    device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    logits = (model if call is None else call)(**inputs, use_cache=False).logits.double().cpu()
+    return list(logits.flatten().split([len(row) * logits.size(1) for row in rows]))
+
+
 def root_mean_square(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     """Root mean square difference of two lists of rows, over all their entries."""
     return float((torch.cat(a) - torch.cat(b)).pow(2).mean().sqrt())
@@ -113,7 +141,7 @@ class RowsAlone:
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Causal language model with TRL's fused LM head.
+            Causal language model with TRL's fused LM head, or a model with a pooled head.
         call (`Callable`, *optional*):
             What to call in place of `model`: the same model under a wrapper that gathers its weights.
         draw (`int`, *optional*, defaults to `0`):
@@ -124,7 +152,8 @@ class RowsAlone:
         config = model.config.get_text_config()
         self.vocab_size = config.vocab_size
         self.rows = check_rows(self.vocab_size, draw)
-        self.log_probs: Callable[..., list[torch.Tensor]] = partial(_log_probs, model, call=call)
+        answers = _rewards if is_pooled(model) else _log_probs
+        self.log_probs: Callable[..., list[torch.Tensor]] = partial(answers, model, call=call)
         with undisturbed(model), narrowed(model):
             self.alone = [self.log_probs([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))

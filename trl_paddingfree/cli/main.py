@@ -18,10 +18,18 @@ exit codes:
   0  done; of `check`, `bench` and `quickstart` also: exact
   1  the answer is no: a model that is refused, losses that differ
   2  wrong arguments, or something that cannot be loaded
-  `dpo` and `sft` end with the exit code of the training script"""
+  commands that train end with the exit code of the training script"""
 # Small enough for two minutes on two cores
 SMALL_BENCHMARK = ["dpo", "--lengths", "uniform:16-256", "--batch-size", "4", "--batches", "1", "--rounds", "1"]
-TRAINING = ("dpo", "sft")
+# Those that train, and what on
+TRAINING = {
+    "dpo": "on preference pairs",
+    "sft": "on instructions",
+    "reward": "a reward model on preference pairs",
+    "kto": "on completions that are desirable or not",
+    "grpo": "on rewards of completions that it generates, by groups",
+    "rloo": "on rewards of completions that it generates, leaving one out",
+}
 # Errors of arguments, of names, and of packages that are missing
 LOADING = (ValueError, OSError, ImportError)
 
@@ -89,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands but those that hand their arguments on."""
     parser = argparse.ArgumentParser(
         prog="trl-paddingfree",
-        description="SFT and DPO on TRL without computing a single wasted token, exactly.",
+        description="TRL's trainers without computing a single wasted token, exactly.",
         epilog="examples:\n"
         "  trl-paddingfree quickstart\n"
         "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B --batch_size 8\n"
@@ -115,8 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(add)
     _add_check(add)
     add("bench", None, "time padded TRL and padding-free training side by side; two minutes, if nothing else is asked")
-    add("dpo", None, "train on preference pairs: `trl dpo`, without padding")
-    add("sft", None, "train on instructions: `trl sft`, without padding")
+    for task, data in TRAINING.items():
+        add(task, None, f"train {data}: `trl {task}`, without padding")
     command = add(
         "env", env, "versions, GPU and attention backends, for bug reports", "  trl-paddingfree env --json > env.json"
     )
@@ -142,6 +150,15 @@ def _add_inspect(add: Callable) -> None:
         "--max_length", type=int, default=1024, help="tokens per sequence, 0 for no limit (default: %(default)s)"
     )
     command.add_argument("--truncation_mode", choices=["keep_start", "keep_end"], default="keep_start")
+    command.add_argument(
+        "--num_generations", type=int, default=8, help="of prompts alone: completions of each (default: %(default)s)"
+    )
+    command.add_argument(
+        "--max_completion_length",
+        type=int,
+        default=256,
+        help="of prompts alone: tokens of each completion, which are all counted (default: %(default)s)",
+    )
     command.add_argument("--sample", type=int, default=2000, help="rows to look at, 0 for all (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="seed of the sample and the batches (default: 0)")
     command.add_argument(
@@ -227,7 +244,8 @@ def inspect(args: argparse.Namespace) -> int:
     from ..trainers.registry import TASKS
     from .tables import print_memory, print_waste
 
-    at_least(1, batch_size=args.batch_size)
+    at_least(1, batch_size=args.batch_size, num_generations=args.num_generations)
+    at_least(1, max_completion_length=args.max_completion_length)
     at_least(0, max_length=args.max_length, sample=args.sample)
     progress = Console(stderr=True)
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
@@ -240,6 +258,8 @@ def inspect(args: argparse.Namespace) -> int:
         truncation_mode=args.truncation_mode,
         sample=args.sample or None,
         seed=args.seed,
+        num_generations=args.num_generations,
+        max_completion_length=args.max_completion_length,
         track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
     memory = _memory(args, report)
@@ -334,7 +354,7 @@ def one_gpu() -> None:
 
 
 def train(task: str, argv: list[str]) -> int:
-    """`trl-paddingfree dpo` and `trl-paddingfree sft`."""
+    """`trl-paddingfree dpo`, `sft` and the others that train."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from yaml import YAMLError
 

@@ -11,11 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.rloo import RLOOScriptArguments
 
 from ..data.load import load_data
 from ..trainers.peak_memory import peak_memory
 from ..trainers.quiet import silence
 from ..trainers.registry import TRAINERS
+from .rewards import load_rewards
 
 
 @dataclass
@@ -54,8 +57,12 @@ class SFTScriptArguments(ScriptArguments):
             training_args.padding_free = self.batch_method != "padding"
 
 
-# Script arguments of tasks that have more than TRL's
-SCRIPT_ARGUMENTS: dict[str, type[ScriptArguments]] = {"sft": SFTScriptArguments}
+# Script arguments of tasks that have more than others
+SCRIPT_ARGUMENTS: dict[str, type[ScriptArguments]] = {
+    "sft": SFTScriptArguments,
+    "grpo": GRPOScriptArguments,
+    "rloo": RLOOScriptArguments,
+}
 
 
 def make_parser(task: str, prog: str | None = None) -> TrlParser:
@@ -95,6 +102,8 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
     }
     if not model_args.model_name_or_path:
         raise ValueError("Name the model: `--model_name_or_path` (hub name or folder).")
+    generates = isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments)
+    rewards = {"reward_funcs": load_rewards(script_args)} if generates else {}
     dataset = load_data(script_args, dataset_args, training_args.seed)
     evaluates = training_args.eval_strategy != "no"
     needed = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
@@ -111,6 +120,7 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
         eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
+        **rewards,
     )
     if script_args.ignore_bias_buffers:
         ignored = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
@@ -136,7 +146,7 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
         "time": f"{seconds:.1f} s",
         "optimizer steps": f"{trainer.state.global_step}",
         "final loss": f"{metrics['train_loss']:.4f} (mean over the run)",
-        f"{trainer.task.unit} per second": f"{examples / seconds:.2f}",
+        f"{trainer.sample_unit} per second": f"{examples / seconds:.2f}",
         "real tokens per second": f"{counts.real / seconds:,.0f}",
         "tokens computed": f"{counts.computed:,}",
         "slots of the padded batches": f"{counts.padded:,}",

@@ -14,42 +14,68 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.edits import edits
 
 
+@dataclass
 class FlatCollator(DataCollatorMixin):
-    """What the collators share: their flat batch is of the rows that leave them, whatever a subclass did to these."""
+    """
+    Mixed in before one of TRL's collators: adds the flat batch that the model computes in place of its rows.
 
-    pad_token_id: int
-    pad_to_multiple_of: int | None
-    padding_free: bool
-    prefix_sharing: bool
-    max_tokens: int | None
+    The flat batch is of the rows that leave the collator, whatever a subclass did to these.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to add the flat batch.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            Whether prefixes that rows share are computed once. Read only if `padding_free`.
+        max_tokens (`int`, *optional*):
+            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
+            each. Read only if `padding_free`.
+    """
+
+    padding_free: bool = False
+    prefix_sharing: bool = True
+    max_tokens: int | None = None
 
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100."""
-        return rows["labels"]
+        raise NotImplementedError
 
     def flatten(self, rows: dict[str, Any]) -> FlatBatch:
         """The flat batch of padded rows."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
+        own: Any = self  # the collator that this is mixed into
         return FlatBatch.from_padded(
             rows["input_ids"],
             self.row_labels(rows),
             rows["attention_mask"].sum(1).tolist(),
             prefix_sharing=self.prefix_sharing,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            pad_token_id=self.pad_token_id,
+            pad_to_multiple_of=own.pad_to_multiple_of,
+            pad_token_id=own.pad_token_id,
         )
+
+    def is_edited(self, batch: dict[str, Any]) -> bool:
+        """Whether the rows of a batch are not those that its flat batch was made of."""
+        rows = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return bool(edits(batch["flat_batch"], **rows, labels=self.row_labels(batch)).any())
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.padding_free:
+            trl: Any = super()
+            return trl.torch_call(examples)
+        return collate_parts(self.flat_call, examples, self.max_tokens)
+
+    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The rows of some examples, with their flat batch."""
+        trl: Any = super()
+        rows = trl.torch_call(examples)
+        return {**rows, "flat_batch": self.flatten(rows)}
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         batch = super().__call__(features, return_tensors)
-        if not self.padding_free:
+        if not self.padding_free or ("flat_batch" in batch and not self.is_edited(batch)):
             return batch
-        rows = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        flat = batch.get("flat_batch")
-        if flat is not None and not edits(flat, **rows, labels=self.row_labels(batch)).any():
-            return batch
-        lengths = rows["attention_mask"].sum(1, keepdim=True)
-        if (rows["attention_mask"] != (torch.arange(rows["input_ids"].size(1)) < lengths)).any():
+        mask = batch["attention_mask"]
+        if (mask != (torch.arange(mask.size(1)) < mask.sum(1, keepdim=True))).any():
             raise ValueError(
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
@@ -111,20 +137,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     ```
     """
 
-    padding_free: bool = False
-    prefix_sharing: bool = True
-    max_tokens: int | None = None
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.padding_free:
-            return super().torch_call(examples)
-        return collate_parts(self.flat_call, examples, self.max_tokens)
-
-    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The rows of some examples, with their flat batch."""
-        rows = super().torch_call(examples)
-        return {**rows, "flat_batch": self.flatten(rows)}
-
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
@@ -169,12 +181,9 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     """
 
     prefix_sharing: bool = False
-    max_tokens: int | None = None
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.padding_free:
-            return super().torch_call(examples)
-        return collate_parts(self.flat_call, examples, self.max_tokens)
+    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
+        return rows["labels"]
 
     def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The rows of some examples, with their flat batch."""

@@ -132,7 +132,14 @@ class WasteReport:
 
 
 def count_batches(
-    rows: Dataset, task: Task, batch_size: int, *, max_length: int | None, truncation_mode: str, seed: int
+    rows: Dataset,
+    task: Task,
+    batch_size: int,
+    *,
+    max_length: int | None,
+    truncation_mode: str,
+    seed: int,
+    **options: Any,
 ) -> Iterator[BatchCounts]:
     """
     Collate one epoch of batches, drawn at random as in training, and count.
@@ -150,8 +157,11 @@ def count_batches(
             `"keep_start"` or `"keep_end"`.
         seed (`int`):
             Seed of the order of the rows.
+        **options:
+            Further options of the task's collator.
     """
-    collator = task.make_collator(prefix_sharing=True, max_length=max_length, truncation_mode=truncation_mode)
+    options = {"max_length": max_length, "truncation_mode": truncation_mode, **options}
+    collator = task.make_collator(prefix_sharing=True, **options)
     rows = rows.select_columns(task.columns)
     order = np.random.default_rng(seed).permutation(len(rows))
     for start in range(0, len(order), batch_size):
@@ -171,6 +181,7 @@ def measure(
     sample: int | None = 2000,
     seed: int = 0,
     track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] | None = None,
+    **options: Any,
 ) -> WasteReport:
     """
     Measure what padding wastes on a data set and what sharing saves.
@@ -183,9 +194,9 @@ def measure(
         task ([`Task`]):
             What the data is for.
         batch_sizes (`Sequence[int]`):
-            Examples per batch: pairs for DPO, rows for SFT.
+            Examples per batch: pairs for DPO, rows for SFT, prompts for GRPO.
         max_length (`int`, *optional*, defaults to `1024`):
-            Maximum length of a sequence, in tokens.
+            Maximum length of a sequence, in tokens. Prompts alone are never truncated.
         truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
             `"keep_start"` or `"keep_end"`.
         sample (`int`, *optional*, defaults to `2000`):
@@ -194,11 +205,13 @@ def measure(
             Seed of the sample and of the batches.
         track (`Callable`, *optional*):
             Shows progress: gets the batches, how many will come, and what they are.
+        **options:
+            Further options of the task's collator: `num_generations` and `max_completion_length` of prompts.
 
     Raises:
         `ValueError`: If nothing is left of the rows.
     """
-    num_rows = len(dataset)
+    num_rows, max_length = len(dataset), max_length if task.truncates else None
     if sample is not None and sample < num_rows:
         dataset = dataset.select(np.random.default_rng(seed).permutation(num_rows)[:sample])
     rows, lengths = tokenize(dataset, tokenizer, task, max_length, truncation_mode)
@@ -213,7 +226,7 @@ def measure(
         if waste and batch_size > len(rows):
             break
         counts: Iterable[BatchCounts] = count_batches(
-            rows, task, batch_size, max_length=max_length, truncation_mode=truncation_mode, seed=seed
+            rows, task, batch_size, max_length=max_length, truncation_mode=truncation_mode, seed=seed, **options
         )
         if track is not None:
             counts = track(counts, math.ceil(len(rows) / batch_size), f"Batches of {batch_size}")

@@ -29,6 +29,8 @@ class Task:
         prepare (`Callable`):
             TRL's own preparation: `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the collator
             gets.
+        truncates (`bool`, *optional*, defaults to `True`):
+            Whether the trainer has a `max_length`.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Task:
     other_columns: tuple[str, ...]
     collator: type
     prepare: Callable[..., Dataset]
+    truncates: bool = True
 
     @cached_property
     def token_columns(self) -> tuple[str, ...]:
@@ -92,6 +95,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
             return task
     raise ValueError(
         f"The data set has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "
-        "unless they repeat it); instruction data needs 'messages', or 'prompt' and 'completion', or 'text'. Rename "
-        "yours to these, see https://huggingface.co/docs/trl/dataset_formats."
+        "unless they repeat it), or 'prompt', 'completion' and 'label'; instruction data needs 'messages', or 'prompt' "
+        "and 'completion', or 'text'; prompts need 'prompt'. Rename yours to these, see "
+        "https://huggingface.co/docs/trl/dataset_formats."
     )

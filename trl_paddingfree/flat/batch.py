@@ -89,6 +89,8 @@ class FlatBatch:
             The segments and what attention needs of them.
         counts (`BatchCounts`):
             Tokens computed, against what other methods compute.
+        companion (`FlatBatch`, *optional*):
+            Other rows of the same examples, which the model computes in a call of their own.
 
     Examples:
     ```python
@@ -115,6 +117,7 @@ class FlatBatch:
     token_rows: torch.Tensor
     layout: FlatLayout
     counts: BatchCounts
+    companion: "FlatBatch | None" = None
 
     @classmethod
     def from_rows(
@@ -126,6 +129,7 @@ class FlatBatch:
         pad_to_multiple_of: int | None = None,
         pad_token_id: int = 0,
         width: int | None = None,
+        starts: Sequence[int] | None = None,
     ) -> "FlatBatch":
         """
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
@@ -143,6 +147,8 @@ class FlatBatch:
                 Token to pad with.
             width (`int`, *optional*):
                 `L`, if the padded rows that the batch stands for are wider than the width row.
+            starts (`Sequence[int]`, *optional*):
+                Column in which each row begins, if the padded rows that the batch stands for have padding on the left.
         """
         tokens = [np.asarray(row, dtype=np.int64) for row in rows]
         targets = [np.asarray(label, dtype=np.int64) for label in labels]
@@ -152,14 +158,16 @@ class FlatBatch:
         filled = [r for r, row in enumerate(tokens) if len(row)]
         row_segments = dict(enumerate([-1] * len(tokens)))
         if prefix_sharing and own_labels and filled:
-            segments, ends, flat = share_prefixes([tokens[r] for r in filled])
-            row_segments.update(zip(filled, ends, strict=True))
+            segments, last_segments, flat = share_prefixes([tokens[r] for r in filled])
+            row_segments.update(zip(filled, last_segments, strict=True))
         else:
             segments = Segments.from_lengths([len(tokens[r]) for r in filled])
             row_segments.update((r, i) for i, r in enumerate(filled))
             flat = np.concatenate([np.zeros(0, np.int64), *tokens])
 
-        real, width = sum(map(len, tokens)), max([width or 0, *map(len, tokens)])
+        starts = starts or [0] * len(tokens)
+        ends = [start + len(row) for start, row in zip(starts, tokens, strict=True)]
+        real, width = sum(map(len, tokens)), max([width or 0, *ends])
         distinct = num_distinct_tokens([tokens[r] for r in filled]) if own_labels else real
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
         if not filled:
@@ -176,8 +184,8 @@ class FlatBatch:
             if (segment := row_segments[r]) == -1:
                 continue
             path = segments.path(segment)[: len(target)]
-            row_index[r, : len(path)] = path
-            row_mask[r, : len(path)] = True
+            row_index[r, starts[r] : ends[r]] = path
+            row_mask[r, starts[r] : ends[r]] = True
             token_rows[path] += 1
             scored = target[1:] != IGNORE_INDEX
             flat_labels[path[:-1][scored]] = target[1:][scored]
@@ -198,10 +206,15 @@ class FlatBatch:
 
     @classmethod
     def from_padded(
-        cls, input_ids: torch.Tensor, labels: torch.Tensor, lengths: Sequence[int], **kwargs: Any
+        cls,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        lengths: Sequence[int],
+        starts: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> "FlatBatch":
         """
-        Flatten rows that are padded on the right.
+        Flatten rows that are padded on the right, or on either side.
 
         Args:
             input_ids (`torch.Tensor` of shape `(R, L)`, int64):
@@ -210,15 +223,19 @@ class FlatBatch:
                 The token itself where it is scored, else -100.
             lengths (`Sequence[int]`):
                 Length of each row, without its padding.
+            starts (`Sequence[int]`, *optional*):
+                Column in which each row begins, after the padding on its left. Defaults to 0.
             **kwargs:
                 `prefix_sharing`, `pad_to_multiple_of` and `pad_token_id` of [`FlatBatch.from_rows`].
 
         Returns:
             `FlatBatch`: The flat batch, whose `row_index` is as wide as `input_ids`.
         """
-        rows = [row[:length] for row, length in zip(input_ids.numpy(), lengths, strict=True)]
-        targets = [row[:length] for row, length in zip(labels.numpy(), lengths, strict=True)]
-        return cls.from_rows(rows, targets, width=input_ids.size(1), **kwargs)
+        starts = starts or [0] * len(lengths)
+        spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        rows = [row[span] for row, span in zip(input_ids.numpy(), spans, strict=True)]
+        targets = [row[span] for row, span in zip(labels.numpy(), spans, strict=True)]
+        return cls.from_rows(rows, targets, width=input_ids.size(1), starts=starts, **kwargs)
 
     def to_rows(self) -> list[list[int]]:
         """The rows that the batch was made from. The inverse of [`FlatBatch.from_rows`]."""
@@ -243,7 +260,7 @@ class FlatBatch:
             `l+1`. Positions that nothing scores, or that lie beyond the end of the row, are 0.
         """
         flat = values.new_zeros(self.input_ids.size(1)).index_put((self.scored_index,), values[0])
-        return flat[self.row_index[:, :-1]] * self.row_mask[:, 1:]
+        return flat[self.row_index[:, :-1]] * (self.row_mask[:, :-1] & self.row_mask[:, 1:])
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """
@@ -269,3 +286,39 @@ class FlatBatch:
     def _map(self, fn) -> "FlatBatch":
         moved = {f.name: fn(value) for f in fields(self) if hasattr(value := getattr(self, f.name), "to")}
         return replace(self, **moved)
+
+
+def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:
+    """
+    Where rows lie between their padding.
+
+    Args:
+        attention_mask (`torch.Tensor` of shape `(R, L)`, int64):
+            1 for tokens and 0 for padding, on the CPU.
+
+    Returns:
+        `tuple[list[int], list[int]]`: The column in which each row begins, and its length.
+
+    Raises:
+        `ValueError`: If a row has padding between its tokens.
+
+    Examples:
+    ```python
+    >>> import torch
+    >>> from trl_paddingfree.flat.batch import row_spans
+    >>> row_spans(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]))
+    ([1, 0], [2, 4])
+
+    ```
+    """
+    mask = attention_mask != 0
+    lengths, starts = mask.sum(1), mask.int().argmax(1)
+    places = torch.arange(mask.size(1))
+    whole = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
+    if not torch.equal(mask, whole):
+        row = int((mask != whole).any(1).nonzero()[0])
+        raise ValueError(
+            f"Row {row} of `attention_mask` has padding between its tokens, and a flat batch has no place for it: pad "
+            "rows on their left and on their right only, or set `padding_free=False`."
+        )
+    return starts.tolist(), lengths.tolist()

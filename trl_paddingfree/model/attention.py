@@ -206,6 +206,11 @@ class StandIn(str):
         return not self == other
 
 
+def replaced_attention(name: str) -> str:
+    """The attention implementation that `name` stands in for, or `name` if it is not one of ours."""
+    return name.key[0] if isinstance(name, StandIn) else name
+
+
 def register_attention(previous: str, backend: BackendName) -> StandIn:
     """
     Register an attention implementation that computes flat batches with `backend` and all else as before.

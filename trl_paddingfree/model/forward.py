@@ -1,7 +1,8 @@
-"""The seam with TRL's fused LM head: rows in, flat through the model, rows out.
+"""The seam with a model's head: rows in, flat through the model, rows out.
 
-TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token. With a
-`flat_batch` among the arguments, the model computes the flat tokens instead, and the answer is the same rows.
+TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token, or
+`model(input_ids=rows, ...)` with a pooled head and read one float per row. With a `flat_batch` among the arguments, the
+model computes the flat tokens instead, and the answer is the same rows.
 """
 
 import functools
@@ -17,14 +18,16 @@ import torch
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from .answers import EditsFound, refuse_unanswerable
-from .attention import register_attention
+from .attention import register_attention, replaced_attention
 from .backends import ATTENTION_BACKENDS
 from .masks import backbone_mask, boundaries
 from .routes import Route
 from .state_layers import carries_state, install_state_layers, state_arguments
 
-# Arguments of the padded rows, which the flat batch replaces
-_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch")
+# Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
+_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin")
+# Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
+Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ def install(model: Any, route: Route) -> None:
     """
     Give one model instance a forward that understands `flat_batch`. Calling it again changes the route.
 
-    The model must have TRL's fused LM head. Calls without a `flat_batch` go to the forward and the attention that were
-    there before. Nothing outside this instance changes.
+    The model must have TRL's fused LM head, or a pooled head. Calls without a `flat_batch` go to the forward and the
+    attention that were there before. Nothing outside this instance changes.
     """
     replaces_attention = route.backend in ATTENTION_BACKENDS
     attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
@@ -93,14 +96,49 @@ def install(model: Any, route: Route) -> None:
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
     @torch.compiler.disable(recursive=False)
     def forward(self: Any, *args: Any, flat_batch: FlatBatch | None = None, **kwargs: Any) -> Any:
-        if flat_batch is None:
+        flattener, flat = forward.flattener, forward.flat  # type: ignore[attr-defined]
+        if flat_batch is None and flattener is not None and kwargs.get("fused_lm_head"):
+            flat_batch = flattener(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+        elif flat_batch is None:
             return previous_forward(*args, **kwargs)
+        else:
+            flat.edits_found.ask(flat_batch, kwargs)
         if args:
             raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
-        return flat_forward(self, previous_forward, forward.flat, flat_batch, **kwargs)  # type: ignore[attr-defined]
+        return flat_forward(self, previous_forward, flat, flat_batch, **kwargs)
 
-    forward.flat = flat  # type: ignore[attr-defined]
+    forward.flat, forward.flattener = flat, None  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
+
+
+def carry(model: Any, flattener: Flattener | None) -> None:
+    """
+    Have an installed forward lay out the rows of its own calls.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            A model on which [`install`] was called.
+        flattener (`Callable`, *optional*):
+            Called with `input_ids`, `attention_mask` and `labels` of each call with `fused_lm_head=True` that comes
+            without a `flat_batch`, and gives one. `None`: such calls are computed as rows again.
+    """
+    _installed(model).flattener = flattener
+
+
+@contextmanager
+def attention_as_before(model: Any) -> Iterator[None]:
+    """Within this context, a model has the attention implementation that it was loaded with."""
+    installed = upstream.attn_implementation(model)
+    upstream.set_attn_implementation(model, replaced_attention(installed))
+    try:
+        yield
+    finally:
+        upstream.set_attn_implementation(model, installed)
+
+
+def is_pooled(model: Any) -> bool:
+    """Whether the head of `model` reads one token of each row, as for sequence classification, and scores no tokens."""
+    return model.get_output_embeddings() is None
 
 
 def flat_forward(
@@ -116,14 +154,16 @@ def flat_forward(
     Compute a flat batch and answer in rows.
 
     Returns what `previous_forward` returns for the padded rows: with `fused_lm_head=True`, TRL's
-    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 where nothing is scored; otherwise
-    the model's own output with logits of shape `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if
-    there are `labels`.
+    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 where nothing is scored; with a pooled
+    head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
+    `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
-    flat.edits_found.ask(batch, kwargs)
-    labels = kwargs.get("labels")
+    input_ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    if is_pooled(model):
+        assert input_ids is not None
+        return _pooled(model, previous_forward, flat, batch, input_ids, kwargs)
     if not fused_lm_head:
         return _model_output(model, previous_forward, flat, batch, labels, kwargs)
     assert labels is not None
@@ -169,9 +209,44 @@ def _model_output(
     return type(outputs)(loss=outputs.loss, logits=outputs.logits * batch.row_mask[..., None], **aux_loss)
 
 
+def _pooled(
+    model: Any,
+    previous_forward: Any,
+    flat: FlatForward,
+    batch: FlatBatch,
+    input_ids: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> Any:
+    """
+    The output of a head that reads one token of each row.
+
+    transformers finds that token by its id, not by the mask: the last that is no padding token, or the first. Where a
+    row ends in tokens that pad others (pad = eos), the head reads what stands before them, here as there.
+    """
+    is_token = input_ids != model.config.get_text_config().pad_token_id
+    last = (torch.arange(input_ids.size(1), device=input_ids.device) * is_token).argmax(1, keepdim=True)
+    if not batch.row_mask.gather(1, last).all():
+        raise ValueError(
+            f"A row has no token to read, or is padded with another token than `config.pad_token_id="
+            f"{model.config.get_text_config().pad_token_id}`, by which {type(model).__name__} finds the end of a row. "
+            "Leave out rows without tokens, and pad with the model's token."
+        )
+    positions = batch.row_index.gather(1, last)
+
+    def read(hidden):
+        return hidden[0][positions.to(hidden.device)]
+
+    with _flat_backbone(model, flat, batch, read, swaps_inputs=True), _noise_of_rows(model, batch):
+        return previous_forward(**kwargs, input_ids=input_ids.gather(1, last))
+
+
 @contextmanager
 def _flat_backbone(
-    model: Any, flat: FlatForward, batch: FlatBatch, for_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    model: Any,
+    flat: FlatForward,
+    batch: FlatBatch,
+    for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    swaps_inputs: bool = False,
 ) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
     layout, backend = batch.layout, flat.route.backend

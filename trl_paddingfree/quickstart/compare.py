@@ -20,7 +20,7 @@ from trl import extract_prompt
 from ..charts import plot_runs
 from ..data.load import load_rows
 from ..data.task import Task, task_of
-from ..trainers.registry import TASKS, TRAINERS
+from ..trainers.registry import TRAINERS
 from ..trainers.sft import PaddingFreeSFTTrainer
 from .data import instruction_data, preference_data
 from .model import make_model, make_tokenizer
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
         data = preference_data(args.seed)
     else:
         data = load_rows(args.dataset_name, args.dataset_config, args.dataset_train_split).shuffle(seed=args.seed)
-    task = task_of(data.column_names, TASKS)
+    task = task_of(data.column_names, [TRAINERS[name].task for name in ("dpo", "sft")])
     model = args.model or start_from_scratch(task, data, args, console)
     runs = compare(task, model, data, args, console)
     summary = summarize(task, runs)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from ..model.backends import BackendName
 from .option_values import refuse_wrong_values
@@ -95,7 +95,13 @@ class PaddingFreeOptions:
     )
 
     def __post_init__(self):
+        silence()
         refuse_wrong_options(self)
+        of_trl: Any = getattr(
+            super(), "__post_init__", None
+        )  # where one of TRL's configurations comes after this class
+        if of_trl is not None:
+            of_trl()
 
 
 def refuse_wrong_options(config: Any) -> None:
@@ -125,11 +131,6 @@ class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
     ```
     """
 
-    def __post_init__(self):
-        silence()
-        PaddingFreeOptions.__post_init__(self)
-        DPOConfig.__post_init__(self)
-
 
 @dataclass
 class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
@@ -151,7 +152,66 @@ class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
         metadata={"help": "Whether to compute a prefix that several rows of a micro-batch share once."},
     )
 
-    def __post_init__(self):
-        silence()
-        PaddingFreeOptions.__post_init__(self)
-        SFTConfig.__post_init__(self)
+
+@dataclass
+class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
+    """
+    TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeRewardConfig
+    >>> config = PaddingFreeRewardConfig(output_dir="out", bf16=False, report_to="none")
+    >>> config.padding_free, config.prefix_sharing
+    (True, True)
+
+    ```
+    """
+
+
+@dataclass
+class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
+    """
+    TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeKTOConfig
+    >>> config = PaddingFreeKTOConfig(output_dir="out", bf16=False, report_to="none")
+    >>> config.padding_free, config.prefix_sharing, config.train_sampling_strategy
+    (True, True, 'sequential')
+
+    ```
+    """
+
+
+@dataclass
+class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
+    """
+    TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeGRPOConfig
+    >>> config = PaddingFreeGRPOConfig(output_dir="out", bf16=False, report_to="none", arrange_micro_batches="prefix")
+    >>> config.padding_free, config.prefix_sharing, config.num_generations
+    (True, True, 8)
+
+    ```
+    """
+
+
+@dataclass
+class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
+    """
+    TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`].
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeRLOOConfig
+    >>> config = PaddingFreeRLOOConfig(output_dir="out", bf16=False, report_to="none")
+    >>> config.padding_free, config.prefix_sharing, config.num_generations
+    (True, True, 2)
+
+    ```
+    """

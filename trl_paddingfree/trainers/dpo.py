@@ -13,7 +13,7 @@ from ..data.collate import PreferenceCollator
 from ..data.preferences import check_preferences
 from ..data.prepare import log_dropped
 from ..data.task import Task
-from .base import PaddingFreeTrainer
+from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
 
 DPO = Task(
@@ -27,7 +27,7 @@ DPO = Task(
 )
 
 
-class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
+class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], computing real tokens only.
 
@@ -80,9 +80,6 @@ class PaddingFreeDPOTrainer(PaddingFreeTrainer, DPOTrainer):
     @functools.wraps(DPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any):
         self.start(args, kwargs)
-
-    def flat_models(self) -> list[Any]:
-        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
 
     def coupled_by(self) -> list[str]:
         coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch

@@ -150,6 +150,8 @@ class PartMetrics:
         self.metrics, self.tokens_before = trainer._metrics["train"], trainer._total_train_tokens
         # Of each metric times what it is a mean over, and of that
         self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+        self.extremes: dict[str, list[float]] = {name: [] for name in trainer.extremes}
+        self.seen: set[str] = set()
 
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:
@@ -161,13 +163,19 @@ class PartMetrics:
             yield
         finally:
             del accelerator.gather, accelerator.gather_for_metrics
+        for name in part.sizes.keys() - {"loss"}:
+            self.sums[name] += 0  # parts of other processes may log what none here does, and all gather the same
         for name in (name for name, values in self.metrics.items() if len(values) > logged.get(name, 0)):
             value, size = self.metrics[name].pop(), part.sizes.get(name, part.sizes["loss"])
-            self.sums[name] += (value * size, size)
+            if name in self.extremes:
+                self.extremes[name].append(value)
+            elif name not in self.trainer.differences:
+                self.sums[name] += (value * size, size)
+                self.seen.add(name)
 
     def log(self) -> None:
         """Log the metrics of the whole micro-batch, over all parts of all processes."""
-        names = sorted(self.sums)
+        names, whole = sorted(self.sums), {}
         values = [
             *(x for name in names for x in self.sums[name]),
             self.trainer._total_train_tokens - self.tokens_before,
@@ -175,6 +183,14 @@ class PartMetrics:
         gathered = self.accelerator.gather(torch.tensor([values], device=self.accelerator.device))
         *totals, tokens = gathered.sum(0).tolist()
         for name, total, size in zip(names, totals[::2], totals[1::2], strict=True):
-            self.metrics[name].append(total / max(size, 1))
+            if size or name in self.seen:
+                self.metrics[name].append(total / max(size, 1))
+                whole[name] = self.metrics[name][-1]
+        for name, extreme in self.trainer.extremes.items():
+            own = torch.tensor([extreme(self.extremes[name])], device=self.accelerator.device)
+            self.metrics[name].append(extreme(self.accelerator.gather(own).tolist()))
+        for name, (one, other) in self.trainer.differences.items():
+            if one in whole and other in whole:
+                self.metrics[name].append(whole[one] - whole[other])
         self.trainer._total_train_tokens = self.tokens_before + int(tokens)
         self.metrics["num_tokens"] = [self.trainer._total_train_tokens]

@@ -127,7 +127,8 @@ def _refuse_vision(dataset: Any) -> None:
 
 def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or config.pad_token is not None:
+    pad_token = getattr(config, "pad_token", None)  # not all of TRL's configurations have one
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or pad_token is not None:
         return
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ValueError(

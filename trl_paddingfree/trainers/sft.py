@@ -12,7 +12,7 @@ from ..data.prepare import log_dropped
 from ..data.task import Task
 from ..data.tokens import refuse_unknown_tokens, without_lengths
 from ..flat.batch import IGNORE_INDEX
-from .base import PaddingFreeTrainer
+from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 
 SFT = Task(
@@ -28,7 +28,7 @@ SFT = Task(
 )
 
 
-class PaddingFreeSFTTrainer(PaddingFreeTrainer, SFTTrainer):
+class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`], computing real tokens only.
 

@@ -10,9 +10,16 @@ from ..environment import environment, machine_name, provenance
 from ..rows import task_of
 from .arranging import arranging_report, measure_imbalance, measure_meetings
 from .collators import collators_report, time_collators
+from .heads import Setup, heads_report, measure_heads
 from .packing import measure_packing, packing_report
 
 COMMAND = "python scripts/benchmark.py"
+# Small enough for minutes on two cores
+HEADS: dict[str, dict[str, int]] = {
+    "reward": {"num_layers": 2, "batch_size": 8, "max_length": 512, "steps": 1},
+    "kto": {"num_layers": 2, "batch_size": 8, "max_length": 512, "steps": 1},
+    "grpo": {"num_layers": 2, "batch_size": 8, "max_length": 64, "steps": 1, "accumulation": 4},
+}
 
 
 def arranging(sources: Sequence[str], folder: Path) -> None:
@@ -35,6 +42,21 @@ def collators(folder: Path) -> None:
     found, measured = environment("cpu"), time_collators()
     report = collators_report(measured, machine_name(found))
     write("collators", ["--collators", str(folder)], {"environment": found, "measured": measured}, report, folder)
+
+
+def heads(model: str, sources: Sequence[str], folder: Path) -> None:
+    """Write what Reward, KTO and GRPO compute: a source is TASK=DATA."""
+    setups = [Setup(task, data, model, **HEADS[task]) for task, _, data in (each.partition("=") for each in sources)]
+    measured = [measure_heads(setup) for setup in setups]
+    found = environment("cpu")
+    report = heads_report(measured, machine_name(found))
+    # Where the files lie says nothing
+    for one in measured:
+        one["setup"] = {**one["setup"], "model": Path(model).name, "source": Path(one["setup"]["source"]).name}
+    arguments = ["--heads", *(f"{task}={Path(data).name}" for task, _, data in (s.partition("=") for s in sources))]
+    write(
+        "heads", [*arguments, "--model", Path(model).name], {"environment": found, "measured": measured}, report, folder
+    )
 
 
 def write(name: str, arguments: list[str], measured: dict[str, Any], report: str, folder: Path) -> None:

@@ -1,0 +1,18 @@
+"""
+A reward model, on a local file and a local model folder:
+
+    accelerate launch scripts/reward.py --dataset_name pairs.jsonl --model_name_or_path MODEL
+
+The same with TRL's padding, to compare:
+
+    accelerate launch scripts/reward.py --padding_free false ...
+
+An 8B model on one 80 GB GPU:
+
+    accelerate launch scripts/reward.py --config configs/reward_llama3_8b_lora.yaml
+"""
+
+from trl_paddingfree.cli.train import main
+
+if __name__ == "__main__":
+    main("reward")

@@ -1,0 +1,80 @@
+"""The commands of Reward, KTO, GRPO and RLOO, and `inspect` on their data."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from tests.helpers.head_runs import prompts, train, unpaired
+from tests.helpers.tiny import make_model, make_tokenizer, preference_data
+from trl_paddingfree.cli import main
+from trl_paddingfree.cli.train import main as train_main
+
+DATA = {"reward": preference_data, "kto": unpaired, "grpo": prompts, "rloo": prompts}
+OPTIONS = {
+    "reward": ["--lora_task_type", "SEQ_CLS"],
+    "kto": [],
+    "grpo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
+    "rloo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
+}
+
+
+def inspected(capsys, *argv: str):
+    assert main(["inspect", *argv, "--plot", "", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("task", DATA)
+def test_a_command_trains_and_saves_a_model(capsys, tmp_path, model_dir, task):
+    path, out = tmp_path / "data.jsonl", tmp_path / "out"
+    DATA[task](16, 1).to_json(path)
+    argv = ["--model_name_or_path", model_dir, "--dataset_name", str(path), "--output_dir", str(out)]
+    argv += ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--use_peft"]
+    train_main(task, [*argv, *OPTIONS[task], "--lora_target_modules", "all-linear", "--save_strategy", "no"])
+    printed = capsys.readouterr().out
+    assert "Trained by padding-free (segment, shared prefixes)" in printed
+    assert {"reward": "pairs", "kto": "completions"}.get(task, "completions") + " per second" in printed
+    assert AutoTokenizer.from_pretrained(out).chat_template
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "Name what rewards completions"),
+        (["--reward_funcs", "no_reward"], "`--reward_funcs no_reward` is no"),
+    ],
+)
+def test_rewards_that_cannot_be_found_are_named(model_dir, task, options, message):
+    argv = ["--model_name_or_path", model_dir, "--dataset_name", "x", "--use_cpu", "true", "--bf16", "false"]
+    with pytest.raises(ValueError, match=message):
+        train_main(task, [*argv, *options])
+
+
+def test_inspect_counts_of_unpaired_preferences_are_those_of_training(capsys, tmp_path, model_dir):
+    data, path = unpaired(12, 3), tmp_path / "rows.jsonl"
+    data.to_json(path)
+    report = inspected(capsys, str(path), "--tokenizer", model_dir, "--batch_size", "12", "--max_length", "24")
+
+    def make():
+        return {"model": make_model(), "ref_model": make_model(), "processing_class": make_tokenizer()}
+
+    options = {"max_length": 24, "per_device_train_batch_size": 12, "steps": 1}
+    counts = train("kto", "shared", make, data, **options).trainer.total_counts()
+    (row,) = report["batch_sizes"]
+    assert report["task"] == "kto"
+    assert (row["computed_tokens"], row["real_tokens"], row["padded_slots"]) == counts.as_tuple()[:3]
+
+
+def test_inspect_counts_prompts_with_their_completions(capsys, tmp_path, model_dir):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "w1 w2 w3"}, {"prompt": "w4 w5 w6 w7 w8"}]
+    Dataset.from_list(rows).to_json(path)
+    options = ["--tokenizer", model_dir, "--batch_size", "2", "--num_generations", "4", "--max_completion_length", "10"]
+    report = inspected(capsys, str(path), *options)
+    (row,) = report["batch_sizes"]
+    assert (report["task"], report["max_length"], report["lengths"]["max"]) == ("grpo", None, 5)
+    assert (row["padded_slots"], row["real_tokens"]) == (8 * 15, 4 * 13 + 4 * 15)
+    # Each completion follows a copy of the prompt's last token of its own
+    assert row["computed_tokens"] == (2 + 4 * 11) + (4 + 4 * 11)

@@ -1,0 +1,52 @@
+"""Rows that are padded on their left, on their right, or on both sides."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.flat.batch import IGNORE_INDEX, row_spans
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+def padded(rng: np.random.Generator, num_rows: int, width: int, prompt: list[int]):
+    """Rows of any length at any place, some of which start alike."""
+    ids, mask = torch.zeros(num_rows, width, dtype=torch.long), torch.zeros(num_rows, width, dtype=torch.long)
+    for row in range(num_rows):
+        start = int(rng.integers(0, width))
+        length = int(rng.integers(0, width - start + 1))
+        tokens = [*prompt, *rng.integers(1, 50, width).tolist()] if row % 2 else rng.integers(1, 50, width).tolist()
+        ids[row, start : start + length] = torch.tensor(tokens[:length], dtype=torch.long)
+        mask[row, start : start + length] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_rows_come_back_to_the_columns_that_they_had(sharing):
+    rng = np.random.default_rng(SEED)
+    for _ in range(50):
+        ids, mask = padded(rng, num_rows=5, width=11, prompt=[7, 8, 9])
+        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+        starts, lengths = row_spans(mask)
+        batch = FlatBatch.from_padded(ids, labels, lengths, starts, prefix_sharing=sharing)
+        assert batch.to_rows() == [row[m.bool()].tolist() for row, m in zip(ids, mask, strict=True)]
+        assert torch.equal(batch.row_mask, mask.bool())
+        assert torch.equal(batch.input_ids[0][batch.row_index] * mask, ids)
+        # Each token's own id stands in for what the model says of it: the first of a row has nothing before it
+        scored = batch.scored_to_rows(batch.shift_labels.float())
+        assert torch.equal(scored.long(), ids[:, 1:] * mask[:, 1:] * mask[:, :-1])
+
+
+def test_padding_within_a_row_is_refused():
+    assert row_spans(torch.tensor([[0, 0], [0, 1]])) == ([0, 1], [0, 1])
+    with pytest.raises(ValueError, match="Row 1 of `attention_mask` has padding between its tokens"):
+        row_spans(torch.tensor([[0, 1, 1], [1, 0, 1]]))
+
+
+def test_a_companion_moves_with_its_batch():
+    companion = FlatBatch.from_rows([[1, 2]], [[1, 2]])
+    batch = FlatBatch(**{**vars(FlatBatch.from_rows([[3]], [[3]])), "companion": companion})
+    assert batch.to("meta").companion.input_ids.device.type == "meta"

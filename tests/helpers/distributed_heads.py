@@ -1,0 +1,60 @@
+"""Reward, KTO and GRPO in two processes, padded TRL beside ours: run by `torchrun`, fails where they differ."""
+
+import os
+import sys
+
+import torch
+
+from tests.helpers.dpo_runs import lora
+from tests.helpers.equivalence import assert_same
+from tests.helpers.head_runs import prompts, reward_model, score, train, unpaired
+from tests.helpers.tiny import make_model, make_tokenizer, preference_data
+
+# Shorter and longer examples take turns, so that the processes have different numbers of parts
+PAIRS = preference_data(24, 3).map(lambda row: {"length": len(str(row))}).sort("length")
+PAIRS = PAIRS.select([i for pair in zip(range(12), range(23, 11, -1), strict=True) for i in pair])
+PAIRS = PAIRS.remove_columns("length")
+# A micro-batch with no desirable completion on one process
+ORDERED = unpaired(24, 4).sort("label")
+
+
+def rewarded():
+    return {"model": reward_model(), "processing_class": make_tokenizer()}
+
+
+def adapted():
+    return {"model": make_model(), "processing_class": make_tokenizer(), "peft_config": lora()}
+
+
+def generating():
+    return {**adapted(), "reward_funcs": score}
+
+
+RUNS = [
+    ("reward", rewarded, PAIRS, {}, {"max_tokens_per_micro_batch": 60}),
+    ("kto", adapted, unpaired(24, 4), {}, {}),
+    (
+        "kto",
+        adapted,
+        ORDERED,
+        {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2},
+        {"max_tokens_per_micro_batch": 40},
+    ),
+    ("grpo", generating, prompts(16, 5), {"beta": 0.1, "num_iterations": 2}, {}),
+]
+
+
+def main() -> None:
+    for task, make, data, options, ours in RUNS:
+        options = {**options, "per_device_train_batch_size": 4}
+        padded = train(task, "padded", make, data, **options)
+        flat = train(task, "shared", make, data, **options, **ours)
+        assert flat.trainer.accelerator.num_processes == 2
+        assert_same(padded, flat)
+    torch.distributed.barrier()
+    sys.stderr.flush()
+    os._exit(0)  # the destructor of DDP's reducer joins a thread of gloo that may wait for the interpreter
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""KTO, padded TRL beside ours: matched and mismatched rows, each with its own flat batch."""
+
+import os
+
+import pytest
+import torch
+from trl import KTOConfig
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+from tests.helpers.dpo_runs import lora
+from tests.helpers.equivalence import assert_same, run
+from tests.helpers.head_runs import COMMON, assert_layouts_agree, train, unpaired
+from tests.helpers.tiny import make_model, make_tokenizer, preference_data
+from trl_paddingfree import PaddingFreeKTOTrainer, UnpairedPreferenceCollator
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+@pytest.fixture(scope="module")
+def data():
+    return unpaired(24, SEED)
+
+
+def with_lora():
+    return {"model": make_model(), "processing_class": make_tokenizer(), "peft_config": lora()}
+
+
+def with_reference():
+    return {"model": make_model(), "processing_class": make_tokenizer(), "ref_model": make_model(seed=1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (with_lora, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
+        (with_reference, {"max_length": 20, "desirable_weight": 1.5, "beta": 0.5}),
+        (with_reference, {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random"}),
+        (with_reference, {"precompute_ref_log_probs": True, "pad_to_multiple_of": 8}),
+    ],
+    ids=["lora", "reference", "apo", "precomputed"],
+)
+def test_training_follows_padded_trl(data, make, options):
+    assert_layouts_agree("kto", make, data, **options)
+
+
+def test_paired_data_evaluation_and_trls_own_config(data):
+    def make():
+        return {**with_lora(), "eval_dataset": data.select(range(6))}
+
+    options = {**COMMON["kto"], "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    pairs = preference_data(8, SEED)
+    padded = train("kto", "padded", make, pairs, **options)
+    arguments = make()
+    model = arguments.pop("model")
+    kwargs = {"model": model, "train_dataset": pairs, "trainer_kwargs": arguments}
+    ours = run(PaddingFreeKTOTrainer, KTOConfig, **kwargs, **options)
+    assert_same(padded, ours)
+    assert ours.trainer.method == "padding-free (segment, shared prefixes)"
+
+
+def test_matched_and_mismatched_rows_of_one_width_are_kept_apart(data):
+    """With rows of one shape, the flat batch of the others would go unnoticed."""
+    words = ["w1 w2", "w3 w4", "w5 w6", "w7 w8"]
+    rows = [{"prompt": "w9 w10", "completion": f" {words[i % 4]}", "label": i % 2 == 0} for i in range(12)]
+    assert_layouts_agree("kto", with_reference, data.from_list(rows))
+
+
+def test_precomputed_references_are_computed_flat(data, monkeypatch):
+    from trl_paddingfree.model import forward
+
+    calls, flat_forward = [], forward.flat_forward
+    monkeypatch.setattr(forward, "flat_forward", lambda *args, **kw: calls.append(1) or flat_forward(*args, **kw))
+    trained = train("kto", "shared", with_reference, data, steps=1, precompute_ref_log_probs=True)
+    before_training = len(trained.trainer.train_dataset) // 4 * 2
+    checks = 2 * 3  # of two models: the rows, and twice with other tokens
+    assert len(calls) == before_training + checks + 2
+
+
+def test_parts_of_a_loss_without_divergence_follow_padded_trl(data):
+    # One kind alone in a part has no margin there, and one in the whole
+    ordered = data.sort("label")
+    options = {"loss_type": "apo_zero_unpaired", "per_device_train_batch_size": 8, "train_sampling_strategy": "random"}
+    padded = train("kto", "padded", with_reference, ordered, **options)
+    parted = train("kto", "shared", with_reference, ordered, max_tokens_per_micro_batch=48, **options)
+    assert_same(padded, parted)
+
+
+@pytest.mark.parametrize("option", [{"arrange_micro_batches": "tokens"}, {"max_tokens_per_micro_batch": 500}])
+def test_a_loss_with_a_divergence_keeps_its_micro_batches(data, option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}.*`loss_type='kto'`"):
+        train("kto", "shared", with_lora, data, **option)
+
+
+def test_without_padding_free_the_collator_is_trls():
+    examples = [{"prompt_ids": [1, 2], "completion_ids": [3], "KL_completion_ids": [4, 5], "label": True}]
+    ours, theirs = UnpairedPreferenceCollator(0)(examples), DataCollatorForUnpairedPreference(0)(examples)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_stream_of_completions_follows_padded_trl(data):
+    assert_layouts_agree("kto", with_lora, data.to_iterable_dataset(), ("shared",))

@@ -1,0 +1,219 @@
+"""GRPO and RLOO, padded TRL beside ours: the passes of policy, old policy and reference over generated rows."""
+
+import os
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+from tests.helpers.dpo_runs import lora
+from tests.helpers.equivalence import TOLERANCE, assert_same, run
+from tests.helpers.head_runs import COMMON, assert_layouts_agree, prompts, score, train
+from tests.helpers.tiny import make_model, make_tokenizer
+from trl_paddingfree import PaddingFreeGRPOTrainer
+from trl_paddingfree.model import forward
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+@pytest.fixture(scope="module")
+def data():
+    return prompts(16, SEED)
+
+
+def plain():
+    return {"model": make_model(), "processing_class": make_tokenizer(), "reward_funcs": score}
+
+
+def with_lora():
+    return {**plain(), "peft_config": lora()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "grpo", "gradient_accumulation_steps": 2, "temperature": 0.7},
+        {"loss_type": "bnpo", "delta": 1.5, "num_iterations": 2, "mask_truncated_completions": True},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "steps_per_generation": 2},
+        {"loss_type": "cispo", "top_entropy_quantile": 0.5, "num_iterations": 2, "pad_to_multiple_of": 8},
+        {"loss_type": "sapo", "entropy_coef": 0.1, "off_policy_mask_threshold": 0.5, "num_iterations": 2},
+        {"loss_type": "luspo", "cast_lm_head_to_fp32": True, "gradient_checkpointing": True},
+        {"loss_type": "vespo", "use_adaptive_entropy": True, "scale_rewards": "batch"},
+    ],
+    ids=lambda options: options["loss_type"],
+)
+def test_every_loss_of_grpo_follows_padded_trl(data, options):
+    assert_layouts_agree("grpo", plain, data, ("shared",), **options)
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("grpo", {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2}),
+        ("rloo", {"gradient_accumulation_steps": 2, "num_iterations": 2}),
+    ],
+)
+def test_lora_and_its_reference_follow_padded_trl(data, task, options):
+    assert_layouts_agree(task, with_lora, data, **options)
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_a_reference_model_and_evaluation_follow_padded_trl(data, task, model_dir):
+    def make():
+        return {"model": model_dir, "reward_funcs": score, "eval_dataset": data.select(range(3))}
+
+    options = {"beta": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    result = assert_layouts_agree(task, make, data, ("shared",), **options, sync_ref_model=True, ref_model_sync_steps=2)
+    assert result.trainer.ref_model is not None
+
+
+def test_trls_own_config_is_flat(data):
+    arguments = plain()
+    model = arguments.pop("model")
+    ours = run(
+        PaddingFreeGRPOTrainer, GRPOConfig, model=model, train_dataset=data, trainer_kwargs=arguments, **COMMON["grpo"]
+    )
+    assert_same(train("grpo", "padded", plain, data), ours)
+    assert ours.trainer.method == "padding-free (segment, shared prefixes)"
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, task):
+    options = {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_iterations": 2}
+    scattered = train(task, "shared", with_lora, data, **options)
+    together = train(task, "shared", with_lora, data, arrange_micro_batches="prefix", **options)
+    for one, other in zip(scattered.log_history, together.log_history, strict=True):
+        for name in ("loss", "grad_norm", "reward", "kl", "train_loss"):
+            if name in one:
+                assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
+    for name, weight in scattered.weights.items():
+        assert (together.weights[name] - weight).abs().max() < TOLERANCE
+    counts, fewer = scattered.trainer.total_counts(), together.trainer.total_counts()
+    assert (fewer.real, fewer.padded) == (counts.real, counts.padded)
+    assert fewer.computed < 0.9 * counts.computed
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("grpo", {"arrange_micro_batches": "prefix", "loss_type": "bnpo"}, "`loss_type='bnpo'`"),
+        ("grpo", {"arrange_micro_batches": "prefix", "top_entropy_quantile": 0.2}, "`top_entropy_quantile=0.2`"),
+        ("grpo", {"arrange_micro_batches": "prefix", "entropy_coef": 0.1}, "`entropy_coef=0.1`"),
+        ("rloo", {"arrange_micro_batches": "tokens"}, "needs rows of known length"),
+        ("grpo", {"max_tokens_per_micro_batch": 100}, "knows its rows only once they are generated"),
+    ],
+)
+def test_options_that_would_change_the_loss_are_refused(data, task, options, message):
+    with pytest.raises(ValueError, match=message):
+        train(task, "shared", with_lora, data, **options)
+
+
+def test_a_router_loss_follows_padded_trl_and_is_not_arranged(data):
+    def make():
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+        return {**plain(), "model": make_model("mixtral", output_router_logits=True, **sizes)}
+
+    result = assert_layouts_agree("grpo", make, data, ("flat",), steps=2)
+    assert any("aux_loss" in entry for entry in result.log_history)
+    with pytest.raises(ValueError, match="with a router loss"):
+        train("grpo", "shared", make, data, arrange_micro_batches="prefix")
+
+
+def test_generation_is_trls_and_every_pass_is_flat(data, monkeypatch):
+    flat, generating, seen = [], [], set()
+    flat_forward = forward.flat_forward
+    monkeypatch.setattr(
+        forward, "flat_forward", lambda *args, **kwargs: flat.append(bool(generating)) or flat_forward(*args, **kwargs)
+    )
+
+    def make():
+        arguments = with_lora()
+        model, generate = arguments["model"], arguments["model"].generate
+
+        def watched(*args, **kwargs):
+            generating.append(True)
+            seen.add(model.config._attn_implementation)
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                generating.pop()
+
+        model.generate = watched
+        return arguments
+
+    trained = train("grpo", "shared", make, data, beta=0.1, num_iterations=2, steps=2)
+    assert seen == {"sdpa"}
+    assert trained.trainer.model.config._attn_implementation == "paddingfree-segment-over-torch"
+    # The check tries the rows three times; then one old pass and one of the reference, and two of the policy
+    assert flat == [False] * (3 + 2 + 2)
+
+
+def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(data):
+    """TRL gives no `position_ids`: with learned positions its rows differ by the padding on their left."""
+    model = make_model("gpt2")
+    trainer = train("grpo", "shared", lambda: {**plain(), "model": model}, data, steps=1).trainer
+    trainer.model.eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8], [4, 3, 5, 6, 7, 8]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        padded, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2)
+        alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids[:1, 2:], mask[:1, 2:], 2)
+    torch.testing.assert_close(padded[:1], alone)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [([[1, 0, 1, 1]], "Row 0 of `attention_mask` has padding between"), ([[0, 0, 1, 1]], "a completion and no prompt")],
+)
+def test_rows_that_are_no_rows_are_refused(data, mask, message):
+    trainer = train("grpo", "shared", plain, data, steps=1).trainer
+    with pytest.raises(ValueError, match=message):
+        trainer._get_per_token_logps_and_entropies(trainer.model, torch.tensor([[1, 2, 3, 4]]), torch.tensor(mask), 2)
+
+
+def test_images_are_refused(data):
+    with pytest.raises(ValueError, match="The data has a column `image`"):
+        train("grpo", "shared", plain, data.add_column("image", [None] * len(data)))
+    trainer = train("grpo", "shared", plain, data, steps=1).trainer
+    with pytest.raises(ValueError, match="The rows come with `pixel_values`"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, None, None, 2, pixel_values=torch.zeros(1))
+
+
+def test_padding_free_false_is_trl(data):
+    arguments = plain()
+    model = arguments.pop("model")
+    options = {"padding_free": False, **COMMON["grpo"]}
+    trained = run(
+        PaddingFreeGRPOTrainer,
+        PaddingFreeGRPOTrainer.config_class,
+        model=model,
+        train_dataset=data,
+        trainer_kwargs=arguments,
+        **options,
+    )
+    counts = trained.trainer.total_counts()
+    assert trained.trainer.method == "TRL, with padding"
+    assert 0 < counts.real < counts.computed == counts.padded
+
+
+def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
+    """The reference computes first, then the policy: what one carries must not reach the check of the other."""
+    from trl_paddingfree.trainers import proving
+
+    def make():
+        return {"model": model_dir, "reward_funcs": score}
+
+    checks, prove = [], proving.prove
+    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
+    monkeypatch.setattr(
+        proving, "prove", lambda model, *args, **kw: checks.append(prove(model, *args, **kw)) or checks[-1]
+    )
+    result = assert_layouts_agree("grpo", make, data, ("shared",), beta=0.1)
+    assert not result.trainer.flat.awaits_weights
+    assert len(checks) == 3
+    # A model compared with itself would not differ at all
+    assert all(result.error > 0 for result, _ in checks)
+
+
+def test_a_stream_of_prompts_follows_padded_trl(data):
+    assert_layouts_agree("grpo", plain, data.to_iterable_dataset(), ("shared",))

@@ -1,0 +1,146 @@
+"""Reward models, padded TRL beside ours: losses, rewards and their least and greatest."""
+
+import os
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification
+from trl import RewardConfig
+from trl.trainer.reward_trainer import DataCollatorForPreference
+
+from tests.helpers.equivalence import assert_same, run
+from tests.helpers.head_runs import COMMON, assert_layouts_agree, reward_model, train
+from tests.helpers.tiny import make_tokenizer, preference_data
+from trl_paddingfree import FlatBatch, PaddingFreeRewardTrainer, RewardCollator
+from trl_paddingfree.check.prove import check_flat
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.routes import choose_route
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+@pytest.fixture(scope="module")
+def data():
+    # Rounding decides which of two identical sequences padded TRL rewards more
+    return preference_data(25, SEED).filter(lambda row: row["chosen"] != row["rejected"])
+
+
+def plain(**model):
+    return lambda: {"model": reward_model(**model), "processing_class": make_tokenizer()}
+
+
+def lora():
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+    return {**plain()(), "peft_config": config}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (plain(), {"gradient_accumulation_steps": 2}),
+        (plain(), {"center_rewards_coefficient": 0.1, "gradient_checkpointing": True}),
+        (lora, {"learning_rate": 0.01, "pad_to_multiple_of": 8}),
+        (plain(), {"max_length": 20}),
+        (plain(model_type="gpt2"), {}),
+    ],
+    ids=["accumulated", "centred-and-checkpointed", "lora", "max-length", "gpt2"],
+)
+def test_training_follows_padded_trl(data, make, options):
+    assert_layouts_agree("reward", make, data, **options)
+
+
+def test_margins_evaluation_and_trls_own_config(data):
+    data = data.map(lambda row, i: {"margin": 0.1 * i}, with_indices=True)
+
+    def make():
+        return {**plain()(), "eval_dataset": data.select(range(7))}
+
+    options = {**COMMON["reward"], "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
+    padded = train("reward", "padded", make, data, **options)
+    arguments = make()
+    model = arguments.pop("model")
+    kwargs = {"model": model, "train_dataset": data, "trainer_kwargs": arguments}
+    ours = run(PaddingFreeRewardTrainer, RewardConfig, **kwargs, **options)
+    assert_same(padded, ours)
+    assert ours.trainer.method == "padding-free (segment, shared prefixes)"
+    assert any("eval_min_reward" in entry for entry in ours.log_history)
+
+
+def test_the_reward_is_read_before_the_end_where_it_is_the_padding_token(data):
+    def make():
+        tokenizer = make_tokenizer()
+        tokenizer.pad_token = tokenizer.eos_token
+        return {"model": reward_model(), "processing_class": tokenizer}
+
+    assert_layouts_agree("reward", make, data)
+
+
+def test_parts_have_the_least_and_the_greatest_reward_of_the_whole(data):
+    options = {"per_device_train_batch_size": 8, "max_tokens_per_micro_batch": 70, "arrange_micro_batches": "prefix"}
+    padded = train("reward", "padded", plain(), data, per_device_train_batch_size=8)
+    parted = train("reward", "shared", plain(), data, **options)
+    assert_same(padded, parted)
+    whole = train("reward", "shared", plain(), data, per_device_train_batch_size=8, arrange_micro_batches="prefix")
+    assert parted.trainer.total_counts().computed > whole.trainer.total_counts().computed
+
+
+def test_lora_for_language_models_is_refused(data):
+    def make():
+        return {**plain()(), "peft_config": LoraConfig(task_type="CAUSAL_LM")}
+
+    with pytest.raises(ValueError, match="set `task_type='SEQ_CLS'`"):
+        train("reward", "shared", make, data)
+
+
+@pytest.mark.parametrize("rows", [[[5, 6, 7], [8, 9]], [[5, 6, 7], []]], ids=["foreign-padding", "no-token"])
+def test_a_row_whose_end_cannot_be_found_is_refused(rows):
+    model = reward_model()
+    install(model, choose_route(model))
+    labels = [[-100] * len(row) for row in rows]
+    padding = 3 if rows[1] else 0
+    input_ids = torch.tensor([row + [padding] * (3 - len(row)) for row in rows])
+    with pytest.raises(ValueError, match="A row has no token to read"):
+        model(input_ids=input_ids, flat_batch=FlatBatch.from_rows(rows, labels))
+
+
+def test_a_head_that_sees_other_rows_is_caught(monkeypatch):
+    from trl_paddingfree.model import forward
+
+    model = reward_model()
+    route = choose_route(model)
+    assert check_flat(model, route).passed
+    monkeypatch.setattr(forward, "backbone_mask", lambda *args: None)
+    assert not check_flat(model, route).passed
+
+
+def test_without_padding_free_the_collator_is_trls():
+    examples = [{"chosen_ids": [1, 2, 3], "rejected_ids": [4], "margin": 0.5}]
+    ours, theirs = RewardCollator(0)(examples), DataCollatorForPreference(0)(examples)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
+    trained = train("reward", "shared", plain(), data, steps=1).trainer
+    trained.save_model(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, trained.model.eval()(ids).logits)
+
+
+def test_identical_sequences_have_one_reward():
+    pairs = preference_data(3, SEED).select([2, 2, 2, 2])
+    trained = train("reward", "shared", plain(), pairs, steps=1)
+    figures = trained.log_history[0]
+    assert (figures["margin"], figures["accuracy"]) == (0, 0)
+    assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_stream_of_pairs_and_a_model_that_is_placed_late_follow_padded_trl(data, monkeypatch):
+    from trl_paddingfree.trainers import proving
+
+    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
+    result = assert_layouts_agree("reward", plain(), data.to_iterable_dataset(), ("shared",))
+    assert not result.trainer.flat.awaits_weights

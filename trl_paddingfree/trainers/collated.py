@@ -1,0 +1,272 @@
+"""What the trainers whose batches come from a collator add to TRL's: flat batches, within a budget."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from accelerate import DistributedType
+from datasets import Dataset
+
+from .. import upstream
+from ..batching.lengths import token_lengths
+from ..data.collate import KeepingExamples
+from ..flat.batch import BatchCounts
+from ..model.answers import EditedRowsError
+from ..model.forward import ask_edits, read_edits
+from .base import FlatTrainer
+from .budgeted import BudgetedSteps
+from .memory_budget import is_sharded
+from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
+from .refusals import (
+    refuse_beside_budget,
+    refuse_moving,
+    refuse_oversized,
+)
+
+
+class CollatedTrainer(BudgetedSteps, FlatTrainer):
+    """
+    Base of the trainers whose batches come from a collator: it makes them flat, and this keeps them within a budget.
+    """
+
+    data_collator: Any
+    # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
+    extremes: ClassVar[dict[str, Callable[..., float]]] = {}
+    differences: ClassVar[dict[str, tuple[str, str]]] = {}
+    # What TRL's trainers set
+    _train_batch_size: int
+    _total_train_tokens: int
+    aux_loss_enabled: Any = False
+    router_aux_loss_coef: Any = 0.0
+
+    def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        super().start(args, kwargs)
+        if self.flat is not None and not self.flat.awaits_weights and not is_sharded(self.accelerator):
+            self.plan_memory()
+
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        super().refuse_arguments(arguments)
+        assert self.flat is not None
+        if self.flat.options.memory_budget is not None:
+            config = arguments["args"]
+            refuse_beside_budget(self.flat.options, config)
+            config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
+
+    def start_flat(self) -> None:
+        """Prove the models, and have the collator make flat batches. Once."""
+        if self.flat is None or self.flat.route is not None:
+            return
+        super().start_flat()
+        assert self.flat.route is not None
+        collator: Any = self.data_collator
+        if not isinstance(collator, self.task.collator):
+            collator = self.task.collator(**vars(collator))
+        # A copy: the user's own collator may serve another trainer
+        self.data_collator = replace(
+            collator, padding_free=True, prefix_sharing=self.flat.route.prefix_sharing, max_tokens=None
+        )
+
+    # --- which examples share a micro-batch -------------------------------------------------------------------------
+
+    def coupled_by(self) -> list[str]:
+        """Options under which an example's loss depends on which others share its micro-batch."""
+        aux_loss = [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
+        limits = self.rotary_limits().items()
+        reached = [f"`rope_type={kind!r}` and rows of more than {n} tokens" for kind, n in limits if self.exceeds(n)]
+        return [*aux_loss, *reached]
+
+    def rotary_limits(self) -> dict[str, int]:
+        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
+        return upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
+
+    def exceeds(self, length: int) -> bool:
+        """Whether a row of training may be longer than `length`."""
+        limit = self.args.max_length
+        if not isinstance(self.train_dataset, Dataset):
+            return limit is None or limit > length
+        return self.longest_row() > length
+
+    def longest_row(self) -> int:
+        """Length of the longest row of training, after truncation."""
+        return int(self.example_lengths().max(initial=0))
+
+    def weighed_by_micro_batch(self) -> list[str]:
+        """Options under which the weight of an example in a step depends on its micro-batch, or on its process."""
+        return []
+
+    def example_lengths(self) -> np.ndarray:
+        """`(examples, 3)` or `(examples, 1)` int64: lengths of what each training example holds, after truncation."""
+        return token_lengths(self.train_dataset, self.task.token_columns)
+
+    def refuse_micro_batches(self) -> None:
+        """Refuse options that move examples between micro-batches where that would change the loss."""
+        if self.flat is None or self.flat.route is None:
+            return
+        refuse_moving(
+            self.flat.options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch()
+        )
+        if multiple := self.args.pad_to_multiple_of:
+            for kind, length in self.rotary_limits().items():
+                if self.exceeds(length // multiple * multiple):
+                    raise ValueError(
+                        f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond "
+                        f"{length} tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
+                    )
+        limit, rule = self.flat.options.max_tokens_per_micro_batch, self.flat.options.oversized_examples
+        if limit and rule == "error" and isinstance(self.train_dataset, Dataset):
+            refuse_oversized(self.example_lengths(), self.flat.route.prefix_sharing, limit)
+
+    def _get_train_sampler(self, *args, **kwargs):
+        sampler: Any = super()._get_train_sampler(*args, **kwargs)
+        flat = self.flat
+        if flat is None or flat.route is None or flat.options.arrange_micro_batches == "none":
+            return sampler
+        # `auto_find_batch_size` leaves the size in `args` as it was
+        batch_size, processes = self._train_batch_size, self.accelerator.num_processes
+        arrange = arrangement(
+            flat.options.arrange_micro_batches,
+            self.train_dataset,
+            self.example_lengths(),
+            prefix_column=self.task.token_columns[0],
+            prefix_sharing=flat.route.prefix_sharing,
+            hidden_size=self.model.config.get_text_config().hidden_size,
+            batch_size=batch_size,
+            num_processes=processes,
+        )
+        step_size = batch_size * processes * self.args.gradient_accumulation_steps
+        flat.sampler = arranged_sampler(
+            sampler,
+            arrange,
+            step_size=step_size,
+            data_seed=self.args.data_seed,
+            use_seedable_sampler=self.args.accelerator_config.use_seedable_sampler,
+        )
+        return flat.sampler
+
+    def get_train_dataloader(self):
+        if self.flat is None:
+            return super().get_train_dataloader()
+        collator = self.data_collator
+        if limit := self.flat.options.max_tokens_per_micro_batch:
+            # In training only: evaluation keeps no activations and needs no parts
+            self.data_collator = replace(collator, max_tokens=limit)
+        if self.flat.options.memory_budget is not None:
+            self.data_collator = KeepingExamples(collator)
+        try:
+            loader: Any = super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+        if self.flat.sampler is not None:
+            # accelerate finds its own samplers only: a run that several processes resume would go on at epoch 0
+            loader.set_sampler(self.flat.sampler)
+        return loader
+
+    # --- a micro-batch, whole or in parts ---------------------------------------------------------------------------
+
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        """What the loss, under the name "loss", and each metric of a part of a micro-batch is a mean over: how many."""
+        raise NotImplementedError
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.flat is not None and self.flat.options.memory_budget is not None:
+            self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
+            self.plan_memory()
+        self._refuse_lost_rows(inputs)
+        batches = self.parts_of(inputs)
+        if batches[0] is not inputs:
+            self._ask_edits_of_whole(inputs)
+        most, number = len(batches), None
+        if self.flat is not None and (self.flat.options.max_tokens_per_micro_batch or self.flat.memory):
+            most, number = self.agree_on_parts(batches)
+        if most == 1:
+            self._count(inputs, batches)
+            return self.attempt(model, inputs, num_items_in_batch, number)
+        is_normalized = num_items_in_batch is not None
+        parts = weighted_parts(batches, self.part_sizes, num_wanted=most, is_normalized=is_normalized)
+        self._count(inputs, [part.inputs for part in parts])
+        metrics = PartMetrics(self)
+        losses = [self.attempt(model, part.inputs, num_items_in_batch, number, (part, metrics)) for part in parts]
+        metrics.log()
+        return torch.stack(losses).sum()
+
+    def _refuse_lost_rows(self, inputs: dict[str, Any]) -> None:
+        """Refuse a micro-batch without its flat batch."""
+        if self.flat is not None and "flat_batch" not in inputs:
+            raise EditedRowsError(
+                f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
+                "loader gave, or set `padding_free=False`."
+            )
+
+    def _ask_edits_of_whole(self, inputs: dict[str, Any]) -> None:
+        """Ask whether the rows of a micro-batch that runs in parts were edited: no call of the model will."""
+        if self.flat is not None and self.flat.check is not None:
+            rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
+            ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
+
+    def step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
+        """Forward and backward pass of a part; gradients are synchronized after the last."""
+        assert self.flat is not None
+        state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
+        # DeepSpeed goes by the flag below, and has a `no_sync` that refuses some of its stages
+        holds = part.is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        state._set_sync_gradients(sync_gradients and part.is_last)
+        self.flat.part = part, metrics
+        try:
+            with nullcontext() if holds else self.accelerator.no_sync(model):
+                return super().training_step(model, part.inputs, num_items_in_batch)
+        finally:
+            self.flat.part = None
+            state._set_sync_gradients(sync_gradients)
+
+    def compute_loss_context_manager(self):
+        stack: Any = super().compute_loss_context_manager()
+        if self.flat is not None and self.flat.part is not None:
+            part, metrics = self.flat.part
+            stack.enter_context(metrics.of(part))
+        return stack
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.prove_placed(model)
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.flat is not None and self.flat.check is not None:  # the device has answered: TRL has read its metrics
+            for flat_model in self.flat_models():
+                read_edits(self.flat.check.base(flat_model))
+        if self.flat is None or self.flat.part is None:
+            return loss
+        weight = self.flat.part[0].weight
+        return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.flat is not None and self.flat.memory is not None and self.args.should_save:
+            self.flat.memory.save(output_dir)
+        super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.flat is not None and checkpoint is not None:
+            self.flat.resumed_from = checkpoint
+            if self.flat.memory is not None:
+                self.flat.memory.load(checkpoint)
+        super()._load_rng_state(checkpoint)
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def _count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Take note of a micro-batch and of the parts that it is computed in."""
+        if self.flat is None:
+            slots = inputs["input_ids"].numel()
+            self.counts.add(BatchCounts(slots, 0, slots, 0))
+        else:
+            computed = sum((part["flat_batch"].counts for part in parts), BatchCounts())
+            whole = inputs["flat_batch"].counts
+            self.counts.add(replace(whole, computed=computed.computed, repeated=computed.repeated))
+
+    def total_counts(self) -> BatchCounts:
+        total = super().total_counts()
+        if self.flat is None:  # TRL counts the real tokens of padded batches
+            total = replace(total, real=self._total_train_tokens)
+        return total

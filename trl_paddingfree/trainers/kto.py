@@ -1,0 +1,113 @@
+"""KTO without padding."""
+
+import functools
+from typing import Any, ClassVar
+
+import numpy as np
+from trl import KTOConfig, KTOTrainer
+
+from .. import upstream
+from ..data.collate_heads import UnpairedPreferenceCollator
+from ..data.task import Task
+from .collated import CollatedTrainer
+from .configs import PaddingFreeKTOConfig
+
+KTO = Task(
+    name="kto",
+    unit="completions",
+    found_by=(frozenset({"prompt", "completion", "label"}),),
+    sequences=(("prompt_ids", "completion_ids"),),
+    other_columns=("label",),
+    collator=UnpairedPreferenceCollator,
+    prepare=upstream.prepare_unpaired,
+)
+
+
+class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
+    """
+    TRL's [`~trl.KTOTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients. With `padding_free=True` the completions of each micro-batch,
+    and the mismatched ones that estimate the KL divergence, go through the model as flat rows of their own without
+    padding, in which prompts that several of them share are there once. With `padding_free=False` it is TRL's trainer.
+
+    Args:
+        args ([`PaddingFreeKTOConfig`] or [`~trl.KTOConfig`], *optional*):
+            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
+            [`PaddingFreeKTOConfig`].
+        data_collator ([`UnpairedPreferenceCollator`], *optional*):
+            A collator that gives a flat batch. TRL's default collator is taken over.
+        *args, **kwargs:
+            As for [`~trl.KTOTrainer`].
+
+    Raises:
+        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
+        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+
+    Examples:
+    ```python
+    >>> from datasets import Dataset
+    >>> from peft import LoraConfig
+    >>> from trl_paddingfree import PaddingFreeKTOConfig, PaddingFreeKTOTrainer
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> rows = [{"prompt": "one two", "completion": " three", "label": i % 2 == 0} for i in range(4)]
+    >>> tokenizer = make_tokenizer(["one two three"])
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> trainer = PaddingFreeKTOTrainer(
+    ...     model=make_model(tokenizer),  # or the name of one on the hub
+    ...     args=PaddingFreeKTOConfig("out", max_steps=1, **options),
+    ...     train_dataset=Dataset.from_list(rows),
+    ...     processing_class=tokenizer,
+    ...     peft_config=LoraConfig(),
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, shared prefixes)'
+
+    ```
+    """
+
+    task = KTO
+    trl_trainer, trl_config = KTOTrainer, KTOConfig
+    config_class = PaddingFreeKTOConfig
+    differences: ClassVar[dict[str, tuple[str, str]]] = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+
+    @functools.wraps(KTOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)
+
+    def coupled_by(self) -> list[str]:
+        # The divergence is a mean over the micro-batch inside the loss, and over pairs made with their neighbours
+        return [*([f"`loss_type={self.loss_type!r}`"] if self.calculate_KL else []), *super().coupled_by()]
+
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        labels, tokens = inputs["label"].bool(), inputs["completion_mask"][:, 1:].sum(1)
+        sizes = {"loss": len(labels), "entropy": int(tokens.sum())}
+        for kind, rows in (("chosen", labels), ("rejected", ~labels)):
+            sizes |= dict.fromkeys((f"rewards/{kind}", f"logps/{kind}"), int(rows.sum()))
+            sizes[f"logits/{kind}"] = int(tokens[rows].sum())
+        return sizes
+
+    def example_lengths(self) -> np.ndarray:
+        lengths = super().example_lengths().sum(1, keepdims=True)
+        return lengths if self.args.max_length is None else np.minimum(lengths, self.args.max_length)
+
+    def _compute_kl_logps(self, model, batch):
+        # TRL hands what it does not know to the model: the mismatched rows would be computed as the matched ones
+        if self.flat is not None and self.calculate_KL:
+            batch = {**batch, "flat_batch": batch["flat_batch"].companion}
+        return super()._compute_kl_logps(model, batch)
+
+    def compute_ref_log_probs(self, model, inputs):
+        if self.flat is None:
+            return super().compute_ref_log_probs(model, inputs)
+        self.prove_placed(model)
+        # TRL calls the model on the matched rows and then on the mismatched ones, with arguments that it knows
+        batches = iter((inputs["flat_batch"], inputs["flat_batch"].companion))
+        return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)
+
+    def _precompute_ref_logps(self, *args, **kwargs):
+        # TRL computes these inside its `__init__`, right after it has given the models their fused heads
+        self.start_flat()
+        return super()._precompute_ref_logps(*args, **kwargs)

@@ -1,0 +1,181 @@
+"""What the trainers that generate their own rows add to TRL's: rows become flat where the model is called."""
+
+import math
+from typing import Any
+
+import torch
+from trl.trainer.utils import split_tensor_dict
+
+from ..batching.arrange import by_prefix, ranks_of
+from ..flat.batch import IGNORE_INDEX, BatchCounts, FlatBatch, row_spans
+from ..model.forward import attention_as_before, carry
+from .base import FlatTrainer
+
+# Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
+_PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
+
+
+class OnlineTrainer(FlatTrainer):
+    """
+    Base of the trainers that generate completions and score them in several passes.
+
+    Their batches come from no collator, so the models carry a flattener: the passes of policy, old policy and reference
+    become flat where each model is called, under whatever wrappers. Generation is untouched.
+    """
+
+    # What TRL's trainers set
+    aux_loss_enabled: Any
+    pad_to_multiple_of: Any = None
+    _buffered_inputs: Any
+    _step: int
+
+    def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
+        """The flat batch of rows whose prompts are padded on the left and completions on the right."""
+        assert self.flat is not None
+        assert self.flat.route is not None
+        # One copy: each waits for the device
+        ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
+        starts, lengths = row_spans(mask)
+        firsts = targets.gather(1, torch.tensor(starts)[:, None])[:, 0]
+        for row, start in enumerate(starts):
+            if start and lengths[row] and firsts[row] != IGNORE_INDEX:
+                raise ValueError(
+                    f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave "
+                    "out empty prompts, or set `padding_free=False`."
+                )
+        batch = FlatBatch.from_padded(
+            ids,
+            targets,
+            lengths,
+            starts,
+            prefix_sharing=self.flat.route.prefix_sharing,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+        if torch.is_grad_enabled():  # the policy's pass, which trains; as for the other trainers
+            self.counts.add(batch.counts)
+        return batch.to(input_ids.device, non_blocking=True)
+
+    def prove_placed(self, model: Any) -> None:
+        if self.flat is None:
+            return
+        if self.flat.awaits_weights:  # the check compares with rows
+            for each in self.flat_models():
+                carry(self.flat_base(each), None)
+        super().prove_placed(model)
+        carry(self.flat_base(model), self.flatten)
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
+        if self.flat is not None and beside:
+            raise ValueError(
+                f"The rows come with `{beside[0]}`: vision data is not supported without padding. Leave out images, "
+                "also those that tools return, or set `padding_free=False`."
+            )
+        self.prove_placed(model)
+        trl: Any = super()
+        return trl._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    def _generate_single_turn(self, *args, **kwargs):
+        trl: Any = super()
+        if self.flat is None:
+            return trl._generate_single_turn(*args, **kwargs)
+        with attention_as_before(self.flat_base(self.model)):
+            return trl._generate_single_turn(*args, **kwargs)
+
+    # --- which rows share a micro-batch -----------------------------------------------------------------------------
+
+    def coupled_by(self) -> list[str]:
+        """Options under which a row's loss depends on which others share its micro-batch."""
+        return ["a router loss"] if self.aux_loss_enabled else []
+
+    def refuse_micro_batches(self) -> None:
+        assert self.flat is not None
+        options = self.flat.options
+        if options.max_tokens_per_micro_batch is not None:
+            raise ValueError(
+                f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}`: {self.trl_trainer.__name__} knows "
+                "its rows only once they are generated, and takes them in micro-batches of "
+                "`per_device_train_batch_size`. Lower that, and raise `gradient_accumulation_steps`."
+            )
+        arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
+        if options.memory_budget is not None:
+            raise ValueError(
+                f"`memory_budget={options.memory_budget}`: {self.trl_trainer.__name__} takes its rows in micro-batches "
+                "of `per_device_train_batch_size`, and cannot split them to keep to a budget. Leave it out, and lower "
+                "`per_device_train_batch_size` if memory runs out."
+            )
+        if options.arrange_micro_batches == "tokens":
+            raise ValueError(
+                f"{arranging} needs rows of known length, and {self.trl_trainer.__name__} generates them: set "
+                "'prefix', which brings the rows of one prompt together, or 'none'."
+            )
+        if options.arrange_micro_batches == "prefix" and (reasons := self.coupled_by()):
+            raise ValueError(
+                f"{arranging} changes which rows share a micro-batch, and with {', '.join(reasons)} the loss of a row "
+                "depends on the others: leave one of them out."
+            )
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.flat is None or self.flat.options.arrange_micro_batches == "none" or self._buffered_inputs is before:
+            return inputs
+        steps = self.args.steps_per_generation
+        window = math.gcd(self.args.gradient_accumulation_steps, steps)  # these share each optimizer step
+        batches = self._buffered_inputs
+        windows = [batches[first : first + window] for first in range(0, steps, window)]
+        self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
+        return self._buffered_inputs[self._step % steps]
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def sample_unit(self) -> str:
+        return "completions"
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.flat is None and self.model.training:
+            masks = [inputs["prompt_mask"], inputs["completion_mask"]]
+            slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
+            self.counts.add(BatchCounts(slots, real, slots, 0))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Bring the rows of one prompt together.
+
+    Args:
+        batches (`list[dict[str, Any]]`):
+            Micro-batches of one width, as TRL keeps them: tensors and lists of one entry per row, and values that all
+            rows have in common.
+
+    Returns:
+        `list[dict[str, Any]]`: The same rows in micro-batches of the same size.
+
+    Examples:
+    ```python
+    >>> import torch
+    >>> from trl_paddingfree.trainers.online import by_prompt
+    >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
+    >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
+    [[[1], [1]], [[2], [2]]]
+
+    ```
+    """
+    whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
+    ranks = ranks_of([row.tobytes() for row in whole["prompt_ids"].cpu().numpy()])
+    order = by_prefix(ranks)(list(range(len(ranks))))
+
+    def ordered(value):
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return value[order]
+        return [value[row] for row in order] if isinstance(value, list) else value
+
+    return split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
+
+
+def _joined(values: list[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor) and values[0].ndim:
+        return torch.cat(values)
+    return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]

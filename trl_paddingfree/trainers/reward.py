@@ -1,0 +1,109 @@
+"""Reward models without padding."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+from peft import TaskType
+from trl import RewardConfig, RewardTrainer
+
+from .. import upstream
+from ..batching.lengths import pair_lengths
+from ..data.collate_heads import RewardCollator
+from ..data.preferences import check_preferences, column_names
+from ..data.prepare import log_dropped
+from ..data.task import Task
+from .collated import CollatedTrainer
+from .configs import PaddingFreeRewardConfig
+
+REWARD = Task(
+    name="reward",
+    unit="pairs",
+    found_by=(),  # pairs are found as data of DPO, which wastes and saves the same
+    sequences=(("chosen_ids",), ("rejected_ids",)),
+    other_columns=(),
+    collator=RewardCollator,
+    prepare=upstream.prepare_pairs,
+)
+
+
+class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
+    """
+    TRL's [`~trl.RewardTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
+    as one flat row without padding, in which the prompt of a pair is there once, and the head reads the last token of
+    each sequence. With `padding_free=False` it is TRL's trainer.
+
+    Args:
+        args ([`PaddingFreeRewardConfig`] or [`~trl.RewardConfig`], *optional*):
+            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
+            [`PaddingFreeRewardConfig`].
+        data_collator ([`RewardCollator`], *optional*):
+            A collator that gives a flat batch. TRL's default collator is taken over.
+        *args, **kwargs:
+            As for [`~trl.RewardTrainer`].
+
+    Raises:
+        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
+        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+
+    Examples:
+    ```python
+    >>> from datasets import Dataset
+    >>> from transformers import AutoModelForSequenceClassification
+    >>> from trl_paddingfree import PaddingFreeRewardConfig, PaddingFreeRewardTrainer
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
+    >>> tokenizer = make_tokenizer(["one two three eleven"])
+    >>> config = make_model(tokenizer).config
+    >>> config.num_labels = 1
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> trainer = PaddingFreeRewardTrainer(
+    ...     model=AutoModelForSequenceClassification.from_config(config),  # or the name of one on the hub
+    ...     args=PaddingFreeRewardConfig("out", max_steps=1, **options),
+    ...     train_dataset=dataset,
+    ...     processing_class=tokenizer,
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, shared prefixes)'
+
+    ```
+    """
+
+    task = REWARD
+    trl_trainer, trl_config = RewardTrainer, RewardConfig
+    config_class = PaddingFreeRewardConfig
+    extremes: ClassVar[dict[str, Callable[..., float]]] = {"min_reward": min, "max_reward": max}
+
+    @functools.wraps(RewardTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)
+
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        super().refuse_arguments(arguments)
+        task_type = getattr(arguments.get("peft_config"), "task_type", None)
+        if task_type == TaskType.CAUSAL_LM:
+            raise ValueError(
+                "`peft_config` has `task_type='CAUSAL_LM'`, and a reward model has a classification head: set "
+                "`task_type='SEQ_CLS'` (`--lora_task_type SEQ_CLS`), under which PEFT trains the head too."
+            )
+
+    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        return {"loss": len(inputs["input_ids"]) // 2}
+
+    def example_lengths(self) -> np.ndarray:
+        return pair_lengths(self.train_dataset, *self.task.token_columns)
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        if self.flat is None:
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if {"chosen", "rejected"} <= set(column_names(dataset)):
+            with args.main_process_first(desc=f"checking the {dataset_name} data"):
+                dataset = check_preferences(dataset, processing_class, dataset_name, args.dataset_num_proc)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared

@@ -1,0 +1,75 @@
+"""RLOO without padding."""
+
+import functools
+from typing import Any
+
+from trl import RLOOConfig, RLOOTrainer
+
+from .. import upstream
+from ..data.collate_heads import PromptGroups
+from ..data.task import Task
+from .configs import PaddingFreeRLOOConfig
+from .online import OnlineTrainer
+
+RLOO = Task(
+    name="rloo",
+    unit="prompts",
+    found_by=(),  # prompts are found as data of GRPO
+    sequences=(("prompt_ids",),),
+    other_columns=(),
+    collator=PromptGroups,
+    prepare=upstream.prepare_prompts,
+    truncates=False,
+)
+
+
+class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
+    """
+    TRL's [`~trl.RLOOTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
+    generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
+    TRL's. With `padding_free=False` all of it is.
+
+    Args:
+        args ([`PaddingFreeRLOOConfig`] or [`~trl.RLOOConfig`], *optional*):
+            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
+            [`PaddingFreeRLOOConfig`]. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
+        *args, **kwargs:
+            As for [`~trl.RLOOTrainer`].
+
+    Raises:
+        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
+        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+
+    Examples:
+    ```python
+    >>> from datasets import Dataset
+    >>> from peft import LoraConfig
+    >>> from trl_paddingfree import PaddingFreeRLOOConfig, PaddingFreeRLOOTrainer
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> tokenizer = make_tokenizer(["one two three eleven"])
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> trainer = PaddingFreeRLOOTrainer(
+    ...     model=make_model(tokenizer),  # or the name of one on the hub
+    ...     reward_funcs=lambda completions, **kwargs: [float(len(text)) for text in completions],
+    ...     args=PaddingFreeRLOOConfig("out", max_steps=1, num_generations=4, max_completion_length=4, **options),
+    ...     train_dataset=Dataset.from_list([{"prompt": "one two three"}] * 4),
+    ...     processing_class=tokenizer,
+    ...     peft_config=LoraConfig(),
+    ... )
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, shared prefixes)'
+
+    ```
+    """
+
+    task = RLOO
+    trl_trainer, trl_config = RLOOTrainer, RLOOConfig
+    config_class = PaddingFreeRLOOConfig
+
+    @functools.wraps(RLOOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)
