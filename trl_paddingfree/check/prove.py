@@ -158,8 +158,8 @@ def check_flat(
 
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     """What stands between `model` and flat batches: what it does wrong only as it trains, or [`obstacles`]."""
-    in_training = [result.gradients.failure for result in failed if result.gradients is not None]
-    reasons = [f"As it trains, {failure.rstrip('.')}." for failure in dict.fromkeys(in_training) if failure]
+    in_training = [result.gradients.reason for result in failed if result.gradients is not None]
+    reasons = [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]
     return reasons or obstacles(model, [result.failure for result in failed])
 
 
