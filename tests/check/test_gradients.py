@@ -9,11 +9,13 @@ import torch
 from peft import LilyConfig, LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.check.training import as_in_training
+from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention
+from trl_paddingfree.model.forward import install
 from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
@@ -172,8 +174,49 @@ def test_gradients_of_a_checkpointed_model_are_read_and_leave_no_trace(reentrant
 
 def test_a_row_that_is_longer_than_the_positions_is_refused_with_the_reason():
     model = make("mpt", attention=None, max_seq_len=512)
-    with pytest.raises(UnprovenModelError, match="more than the 512 positions of its configuration, raises Runtime"):
+    with pytest.raises(UnprovenModelError, match=r"832 tokens, more than the 512 positions of its conf"):
         prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("model_type", ["big_bird", "gpt_neo", "mpt", "roformer"])
+def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_type):
+    """Their tables and masks are as long as the longest row, however short the rows are."""
+    model = make(model_type, attention=None)
+    install(model, choose_route(model, prefix_sharing=False))
+    batch = FlatBatch.from_rows([[1] * 300] * 2, [[1] * 300] * 2, prefix_sharing=False)
+    rows = torch.ones(2, 300, dtype=torch.long)
+    with pytest.raises(ValueError, match="`max_tokens_per_micro_batch=512`"):
+        model(input_ids=rows, labels=rows, flat_batch=batch, fused_lm_head=True)
+
+
+def test_the_check_says_what_it_would_have_found():
+    """In bfloat16, that is a large part of what one token of context does; leaks show at any size."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make(dtype=dtype)
+        result, _ = prove(model, choose_route(model))
+        found[dtype] = result.smallest_mistake
+        assert f"a mistake of {result.smallest_mistake:.1e} of one token" in str(result)
+    assert 0 < found[torch.float32] < 1e-4 < found[torch.bfloat16] < 0.3
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NOT_BUILT])
+def test_flat_rows_longer_than_the_positions_train_or_are_refused(model_type):
+    model = make(model_type, attention=None)
+    if model.base_model is model:
+        model.base_model_prefix = "model"
+    try:
+        result, _ = prove(model, choose_route(model))
+    except (UnprovenModelError, RuntimeError, AttributeError, TypeError, IndexError):
+        return  # refused, or TRL cannot train it
+    rows = torch.randint(1, 96, (4, 180), generator=torch.Generator().manual_seed(SEED))
+    batch = FlatBatch.from_rows(rows.tolist(), rows.tolist(), prefix_sharing=result.prefix_sharing)
+    inputs = {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
+    padded = model.eval()(**inputs, fused_lm_head=True, use_cache=False).log_probs
+    flat = model(**inputs, flat_batch=batch, fused_lm_head=True, use_cache=False).log_probs
+    assert float((flat - padded).abs().max()) < 1e-3  # float32 on CPU; a wrong context moves them by more than 0.1
+    flat.sum().backward()
 
 
 def test_weights_buffers_and_dropout_are_as_before():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from .. import upstream
 from ..flat.batch import FlatBatch
 from .probe import HALF_DIGITS_FACTOR, Call, compute_dtype, row_inputs
 from .training import WatchedEmbeddings, as_in_training, gradients, small_parameters
@@ -29,7 +30,6 @@ _GROUPS = ((0, 2), (1, 3))
 # What limits how far a token sees and cannot be narrowed, because layers are built with it
 _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
-_POSITIONS = ("max_position_embeddings", "max_seq_len")
 # Limits of a row, and of a flat row, that are worth the time at start-up that it takes to pass them
 _LONGEST_LIMIT = {"cuda": 1024, "cpu": 256}
 _LONGEST_FLAT = {"cuda": 8192, "cpu": 2048}
@@ -96,8 +96,8 @@ def long_rows(vocab_size: int, length: int, draw: int = 0) -> list[np.ndarray]:
     return [first, second, third, fourth]
 
 
-def _limits(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, int]:
-    values = {name: getattr(model.config.get_text_config(), name, None) for name in names}
+def _limits(model: PreTrainedModel) -> dict[str, int]:
+    values = {name: getattr(model.config.get_text_config(), name, None) for name in _BUILT_WITH}
     return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
 
 
@@ -118,7 +118,7 @@ class RowsInTraining:
         self.model, self.call = model, model if call is None else call
         self.in_training: Callable[[], Any] = partial(as_in_training, model, call)
         kind = "cpu" if model.device.type == "cpu" else "cuda"
-        limits, positions = _limits(model, _BUILT_WITH), _limits(model, _POSITIONS).values()
+        limits, positions = _limits(model), upstream.position_limits(model)
         reached = [limit for limit in limits.values() if limit <= _LONGEST_LIMIT[kind]]
         length = min(max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions)
         self.notes = tuple(f"`{name}={limit}` is out of reach" for name, limit in limits.items() if limit >= length)
@@ -233,18 +233,15 @@ def _beyond_positions(reference: RowsInTraining, computed: int, draws: bool) -> 
     """What is wrong with a flat row that is longer than a row may be, or an empty string."""
     length, rows = len(reference.rows[0]), len(reference.rows)
     for limit in reference.beyond:
-        copies = limit // (rows * length) + 1
         if limit < computed:
             continue
+        copies = limit // (rows * length) + 1
         inputs = row_inputs(reference.model, reference.rows * copies, prefix_sharing=False)
         try:
             with torch.no_grad():
                 log_probs = reference.call(**inputs).log_probs.double().cpu()
         except Exception as error:
-            return (
-                f"a flat row of {copies * rows * length} tokens, more than the {limit} positions of its configuration, "
-                f"raises {type(error).__name__}: {error}"
-            )
+            return str(error)  # names the length, and what to change
         wrong = _root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
         if not draws and not wrong <= reference.tolerance * _root_mean_square(reference.log_probs):
             return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"

@@ -101,7 +101,8 @@ def flat_forward(
     """
     labels = kwargs.get("labels")
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
-    with _flat_backbone(model, flat, batch, scored_only=fused_lm_head), _noise_of_rows(model, batch):
+    in_rows = _flat_backbone(model, flat, batch, scored_only=fused_lm_head)
+    with _explained_if_long(model, batch), in_rows, _noise_of_rows(model, batch):
         flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": batch.position_ids}
         if not fused_lm_head:
             outputs = previous_forward(**flat_kwargs)
@@ -143,6 +144,24 @@ def _flat_backbone(model: Any, flat: FlatForward, batch: FlatBatch, scored_only:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _explained_if_long(model: Any, batch: FlatBatch) -> Iterator[None]:
+    """Within this context, what a model raises on a flat row that is longer than a row may be comes with the reason."""
+    length, limits = batch.input_ids.size(1), upstream.position_limits(model)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, ValueError) as error:
+        if not limits or length <= min(limits):
+            raise
+        raise ValueError(
+            f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} "
+            f"positions of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "
+            f"`max_tokens_per_micro_batch={min(limits)}`, or set `padding_free=False`."
+        ) from error
 
 
 @contextmanager
