@@ -62,6 +62,13 @@ def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
             module.config._attn_implementation = name
 
 
+def position_limits(model: PreTrainedModel) -> list[int]:
+    """The most positions that a row may have, by every name that transformers has for it in this configuration."""
+    config = model.config.get_text_config()
+    values = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return [value for value in values if isinstance(value, int)]
+
+
 def rescale_by_position(query: torch.Tensor, module: Any, position_ids: np.ndarray) -> torch.Tensor:
     """
     Undo a scale of queries by their place on the flat axis, and scale by `position_ids`, the place in their own row.

@@ -7,6 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Configurations that do not build small, or without packages that are not installed; docs/models.md gives the reasons
+NOT_BUILT = ("dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody")
 
 # Sizes by name, for whichever configuration has the name. Windows and chunks are shorter than the rows that the
 # start-up check tries, weights larger than usual, so that a wrong context shows in the figures.

@@ -10,15 +10,13 @@ import torch
 from transformers.utils.generic import is_flash_attention_requested
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import MODEL_TYPES, tiny_model
+from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
 from tests.helpers.reference_flash import reference_flash
 from trl_paddingfree.model.attention import StandIn, register_attention
 from trl_paddingfree.model.forward import install
 from trl_paddingfree.model.routes import choose_route, routes_to_try
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
-# Configurations that do not build small, or without packages that are not installed; docs/models.md gives the reasons
-NOT_BUILT = ("dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody")
 # Models whose files compare `config._attn_implementation` with a name
 BY_NAME = ("axk2", "deepseek_v32", "dots3_note_text", "falcon", "glm_moe_dsa", "gpt2", "hy_v4", "minimax_m3_vl_text")
 GENERATED = (*BY_NAME, "gemma3_text", "gemma4_text", "gpt_neo", "llama", "llama4_text", "mpt", "opt", "whisper")

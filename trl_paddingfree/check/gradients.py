@@ -1,11 +1,14 @@
 """The check's second pass, as training will be: training mode, gradients, a long flat row.
 
 Four rows of equal length go through the model, in two pairs that share a long prefix. One batch of them, which needs no
-padding, is the reference. Flat, the losses of two rows that share nothing are differentiated at a time. *Which* flat
-tokens carry gradient is a test without tolerance, in any precision: exactly those that do for the row alone. More of
-them are a leak, fewer are forgotten context. Whether the numbers are equal finds the rest, such as wrong positions.
+padding, is the reference. Flat, the losses of two rows that share nothing and do not lie side by side are
+differentiated at a time: of rows that hold a prefix, all losses; of the others, losses of what follows the prefix.
+*Which* flat tokens carry gradient is a test without tolerance, in any precision: exactly those that do for the row
+alone. More of them are a leak, fewer are forgotten context. Whether the numbers are equal finds the rest: context that
+some layers forget, wrong positions.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,20 +18,20 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from .. import upstream
 from ..flat.batch import FlatBatch
 from .probe import HALF_DIGITS_FACTOR, Call, compute_dtype, row_inputs
 from .training import WatchedEmbeddings, as_in_training, gradients, small_parameters
 
 # Length of the rows, and the share of them that two rows have in common: together more than 256 flat tokens
 _LENGTH, _SHARED = 104, 0.75
-# Rows of which a loss is differentiated at a time: they share nothing
-_GROUPS = ((0, 1), (2, 3))
+# Rows of which losses are differentiated at a time
+_GROUPS = ((0, 2), (1, 3))
 # What limits how far a token sees and cannot be narrowed, because layers are built with it
 _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
-_POSITIONS = ("max_position_embeddings", "max_seq_len")
-# Longest row, and longest flat row, that are worth their time at start-up
-_LONGEST_ROW = {"cuda": 1024, "cpu": 256}
+# Limits of a row, and of a flat row, that are worth the time at start-up that it takes to pass them
+_LONGEST_LIMIT = {"cuda": 1024, "cpu": 256}
 _LONGEST_FLAT = {"cuda": 8192, "cpu": 2048}
 # Gradients of less than this share of the largest are as good as none: rounding alone may make them zero
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
@@ -44,6 +47,8 @@ class GradientResult:
     Args:
         error (`float`):
             Largest difference of gradients from those of the rows alone, relative to them.
+        worst (`str`):
+            Whose gradients have this difference.
         tolerance (`float`):
             Largest `error` that passes.
         failure (`str`):
@@ -55,6 +60,7 @@ class GradientResult:
     """
 
     error: float = float("nan")
+    worst: str = ""
     tolerance: float = float("nan")
     failure: str = ""
     skipped: str = ""
@@ -65,26 +71,33 @@ class GradientResult:
         """Whether gradients are those of the rows alone."""
         return not self.failure and (bool(self.skipped) or self.error <= self.tolerance)
 
+    @property
+    def reason(self) -> str:
+        """What keeps the route from training, in words; empty if nothing does."""
+        if self.passed or self.failure:
+            return self.failure
+        return f"gradients of {self.worst} are wrong by {self.error:.1e} of their size"
+
     def __str__(self) -> str:
         if self.failure:
             return f"in training, {self.failure}"
-        figures = f"{self.error:.1e}, allowed {self.tolerance:.1e}"
+        figures = f"{self.error:.1e} ({self.worst}), allowed {self.tolerance:.1e}"
         return "; ".join([f"gradients {self.skipped or figures}", *self.notes])
 
 
 def long_rows(vocab_size: int, length: int, draw: int = 0) -> list[np.ndarray]:
-    """Four rows of `length` tokens; the first and the third share a prefix, the second and the fourth another."""
+    """Four rows of `length` tokens; the first and the second share a prefix, the third and the fourth another."""
     rng, shared = np.random.default_rng(draw), int(length * _SHARED)
     first, second, third, fourth = rng.integers(0, vocab_size, (4, length))
-    second[0] = (first[0] + 2) % vocab_size
-    for row, continued in ((third, first), (fourth, second)):
+    third[0] = (first[0] + 2) % vocab_size
+    for row, continued in ((second, first), (fourth, third)):
         row[:shared] = continued[:shared]
         row[shared] = (continued[shared] + 2) % vocab_size
     return [first, second, third, fourth]
 
 
-def _limits(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, int]:
-    values = {name: getattr(model.config.get_text_config(), name, None) for name in names}
+def _limits(model: PreTrainedModel) -> dict[str, int]:
+    values = {name: getattr(model.config.get_text_config(), name, None) for name in _BUILT_WITH}
     return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
 
 
@@ -105,21 +118,23 @@ class RowsInTraining:
         self.model, self.call = model, model if call is None else call
         self.in_training: Callable[[], Any] = partial(as_in_training, model, call)
         kind = "cpu" if model.device.type == "cpu" else "cuda"
-        limits, positions = _limits(model, _BUILT_WITH), _limits(model, _POSITIONS).values()
-        reached = [limit for limit in limits.values() if limit < _LONGEST_ROW[kind] + 16]
-        length = min(max([_LENGTH, *(limit + 16 for limit in reached)]), *positions, _LONGEST_ROW[kind] + 32)
+        limits, positions = _limits(model), upstream.position_limits(model)
+        reached = [limit for limit in limits.values() if limit <= _LONGEST_LIMIT[kind]]
+        length = min(max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions)
         self.notes = tuple(f"`{name}={limit}` is out of reach" for name, limit in limits.items() if limit >= length)
         self.beyond = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
         self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
         self.unit = torch.finfo(compute_dtype(model)).eps
         self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
+        fork = int(length * _SHARED) - 1
+        self.first_scored = (0, fork, 0, fork)
         with self.in_training():
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
 
     def differentiate(
         self, inputs: dict[str, Any], rows: tuple[int, ...] = (0, 1, 2, 3)
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Log-probabilities, and gradients of those of `rows` at the embeddings and of small parameters, on the CPU."""
+        """Log-probabilities, and gradients of the losses of `rows` at the embeddings and of small parameters."""
         with WatchedEmbeddings(self.model) as embeddings:
             log_probs = self.call(**inputs).log_probs
         if embeddings.output is None:
@@ -128,7 +143,8 @@ class RowsInTraining:
         scale = 2.0**8 if compute_dtype(self.model) == torch.float16 else 1.0
         parameters = [*self.model.parameters()]
         watched = [embeddings.output, *small_parameters(self.model)]
-        found = gradients((log_probs[list(rows)].sum() * scale), watched, parameters)
+        loss = torch.stack([log_probs[row, self.first_scored[row] :].sum() for row in rows]).sum()
+        found = gradients(loss * scale, watched, parameters)
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
 
@@ -156,14 +172,15 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
 def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"]
-    answers, errors, small, notes = [], [], [], list(reference.notes)
+    errors: dict[str, float] = {}
+    answers, small, notes = [], [], list(reference.notes)
     for rows in _GROUPS:
         log_probs, (flat, *found) = reference.differentiate(inputs, rows)
         if flat is None or reference.embedded is None or flat.shape[:2] != batch.input_ids.shape:
             return GradientResult(failure="no gradient reaches its input embeddings")
         if failure := _wrong_tokens(flat[0], reference.embedded, batch, rows):
             return GradientResult(failure=failure)
-        errors += [_relative(flat[0][batch.row_index[row]], reference.embedded[row]) for row in rows]
+        errors |= {f"row {row}": _relative(flat[0][batch.row_index[row]], reference.embedded[row]) for row in rows}
         answers.append(log_probs)
         small.append(found)
     # The same rows twice: what draws at random in training has no numbers to compare
@@ -175,9 +192,11 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     if summed and not pairs:
         notes.append("gradients of parameters were out of sight")
     least = _LEAST_PARAMETER * max((float(b.norm()) for _, b in pairs), default=0.0)
-    errors += [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs]
+    of_parameters = [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs]
+    errors["small parameters"] = max(of_parameters, default=0.0)
     skipped = "not compared, as it draws at random in training, but none reaches another row" if draws else ""
-    return GradientResult(max(errors), reference.tolerance, skipped=skipped, notes=tuple(notes))
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    return GradientResult(errors[worst], worst, reference.tolerance, skipped=skipped, notes=tuple(notes))
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -214,18 +233,15 @@ def _beyond_positions(reference: RowsInTraining, computed: int, draws: bool) -> 
     """What is wrong with a flat row that is longer than a row may be, or an empty string."""
     length, rows = len(reference.rows[0]), len(reference.rows)
     for limit in reference.beyond:
-        copies = limit // (rows * length) + 1
         if limit < computed:
             continue
+        copies = limit // (rows * length) + 1
         inputs = row_inputs(reference.model, reference.rows * copies, prefix_sharing=False)
         try:
             with torch.no_grad():
                 log_probs = reference.call(**inputs).log_probs.double().cpu()
         except Exception as error:
-            return (
-                f"a flat row of {copies * rows * length} tokens, more than the {limit} positions of its configuration, "
-                f"raises {type(error).__name__}: {error}"
-            )
+            return str(error)  # names the length, and what to change
         wrong = _root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
         if not draws and not wrong <= reference.tolerance * _root_mean_square(reference.log_probs):
             return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"

@@ -12,6 +12,7 @@ log-probability, as root mean squares over scored tokens:
 A route that passes then computes gradients, as training will: see [`~trl_paddingfree.check.gradients`].
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -86,6 +87,16 @@ class CheckResult:
         return self.route.prefix_sharing
 
     @property
+    def smallest_mistake(self) -> float:
+        """
+        The smallest mistake that would have shown in log-probabilities or in gradients, relative to what one token of
+        context does. Leaks show at any size, in the tokens that carry gradient.
+        """
+        compared = self.gradients is not None and not self.gradients.skipped and not self.gradients.failure
+        in_gradients = self.gradients.tolerance if self.gradients is not None and compared else math.inf
+        return min(self.tolerance / self.effect if self.effect else math.inf, in_gradients)
+
+    @property
     def isolated(self) -> bool:
         """Whether rows do not see one another."""
         if self.gradients is not None and self.gradients.failure:
@@ -103,6 +114,8 @@ class CheckResult:
             return f"{self.route}: {self.failure}"
         verdict = "exact" if self.passed else "WRONG"
         trained = "" if self.gradients is None else f"; {self.gradients}"
+        if self.passed:
+            trained += f"; a mistake of {self.smallest_mistake:.1e} of one token of context would show"
         return (
             f"{self.route}: {verdict} (error {self.error:.1e}, allowed {self.tolerance:.1e}; leak {self.leak:.1e}, a "
             f"real one would be about {self.effect:.1e}{trained})"
@@ -158,8 +171,8 @@ def check_flat(
 
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     """What stands between `model` and flat batches: what it does wrong only as it trains, or [`obstacles`]."""
-    in_training = [result.gradients.failure for result in failed if result.gradients is not None]
-    reasons = [f"As it trains, {failure.rstrip('.')}." for failure in dict.fromkeys(in_training) if failure]
+    in_training = [result.gradients.reason for result in failed if result.gradients is not None]
+    reasons = [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]
     return reasons or obstacles(model, [result.failure for result in failed])
 
 

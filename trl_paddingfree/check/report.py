@@ -1,5 +1,6 @@
 """The start-up check by hand: every backend that this machine offers, and how exact each is on a model."""
 
+import math
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -80,15 +81,19 @@ class ModelReport:
 
 def _as_dict(result: CheckResult) -> dict[str, Any]:
     figures = {
-        name: value if (value := getattr(result, name)) == value else None  # JSON has no NaN
-        for name in ("error", "tolerance", "noise", "leak", "effect")
+        name: value if math.isfinite(value := getattr(result, name)) else None  # JSON has no NaN
+        for name in ("error", "tolerance", "noise", "leak", "effect", "smallest_mistake")
     }
+    if result.gradients is not None:
+        compared = result.gradients.error == result.gradients.error
+        figures["gradient_error"] = result.gradients.error if compared else None
+        figures["gradient_tolerance"] = result.gradients.tolerance if compared else None
     return {
         "backend": result.route.backend,
         "attn_implementation": result.route.previous,
         "prefix_sharing": result.prefix_sharing,
         "passed": result.passed,
-        "failure": result.failure,
+        "failure": result.failure or ("" if result.gradients is None else result.gradients.reason),
         **figures,
     }
 

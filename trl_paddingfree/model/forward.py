@@ -105,7 +105,8 @@ def install(model: Any, route: Route) -> None:
             flat.edits_found.ask(flat_batch, kwargs)
         if args:
             raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
-        return flat_forward(self, previous_forward, flat, flat_batch, **kwargs)
+        with _explained_if_long(self, flat_batch):
+            return flat_forward(self, previous_forward, flat, flat_batch, **kwargs)
 
     forward.flat, forward.flattener = flat, None  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
@@ -276,6 +277,24 @@ def _flat_backbone(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _explained_if_long(model: Any, batch: FlatBatch) -> Iterator[None]:
+    """Within this context, what a model raises on a flat row that is longer than a row may be comes with the reason."""
+    length, limits = batch.input_ids.size(1), upstream.position_limits(model)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, ValueError) as error:
+        if not limits or length <= min(limits) or "allocate memory" in str(error):
+            raise
+        raise ValueError(
+            f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} "
+            f"positions of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "
+            f"`max_tokens_per_micro_batch={min(limits)}`, or set `padding_free=False`."
+        ) from error
 
 
 @contextmanager

@@ -1,0 +1,249 @@
+"""The check's pass as training will be: models that are wrong only there are caught, and nothing else is."""
+
+import copy
+import os
+import re
+
+import pytest
+import torch
+from peft import LilyConfig, LoraConfig, get_peft_model
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
+from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
+from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
+from trl_paddingfree.check.training import as_in_training
+from trl_paddingfree.flat.batch import FlatBatch
+from trl_paddingfree.model import attention
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.routes import Route, choose_route
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
+SHARED = Route("segment", "sdpa", prefix_sharing=True)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def make(model_type="llama", attention="sdpa", **options):
+    model = tiny_model(model_type, attn_implementation=attention, seed=SEED, **options)
+    add_fused_lm_head(model)
+    return model
+
+
+class LeakBackward(torch.autograd.Function):
+    """The identity, whose gradient passes on to the token before."""
+
+    @staticmethod
+    def forward(ctx, states):
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 0.3 * grad.roll(-1, 1)
+
+
+def mixed(states):
+    """Every token gets a little of the one before it on the flat axis, whichever row that belongs to."""
+    return states + 0.3 * torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
+
+
+ALTERED = {
+    "training": lambda module, x: mixed(x) if module.training else x,
+    "gradients": lambda module, x: mixed(x) if torch.is_grad_enabled() else x,
+    "backward": lambda module, x: LeakBackward.apply(x),
+    "over-64-tokens": lambda module, x: mixed(x) if x.size(1) > 104 else x,
+    "over-200-tokens": lambda module, x: mixed(x) if x.size(1) > 200 else x,
+}
+
+
+def altered(kind, **options):
+    """A model that leaks from row to row, but not where rows are alone: those are the reference, whatever they say."""
+    model = make(**options)
+
+    def leak(module, args, output):
+        # One row at a time is the flat one: rows of a batch are beside each other, and stay apart
+        return ALTERED[kind](module, output) if output.size(0) == 1 else output
+
+    model.base_model.layers[0].mlp.register_forward_hook(leak)
+    return model
+
+
+@DTYPES
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@pytest.mark.parametrize("kind", ALTERED)
+def test_a_model_that_leaks_only_as_it_trains_is_refused_with_the_rows(kind, prefix_sharing, dtype):
+    model = altered(kind, dtype=dtype)
+    assert check_flat(model, SHARED).passed  # what it says in evaluation mode of a few short rows is right
+    with pytest.raises(UnprovenModelError, match=r"As it trains, row \d gets gradient"):
+        prove(model, choose_route(model, prefix_sharing=prefix_sharing))
+
+
+def forgetful(tokens):
+    """Attention of segments that forget the first tokens of what they continue, if that is far away."""
+
+    def attend(layout, previous, module, query, key, value, **kwargs):
+        segments = layout.segments
+        if segments.num_tokens > 200:
+            for i, start in enumerate(segments.starts):
+                if start > tokens:
+                    layout = copy.copy(layout)
+                    far = torch.full((segments.lengths[i], start + segments.lengths[i]), True).tril(start)
+                    far[:, :tokens] = False
+                    layout._derived["segment mask", start, segments.lengths[i], None, None] = far[None, None]
+        return attention.segment_attention(layout, previous, module, query, key, value, **kwargs)
+
+    return attend
+
+
+@DTYPES
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_row_that_forgets_the_start_of_its_prefix_is_named(layers, dtype, monkeypatch):
+    model = make(dtype=dtype, num_hidden_layers=layers)
+    monkeypatch.setitem(attention.ATTENTION, "segment", forgetful(40))
+    result = check_flat(model, SHARED, in_training=lambda: RowsInTraining(model))
+    # Several layers see what the others of the prefix know of its start
+    expected = "row 1 forgets its first 40 tokens" if layers == 1 else r"gradients of row [13] are wrong"
+    assert re.match(expected, result.gradients.reason)
+    assert not result.passed
+    assert check_flat(model, SHARED.without_sharing(), in_training=lambda: RowsInTraining(model)).passed
+
+
+def test_wrong_numbers_are_caught_where_the_right_tokens_carry_gradient(monkeypatch):
+    def scaled(layout, previous, module, query, key, value, **kwargs):
+        if layout.segments.num_tokens > 200:
+            query = query * 1.01
+        return attention.segment_attention(layout, previous, module, query, key, value, **kwargs)
+
+    model = make(max_position_embeddings=8192)
+    monkeypatch.setitem(attention.ATTENTION, "segment", scaled)
+    result = check_flat(model, SHARED, in_training=lambda: RowsInTraining(model))
+    assert not result.gradients.failure
+    assert result.gradients.error > result.gradients.tolerance
+    assert not result.passed
+
+
+def test_gpt_neo_with_a_prefix_beyond_its_window_trains_without_sharing():
+    """Its local mask is a buffer over the flat axis: a prefix that lies further away is cut off."""
+    model = make("gpt_neo", attention=None, window_size=256, max_position_embeddings=4096)
+    result, failed = prove(model, choose_route(model))
+    assert not result.prefix_sharing
+    assert ["gradients of row" in one.gradients.reason for one in failed] == [True]
+
+
+def test_doge_beyond_its_window_is_refused():
+    model = make("doge", attention=None, keep_window_size=2048)
+    with pytest.raises(UnprovenModelError):
+        prove(model, choose_route(model))
+    assert model.config.keep_window_size == 2048
+
+
+def test_an_adapter_that_mixes_rows_is_refused_though_it_has_not_trained():
+    """PEFT's Lily takes the mean of a router over all tokens of a batch; its output is zero at the start."""
+    model = make()
+    call = get_peft_model(model, LilyConfig(r=4, target_modules="all-linear", stride_A=1, num_B=2))
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(UnprovenModelError, match=r"row \d gets gradient"):
+        prove(model, choose_route(model), call=call)
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("model_type", ["opt", "phimoe"])
+def test_a_model_that_draws_in_training_is_proven_by_its_tokens(model_type):
+    """OPT's dropout is a function, and off for the check; what PhiMoE draws has no switch."""
+    model = make(model_type, attention=None, dropout=0.1, attention_dropout=0.1)
+    model.train()
+    result, failed = prove(model, choose_route(model))
+    assert (result.prefix_sharing, failed) == (True, [])
+    assert bool(result.gradients.skipped) == (model_type == "phimoe")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_of_a_checkpointed_model_are_read_and_leave_no_trace(reentrant):
+    model = get_peft_model(make(), LoraConfig(r=4, target_modules="all-linear")).get_base_model()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained[::2]:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    result, failed = prove(model, choose_route(model))
+    assert not failed
+    assert not result.gradients.notes
+    assert 0 < result.gradients.error < result.gradients.tolerance
+    assert all((p.grad == 3.0).all() for p in trained[::2])
+    assert all(p.grad is None for p in trained[1::2])
+    assert all(not p.any() for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_a_row_that_is_longer_than_the_positions_is_refused_with_the_reason():
+    model = make("mpt", attention=None, max_seq_len=512)
+    with pytest.raises(UnprovenModelError, match=r"832 tokens, more than the 512 positions of its conf"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("model_type", ["big_bird", "gpt_neo", "mpt", "roformer"])
+def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_type):
+    """Their tables and masks are as long as the longest row, however short the rows are."""
+    model = make(model_type, attention=None)
+    install(model, choose_route(model, prefix_sharing=False))
+    batch = FlatBatch.from_rows([[1] * 300] * 2, [[1] * 300] * 2, prefix_sharing=False)
+    rows = torch.ones(2, 300, dtype=torch.long)
+    with pytest.raises(ValueError, match="`max_tokens_per_micro_batch=512`"):
+        model(input_ids=rows, labels=rows, flat_batch=batch, fused_lm_head=True)
+
+
+def test_the_check_says_what_it_would_have_found():
+    """In bfloat16, that is a large part of what one token of context does; leaks show at any size."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make(dtype=dtype)
+        result, _ = prove(model, choose_route(model))
+        found[dtype] = result.smallest_mistake
+        assert f"a mistake of {result.smallest_mistake:.1e} of one token" in str(result)
+    assert 0 < found[torch.float32] < 1e-4 < found[torch.bfloat16] < 0.3
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NOT_BUILT])
+def test_flat_rows_longer_than_the_positions_train_or_are_refused(model_type):
+    model = make(model_type, attention=None)
+    if model.base_model is model:
+        model.base_model_prefix = "model"
+    try:
+        result, _ = prove(model, choose_route(model))
+    except (UnprovenModelError, RuntimeError, AttributeError, TypeError, IndexError):
+        return  # refused, or TRL cannot train it
+    rows = torch.randint(1, 96, (4, 180), generator=torch.Generator().manual_seed(SEED))
+    batch = FlatBatch.from_rows(rows.tolist(), rows.tolist(), prefix_sharing=result.prefix_sharing)
+    inputs = {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
+    padded = model.eval()(**inputs, fused_lm_head=True, use_cache=False).log_probs
+    flat = model(**inputs, flat_batch=batch, fused_lm_head=True, use_cache=False).log_probs
+    assert float((flat - padded).abs().max()) < 1e-3  # float32 on CPU; a wrong context moves them by more than 0.1
+    flat.sum().backward()
+
+
+def test_weights_buffers_and_dropout_are_as_before():
+    model = get_peft_model(make(attention_dropout=0.1), LoraConfig(r=4, lora_dropout=0.2)).get_base_model()
+    model.register_buffer("count", torch.zeros(3))
+    model.register_forward_pre_hook(lambda module, args: [module.count.add_(1), None][1])
+    rates = [getattr(module, "p", getattr(module, "attention_dropout", None)) for module in model.modules()]
+    weights, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+    def fail():
+        with as_in_training(model):
+            model(input_ids=torch.tensor([[1, 2, 3]]))
+            torch.rand(3)
+            assert all(p.any() for name, p in model.named_parameters() if "lora_B" in name)
+            assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert all(torch.equal(weights[name], x) for name, x in model.state_dict().items())
+    assert rates == [getattr(module, "p", getattr(module, "attention_dropout", None)) for module in model.modules()]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_model_without_watched_embeddings_is_refused():
+    model = make()
+    reference = RowsInTraining(model)
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.detach())
+    result = check_gradients(lambda: reference, prefix_sharing=False)
+    assert not result.passed
