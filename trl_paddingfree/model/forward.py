@@ -125,7 +125,7 @@ def flat_forward(
     if not fused_lm_head:
         return _model_output(model, previous_forward, flat, batch, labels, kwargs)
     assert labels is not None
-    with _flat_backbone(model, flat, batch, batch.scored_of), _noise_of_rows(model, batch):
+    with _flat_backbone([model.base_model], model, flat, batch, batch.scored_of), _noise_of_rows(model, batch):
         # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the
         # tokens of all rows, so a token counts once for each row that contains it.
         outputs = previous_forward(
@@ -157,11 +157,13 @@ def _model_output(
     For the loss, the model's head and loss are given the hidden states of rows, so that both are the model's own code.
     """
     flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
+    backbones = list(dict.fromkeys((model.base_model, model.get_decoder())))
     if labels is None:
-        with _flat_backbone(model, flat, batch), _noise_of_rows(model, batch):
+        with _flat_backbone(backbones, model, flat, batch), _noise_of_rows(model, batch):
             outputs = previous_forward(**flat_kwargs)
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits))
-    with _flat_backbone(model, flat, batch, batch.tokens_to_rows), _noise_of_rows(model, batch):
+    with _flat_backbone(backbones, model, flat, batch, batch.tokens_to_rows), _noise_of_rows(model, batch):
         outputs = previous_forward(**flat_kwargs, attention_mask=batch.token_rows, labels=labels)
     aux_loss = {name: outputs[name] for name in ("aux_loss",) if name in outputs}
     return type(outputs)(loss=outputs.loss, logits=outputs.logits * batch.row_mask[..., None], **aux_loss)
@@ -169,28 +171,38 @@ def _model_output(
 
 @contextmanager
 def _flat_backbone(
-    model: Any, flat: FlatForward, batch: FlatBatch, for_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    backbones: list[torch.nn.Module],
+    model: Any,
+    flat: FlatForward,
+    batch: FlatBatch,
+    for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
     mask = backbone_mask(flat.route.backend, batch.layout, model.config.get_text_config(), model.dtype)
     told = boundaries(batch.layout) if flat.needs_boundaries else {}
+    given: list[torch.nn.Module] = []
 
     def give_layout(module, args, kwargs):
         return args, {**kwargs, **told, "attention_mask": mask, "use_cache": False}
 
     def give_head(module, args, outputs):
-        outputs.last_hidden_state = for_head(outputs.last_hidden_state)  # type: ignore[misc]
+        if for_head is not None and not given:  # not again, where one of the backbones is within another
+            outputs.last_hidden_state = for_head(outputs.last_hidden_state)
+        given.append(module)
         return outputs
 
-    backbone = model.base_model
-    handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True)]
-    if for_head is not None:
-        handles.append(backbone.register_forward_hook(give_head))
+    handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True) for backbone in backbones]
+    handles += [backbone.register_forward_hook(give_head) for backbone in backbones]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    if not given:
+        raise ValueError(
+            f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
+            "its layers of the flat batch: call it with `fused_lm_head=True`, or set `padding_free=False`."
+        )
 
 
 @contextmanager
