@@ -19,7 +19,7 @@ from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
 from ..data.task import Task
 from ..flat.batch import BatchCounts
-from ..model.answers import EditedRowsError
+from ..model.answers import refuse_lost_batch
 from ..model.forward import ask_edits, install, read_edits
 from ..model.routes import Route
 from .checkpoints import WholeCheckpoints
@@ -29,7 +29,14 @@ from .model_card import describe_method
 from .option_values import refuse_wrong_values
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import given_datasets, refuse_moving, refuse_oversized, refuse_unflattenable, warn_of_dropout
+from .refusals import (
+    given_datasets,
+    refuse_moving,
+    refuse_oversized,
+    refuse_rotary_padding,
+    refuse_unflattenable,
+    warn_of_dropout,
+)
 from .token_counts import TokenCounts, gathered
 
 
@@ -205,16 +212,10 @@ class PaddingFreeTrainer(WholeCheckpoints):
         """Refuse options that move examples between micro-batches where that would change the loss."""
         if self.flat is None or self.flat.route is None:
             return
-        refuse_moving(
-            self.flat.options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch()
-        )
-        if multiple := self.args.pad_to_multiple_of:
-            for kind, length in self.rotary_limits().items():
-                if self.exceeds(length // multiple * multiple):
-                    raise ValueError(
-                        f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond "
-                        f"{length} tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
-                    )
+        options = self.flat.options
+        if options.arrange_micro_batches != "none" or options.max_tokens_per_micro_batch:
+            refuse_moving(options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch())
+        refuse_rotary_padding(self.args.pad_to_multiple_of, self.rotary_limits(), self.exceeds)
         limit, rule = self.flat.options.max_tokens_per_micro_batch, self.flat.options.oversized_examples
         if limit and rule == "error" and isinstance(self.train_dataset, Dataset):
             refuse_oversized(self.example_lengths(), self.flat.route.prefix_sharing, limit)
@@ -287,14 +288,10 @@ class PaddingFreeTrainer(WholeCheckpoints):
 
     def _refuse_edited_whole(self, inputs: dict[str, Any]) -> None:
         """Refuse a micro-batch whose rows were edited, or lost, where no call of the model can find out."""
-        if self.flat is None:
+        if self.flat is None or self.flat.check is None:
             return
-        if "flat_batch" not in inputs:
-            raise EditedRowsError(
-                f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
-                "loader gave, or set `padding_free=False`."
-            )
-        if "parts" in inputs and self.flat.check is not None:
+        refuse_lost_batch(inputs)
+        if "parts" in inputs:
             rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
             ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
 
