@@ -10,7 +10,10 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.equivalence import assert_same, run
+from tests.helpers.flat_and_padded import tree
+from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import make_model, preference_data, prompt_completions
 from trl_paddingfree import (
     FlatBatch,
@@ -27,6 +30,8 @@ from trl_paddingfree.model.forward import install
 from trl_paddingfree.model.routes import choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# float32 on CPU (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms
+FLOAT32 = 2e-5
 
 
 def other_tokens(batch):
@@ -197,6 +202,29 @@ def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, model_type,
     trl, trl_config, ours, our_config = TASKS["sft"]
     padded = run(own(trl), trl_config, **arguments())
     assert_same(padded, run(own(ours), our_config, **arguments(), prefix_sharing=True))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_logits_and_loss_of_shared_rows_are_those_of_each_row(model_type):
+    """Also of models whose own forward calls another backbone than TRL's head does (OPT)."""
+    model = tiny_model(model_type, attn_implementation="eager")
+    if model.base_model is model:
+        model.base_model_prefix = "model"
+    add_fused_lm_head(model)
+    rows = tree(SEED)
+    width = max(map(len, rows))
+    labels = torch.tensor([([-100] * 3 + row[3:] + [-100] * width)[:width] for row in rows])
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+        install(model, choose_route(model))
+        batch = FlatBatch.from_rows(rows, rows)
+        without, outputs = model(flat_batch=batch).logits, model(flat_batch=batch, labels=labels)
+    for row, logits, flat, beside_loss in zip(rows, alone, without, outputs.logits, strict=True):
+        for ours in (flat, beside_loss):
+            assert (ours[: len(row)] - logits).abs().max() < FLOAT32 * (1 + logits.abs().max())
+            assert (ours[len(row) :] == 0).all()
+    expected = torch.nn.functional.cross_entropy(without[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert outputs.loss.item() == pytest.approx(expected.item(), rel=FLOAT32)
 
 
 @pytest.mark.parametrize(

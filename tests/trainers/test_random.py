@@ -13,7 +13,7 @@ from tests.helpers.equivalence import Trajectory
 from tests.helpers.random_draws import MODEL_TYPES, differences, draw, outcome
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "14"))
+DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
 
 
 @pytest.mark.parametrize("seed", range(SEED * 1000, SEED * 1000 + DRAWS))

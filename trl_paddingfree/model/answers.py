@@ -42,6 +42,15 @@ def refuse_edits(found: torch.Tensor) -> None:
         )
 
 
+def refuse_lost_batch(inputs: dict[str, Any]) -> None:
+    """Refuse the inputs of a training step if somebody took the flat batch out, see [`refuse_edits`]."""
+    if "flat_batch" not in inputs:
+        raise EditedRowsError(
+            f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
+            "loader gave, or set `padding_free=False`."
+        )
+
+
 @dataclass
 class EditsFound:
     """
@@ -55,6 +64,7 @@ class EditsFound:
 
     pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
+    @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: dict[str, Any]) -> None:
         """Compare the rows among `inputs` with `batch`; raises at once where that takes no waiting."""
         self.read()

@@ -201,10 +201,11 @@ def _model_output(
     """
     flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": batch.position_ids}
     if labels is None:
-        with _flat_backbone(model, flat, batch), _noise_of_rows(model, batch):
+        with _flat_backbone(model, flat, batch, calls_decoder=True), _noise_of_rows(model, batch):
             outputs = previous_forward(**flat_kwargs)
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits))
-    with _flat_backbone(model, flat, batch, batch.tokens_to_rows), _noise_of_rows(model, batch):
+    in_rows = _flat_backbone(model, flat, batch, batch.tokens_to_rows, calls_decoder=True)
+    with in_rows, _noise_of_rows(model, batch):
         outputs = previous_forward(**flat_kwargs, attention_mask=batch.token_rows, labels=labels)
     aux_loss = {name: outputs[name] for name in ("aux_loss",) if name in outputs}
     return type(outputs)(loss=outputs.loss, logits=outputs.logits * batch.row_mask[..., None], **aux_loss)
@@ -248,6 +249,7 @@ def _flat_backbone(
     batch: FlatBatch,
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     swaps_inputs: bool = False,
+    calls_decoder: bool = False,
 ) -> Iterator[None]:
     """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
     layout, backend = batch.layout, flat.route.backend
@@ -260,23 +262,31 @@ def _flat_backbone(
         told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
     if backend == "positions":  # transformers' own arguments, in place of a mask
         told |= boundaries(layout)
+    # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
+    backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
+    given: list[torch.nn.Module] = []
 
     def give_layout(module, args, kwargs):
         return args, {**kwargs, **told}
 
     def give_head(module, args, outputs):
-        outputs.last_hidden_state = for_head(outputs.last_hidden_state)  # type: ignore[misc]
+        if for_head is not None and not given:  # not again, where one of the backbones is within another
+            outputs.last_hidden_state = for_head(outputs.last_hidden_state)
+        given.append(module)
         return outputs
 
-    backbone = model.base_model
-    handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True)]
-    if for_head is not None:
-        handles.append(backbone.register_forward_hook(give_head))
+    handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True) for backbone in backbones]
+    handles += [backbone.register_forward_hook(give_head) for backbone in backbones]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    if not given:
+        raise ValueError(
+            f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
+            "its layers of the flat batch: call it with `fused_lm_head=True`, or set `padding_free=False`."
+        )
 
 
 @contextmanager

@@ -142,8 +142,7 @@ class FlatTrainer(WholeCheckpoints):
             for model, route in zip(models, routes, strict=True):
                 install(flat.check.base(model), route)
             flat.route, flat.awaits_weights = routes[0], True
-        for model in models:
-            upstream.keep_varlen_results(model)
+        upstream.keep_varlen_results(self.model)
         warn_of_dropout(flat.check.base(self.model), self.args)
 
     def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:

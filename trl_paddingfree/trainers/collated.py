@@ -14,17 +14,13 @@ from .. import upstream
 from ..batching.lengths import token_lengths
 from ..data.collate import KeepingExamples
 from ..flat.batch import BatchCounts
-from ..model.answers import EditedRowsError
+from ..model.answers import refuse_lost_batch
 from ..model.forward import ask_edits, read_edits
 from .base import FlatTrainer
 from .budgeted import BudgetedSteps
 from .memory_budget import is_sharded
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
-from .refusals import (
-    refuse_beside_budget,
-    refuse_moving,
-    refuse_oversized,
-)
+from .refusals import refuse_beside_budget, refuse_moving, refuse_oversized, refuse_rotary_padding
 
 
 class CollatedTrainer(BudgetedSteps, FlatTrainer):
@@ -105,16 +101,10 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         """Refuse options that move examples between micro-batches where that would change the loss."""
         if self.flat is None or self.flat.route is None:
             return
-        refuse_moving(
-            self.flat.options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch()
-        )
-        if multiple := self.args.pad_to_multiple_of:
-            for kind, length in self.rotary_limits().items():
-                if self.exceeds(length // multiple * multiple):
-                    raise ValueError(
-                        f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond "
-                        f"{length} tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
-                    )
+        options = self.flat.options
+        if options.arrange_micro_batches != "none" or options.max_tokens_per_micro_batch:
+            refuse_moving(options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch())
+        refuse_rotary_padding(self.args.pad_to_multiple_of, self.rotary_limits(), self.exceeds)
         limit, rule = self.flat.options.max_tokens_per_micro_batch, self.flat.options.oversized_examples
         if limit and rule == "error" and isinstance(self.train_dataset, Dataset):
             refuse_oversized(self.example_lengths(), self.flat.route.prefix_sharing, limit)
@@ -174,7 +164,8 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         if self.flat is not None and self.flat.options.memory_budget is not None:
             self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
             self.plan_memory()
-        self._refuse_lost_rows(inputs)
+        if self.flat is not None:
+            refuse_lost_batch(inputs)
         batches = self.parts_of(inputs)
         if batches[0] is not inputs:
             self._ask_edits_of_whole(inputs)
@@ -191,14 +182,6 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         losses = [self.attempt(model, part.inputs, num_items_in_batch, number, (part, metrics)) for part in parts]
         metrics.log()
         return torch.stack(losses).sum()
-
-    def _refuse_lost_rows(self, inputs: dict[str, Any]) -> None:
-        """Refuse a micro-batch without its flat batch."""
-        if self.flat is not None and "flat_batch" not in inputs:
-            raise EditedRowsError(
-                f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
-                "loader gave, or set `padding_free=False`."
-            )
 
     def _ask_edits_of_whole(self, inputs: dict[str, Any]) -> None:
         """Ask whether the rows of a micro-batch that runs in parts were edited: no call of the model will."""

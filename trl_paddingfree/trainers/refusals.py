@@ -1,6 +1,7 @@
 """Arguments and options that cannot be combined with flat batches: what is refused, and what to change."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,29 @@ def refuse_moving(
             f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
             "micro-batch: leave one of them out."
         )
+
+
+def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds: Callable[[int], bool]) -> None:
+    """
+    Refuse padding that changes what padded TRL computes.
+
+    Args:
+        multiple (`int`, *optional*):
+            `pad_to_multiple_of`.
+        limits (`dict[str, int]`):
+            Kinds of rotary frequencies that follow the longest row, with the length from which on they do.
+        exceeds (`Callable`):
+            Whether a row may be longer than a length.
+
+    Raises:
+        `ValueError`: If rows that do not reach a limit may be padded beyond it.
+    """
+    for kind, length in limits.items():
+        if multiple and exceeds(length // multiple * multiple):
+            raise ValueError(
+                f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond {length} "
+                "tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
+            )
 
 
 def refuse_oversized(lengths: np.ndarray, prefix_sharing: bool, limit: int) -> None:
