@@ -116,7 +116,8 @@ def test_the_cost_per_unit_of_work_is_what_the_counter_counts(benchmark, seed):
     for runner in benchmark.runners:
         for examples in runner.arrange([batch, batch])[:1]:
             work, flops = runner.count(examples)
-            assert benchmark.cost.of(work) == pytest.approx(flops, rel=COUNT), runner.method.name
+            cost = benchmark.cost_of(runner.method.name)
+            assert cost.of(work) == pytest.approx(flops, rel=COUNT), runner.method.name
 
 
 def test_a_training_step_costs_what_its_matrices_say():
@@ -128,6 +129,20 @@ def test_a_training_step_costs_what_its_matrices_say():
     assert cost.per_token == pytest.approx(6 * linear, rel=COUNT)  # forward, and two gradients
     assert cost.per_pair == pytest.approx(14 * layers * hidden, rel=COUNT)  # two products, and five in the backward
     assert cost.per_scored == pytest.approx(8 * hidden * VOCAB, rel=COUNT)  # TRL's head computes its logits twice
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_a_memory_budget_that_holds_everything_costs_what_no_recomputation_costs(task):
+    """Up to the gradient of the embeddings, which checkpointing asks for and nothing uses."""
+    names = ["trl", "trl-kept", "shared", "budget"]
+    benchmark = Benchmark(settings(task, gradient_checkpointing=True), methods=names)
+    result = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
+    assert result["agree"]
+    flops = {name: method["counted_of_two_examples"] for name, method in result["methods"].items()}
+    assert flops["trl-kept"] < flops["trl"]
+    work, _ = benchmark.runners[2].count(rows(benchmark).examples[:2])
+    assert benchmark.cost_of("budget").of(work) == pytest.approx(benchmark.model_cost.of(work), rel=0.02)
+    assert benchmark.cost_of("budget").of(work) < 0.85 * benchmark.cost_of("shared").of(work)
 
 
 def test_products_that_add_up_are_counted_in_place_and_out_of_place():

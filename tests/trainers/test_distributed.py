@@ -64,8 +64,9 @@ needs_meta_weights = pytest.mark.skipif(
         ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
         pytest.param("dpo", {"precompute_ref_log_probs": True, "on_disk": True}, marks=needs_meta_weights),
         ("sft", {"prefix_sharing": True}),
+        ("dpo", {"lora": True, "memory_budget": 0.02}),
     ],
-    ids=["dpo", "dpo-lora-parts", "dpo-precomputed", "sft"],
+    ids=["dpo", "dpo-lora-parts", "dpo-precomputed", "sft", "dpo-budget"],
 )
 def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path, task, options):
     options = {**options, "max_steps": 2}
