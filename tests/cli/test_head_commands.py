@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from tests.helpers.head_runs import prompts, train, unpaired
+from tests.helpers.head_runs import prompts, reward_model, train, unpaired
 from tests.helpers.tiny import make_model, make_tokenizer, preference_data
 from trl_paddingfree.cli import main
 from trl_paddingfree.cli.train import main as train_main
@@ -31,11 +31,21 @@ def test_a_command_trains_and_saves_a_model(capsys, tmp_path, model_dir, task):
     DATA[task](16, 1).to_json(path)
     argv = ["--model_name_or_path", model_dir, "--dataset_name", str(path), "--output_dir", str(out)]
     argv += ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--use_peft"]
-    train_main(task, [*argv, *OPTIONS[task], "--lora_target_modules", "all-linear", "--save_strategy", "no"])
+    train_main(task, [*argv, *OPTIONS[task], "--lora_target_modules", "all-linear"])
     printed = capsys.readouterr().out
     assert "Trained by padding-free (segment, shared prefixes)" in printed
     assert {"reward": "pairs", "kto": "completions"}.get(task, "completions") + " per second" in printed
     assert AutoTokenizer.from_pretrained(out).chat_template
+    assert "computed the batches: padding-free (segment, shared prefixes)." in (out / "README.md").read_text()
+
+
+def test_check_tries_a_reward_model(capsys, tmp_path):
+    for pad_token_id, code in ((0, 0), (None, 2)):
+        reward_model(pad_token_id=pad_token_id).save_pretrained(tmp_path)
+        assert main(["check", str(tmp_path)]) == code
+    printed = capsys.readouterr()
+    assert "LlamaForSequenceClassification on cpu" in printed.out
+    assert "by `config.pad_token_id`, which is not set" in printed.err
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo"])

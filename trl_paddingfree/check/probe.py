@@ -114,8 +114,9 @@ def _rewards(
     """What a pooled head says of every prefix of every row: padded to `width`, or flat if told how."""
     prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
     lengths = [len(prefix) for prefix in prefixes]
-    # The model finds the end of a row by its own padding token
     pad_token_id = model.config.get_text_config().pad_token_id
+    if pad_token_id is None:
+        raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
     input_ids = torch.full((len(prefixes), max(width, *lengths)), pad_token_id)
     for padded, prefix in zip(input_ids, prefixes, strict=True):
         padded[: len(prefix)] = torch.from_numpy(prefix)

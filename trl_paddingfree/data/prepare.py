@@ -47,9 +47,11 @@ def tokenize(
     return kept, lengths
 
 
-def log_dropped(name: str, before: Any, after: Any, max_length: int | None) -> None:
+def log_dropped(
+    name: str, before: Any, after: Any, max_length: int | None, reason: str = "leaves nothing to learn from"
+) -> None:
     """
-    Say how many examples of the `name` data TRL left out because truncation left them nothing to learn from.
+    Say how many examples of the `name` data TRL left out for the `reason` of their length.
 
     Raises:
         `ValueError`: If none is left.
@@ -58,7 +60,7 @@ def log_dropped(name: str, before: Any, after: Any, max_length: int | None) -> N
         return
     dropped = (
         f"The {name} data: dropped {len(before) - len(after)} of {len(before)} examples, which "
-        f"`max_length={max_length}` leaves nothing to learn from."
+        f"`max_length={max_length}` {reason}."
     )
     if not len(after):
         raise ValueError(f"{dropped} Raise `max_length`.")

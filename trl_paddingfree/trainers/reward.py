@@ -105,5 +105,5 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
             with args.main_process_first(desc=f"checking the {dataset_name} data"):
                 dataset = check_preferences(dataset, processing_class, dataset_name, args.dataset_num_proc)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        log_dropped(dataset_name, dataset, prepared, args.max_length)
+        log_dropped(dataset_name, dataset, prepared, args.max_length, "is too short for")
         return prepared

@@ -45,18 +45,17 @@ def collators(folder: Path) -> None:
 
 
 def heads(model: str, sources: Sequence[str], folder: Path) -> None:
-    """Write what Reward, KTO and GRPO compute: a source is TASK=DATA."""
-    setups = [Setup(task, data, model, **HEADS[task]) for task, _, data in (each.partition("=") for each in sources)]
-    measured = [measure_heads(setup) for setup in setups]
-    found = environment("cpu")
-    report = heads_report(measured, machine_name(found))
-    # Where the files lie says nothing
-    for one in measured:
-        one["setup"] = {**one["setup"], "model": Path(model).name, "source": Path(one["setup"]["source"]).name}
-    arguments = ["--heads", *(f"{task}={Path(data).name}" for task, _, data in (s.partition("=") for s in sources))]
-    write(
-        "heads", [*arguments, "--model", Path(model).name], {"environment": found, "measured": measured}, report, folder
-    )
+    """Write what Reward, KTO and GRPO compute: a source is TASK=DATA. Written after each: what is measured is safe."""
+    found, measured = environment("cpu"), []
+    named = [source.partition("=") for source in sources]
+    arguments = ["--heads", *(f"{task}={Path(data).name}" for task, _, data in named), "--model", Path(model).name]
+    for task, _, data in named:
+        one = measure_heads(Setup(task, data, model, **HEADS[task]))
+        # Where the files lie says nothing
+        names = {"model": Path(model).name, "source": Path(data).name}
+        measured.append({**one, "setup": {**one["setup"], **names}})
+        report = heads_report(measured, machine_name(found))
+        write("heads", arguments, {"environment": found, "measured": measured}, report, folder)
 
 
 def write(name: str, arguments: list[str], measured: dict[str, Any], report: str, folder: Path) -> None:

@@ -62,13 +62,17 @@ class Setup:
 
 
 def measure_heads(setup: Setup) -> dict[str, Any]:
-    """Train by all methods, twice each: once for the time, once for the operations."""
-    rows, arguments = load_rows(setup.source), dict[str, Any]()
+    """Train two epochs by all methods: one for the time, one for the operations."""
+    rows, arguments = load_rows(setup.source).shuffle(seed=0), dict[str, Any]()
     with quiet():
         if setup.task == "grpo":
             rows = rows.map(lambda row: {"prompt": row["prompt"]}, remove_columns=rows.column_names)
             rows = rows.select(range(setup.steps * setup.batch_size * setup.accumulation // NUM_GENERATIONS))
             arguments["completions"] = generate(setup, rows)
+        else:
+            if setup.task == "kto":
+                rows = rows.map(one_of_pair, with_indices=True, remove_columns=["chosen", "rejected"])
+            rows = rows.select(range(min(len(rows), 8 * setup.batch_size * setup.steps)))  # some are too long
         methods = METHODS | (ARRANGED if setup.task == "grpo" else {})
         measured = {name: run_method(setup, rows, options, **arguments) for name, options in methods.items()}
     padded = measured["TRL, padded"]
@@ -83,29 +87,28 @@ def run_method(
     setup: Setup, rows: Any, options: dict[str, Any], completions: dict[tuple[int, ...], list[list[int]]] | None = None
 ) -> dict[str, Any]:
     """Tokens, seconds, core seconds, operations and losses of one method."""
-    seconds = core_seconds = 0.0
     trainer = make_trainer(setup, rows, options, completions)
-    step = trainer.training_step
+    step, micro_batches = trainer.training_step, setup.steps * setup.accumulation
+    timed: list[tuple[float, float]] = []
+    found: dict[str, Any] = {"flops": 0}
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seconds, core_seconds
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        if len(timed) == micro_batches:  # the second epoch, on the same rows: counting takes time
+            losses: list[Any] = []
+            found["flops"] += count_flops(lambda: losses.append(step(*args, **kwargs)))
+            return losses[0]
         started, core = time.perf_counter(), time.process_time()
         loss = step(*args, **kwargs)
-        seconds, core_seconds = seconds + time.perf_counter() - started, core_seconds + time.process_time() - core
+        timed.append((time.perf_counter() - started, time.process_time() - core))
+        counts = trainer.counts.total
+        found.update(computed_tokens=counts.computed, padded_slots=counts.padded)
         return loss
 
-    trainer.training_step = timed
+    trainer.training_step = measured
     trainer.train()
-    counter = make_trainer(setup, rows, options, completions)
-    counts = trainer.total_counts()
-    return {
-        "computed_tokens": counts.computed,
-        "padded_slots": counts.padded,
-        "seconds": seconds,
-        "core_seconds": core_seconds,
-        "flops": count_flops(counter.train),
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-    }
+    seconds, core_seconds = (sum(values) for values in zip(*timed, strict=True))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {**found, "seconds": seconds, "core_seconds": core_seconds, "losses": losses[: setup.steps]}
 
 
 def make_trainer(setup: Setup, rows: Any, options: dict[str, Any], completions: Any) -> Any:
@@ -116,7 +119,7 @@ def make_trainer(setup: Setup, rows: Any, options: dict[str, Any], completions: 
         "output_dir": tempfile.mkdtemp(prefix="trl_paddingfree_benchmark_"),
         "per_device_train_batch_size": setup.batch_size,
         "gradient_accumulation_steps": setup.accumulation,
-        "max_steps": setup.steps,
+        "max_steps": 2 * setup.steps,
         "logging_steps": 1,
         "train_sampling_strategy": "sequential",
         "use_cpu": True,
@@ -141,13 +144,20 @@ def make_trainer(setup: Setup, rows: Any, options: dict[str, Any], completions: 
         **arguments,
     )
     trainer.remove_callback(PrinterCallback)
-    if completions is not None:
+    if completions is None:
+        trainer.train_dataset = trainer.train_dataset.select(range(setup.batch_size * setup.steps))
+    else:
         waiting = {prompt: cycle(generated) for prompt, generated in completions.items()}
         trainer._generate_single_turn = lambda prompts, *args, **kwargs: (
             [next(waiting[tuple(prompt)]) for prompt in prompts],
             None,
         )
     return trainer
+
+
+def one_of_pair(row: dict[str, Any], index: int) -> dict[str, Any]:
+    """The chosen or the rejected completion, in turn."""
+    return {"completion": row["rejected" if index % 2 else "chosen"], "label": index % 2 == 0}
 
 
 def load(setup: Setup, kind: Any) -> Any:
