@@ -35,6 +35,8 @@ on the model that you train, and train nothing that it refuses.
   **refused**: `padding_free=True` raises, with the reason that stands here.
 - The figures are, for each way to compute attention, the largest difference of log-probabilities from the same rows one
   by one (root mean square, in nats), and the most that the model's own rounding explains.
+- The tiny models have 512 positions, and windows of 8 tokens: a model that is refused for either may train with longer
+  ones, as far as the check on it reaches.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
 - Layers that carry state need `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, which run on GPUs. "With
   them": what the check says where plain PyTorch stands in for these kernels.
