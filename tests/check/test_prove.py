@@ -394,10 +394,10 @@ def test_a_model_that_is_exact_flat_but_not_shared_trains_flat():
 
 
 def test_refusal_names_the_model_the_figures_and_what_to_do():
-    model = make("jamba")
+    model = make("roberta")
     with pytest.raises(UnprovenModelError) as error:
         prove(model, choose_route(model))
-    for part in ("JambaForCausalLM", "WRONG (error", "allowed", "segment", "mask", "padding_free=False"):
+    for part in ("RobertaForCausalLM", "WRONG (error", "allowed", "segment", "mask", "padding_free=False"):
         assert part in str(error.value)
 
 

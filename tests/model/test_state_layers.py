@@ -225,20 +225,18 @@ def test_family_trains_like_padded_trl(model_type, trainer_class, tokenizer):
 
 
 def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
-    def model():
-        torch.manual_seed(1)
-        return AutoModelForCausalLM.from_config(tiny_config("lfm2"))
+    def models():  # a reference of its own: with equal rewards, rounding alone would decide their accuracy
+        made = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            made.append(AutoModelForCausalLM.from_config(tiny_config("lfm2")))
+        return {"model": made[0], "trainer_kwargs": {"processing_class": tokenizer, "ref_model": made[1]}}
 
-    options = {
-        "train_dataset": preference_data(12, SEED),
-        "steps": 2,
-        "max_length": 64,
-        "precompute_ref_log_probs": True,
-        "trainer_kwargs": {"processing_class": tokenizer},
-    }
-    padded = run(DPOTrainer, PaddingFreeDPOConfig.__mro__[2], model=model(), **options)
+    data = preference_data(12, SEED)
+    options = {"train_dataset": data, "steps": 2, "max_length": 64, "precompute_ref_log_probs": True}
+    padded = run(DPOTrainer, PaddingFreeDPOConfig.__mro__[2], **models(), **options)
     parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
-    flat = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, model=model(), **options, **parts)
+    flat = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **models(), **options, **parts)
     assert_same(padded, flat)
     counts = flat.trainer.total_counts()
     assert replace(counts, repeated=0) != counts

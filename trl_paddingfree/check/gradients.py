@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import FlatBatch
+from ..model.forward import is_pooled
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, compute_dtype, row_inputs
 from .training import WatchedEmbeddings, as_in_training, gradients, small_parameters
 
@@ -134,6 +135,13 @@ class RowsInTraining:
         with self.in_training():
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
 
+    def answers(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""
+        if not is_pooled(self.model):
+            return self.call(**inputs).log_probs
+        given = {name: value for name, value in inputs.items() if name not in ("labels", "fused_lm_head")}
+        return self.call(**given).logits.sum(1, keepdim=True).expand(-1, inputs["input_ids"].size(1) - 1)
+
     def differentiate(
         self, inputs: dict[str, Any], rows: tuple[int, ...] = (0, 1, 2, 3), of: tuple[int, ...] | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -143,7 +151,7 @@ class RowsInTraining:
         Where `inputs` hold some of the rows only, `of` says at which place each of `rows` is.
         """
         with WatchedEmbeddings(self.model) as embeddings:
-            log_probs = self.call(**inputs).log_probs
+            log_probs = self.answers(inputs)
         if embeddings.output is None:
             raise RuntimeError("its input embeddings are not what it computes with")
         # float16 has next to no small numbers: training scales its losses, too
@@ -272,7 +280,7 @@ def _beyond_positions(reference: RowsInTraining, computed: int, draws: bool) -> 
         inputs = row_inputs(reference.model, reference.rows * copies, prefix_sharing=False)
         try:
             with torch.no_grad():
-                log_probs = reference.call(**inputs).log_probs.double().cpu()
+                log_probs = reference.answers(inputs).double().cpu()
         except Exception as error:
             return str(error)  # names the length, and what to change
         wrong = _root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))

@@ -6,6 +6,7 @@ model computes the flat tokens instead, and the answer is the same rows.
 """
 
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -251,7 +252,19 @@ def _flat_backbone(
     swaps_inputs: bool = False,
     calls_decoder: bool = False,
 ) -> Iterator[None]:
-    """Within this context, the model's backbone is told of the layout and returns only what the head needs."""
+    """
+    Within this context, the model's backbone is told of the layout and returns only what the head needs.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]), flat (`FlatForward`), batch (`FlatBatch`):
+            What computes what.
+        for_head (`Callable`, *optional*):
+            Turns the hidden states `(1, T, H)` into those that the head is given. By default, it is given all.
+        swaps_inputs (`bool`, *optional*, defaults to `False`):
+            Whether the backbone gets the flat tokens in place of the tokens that the head was called with.
+        calls_decoder (`bool`, *optional*, defaults to `False`):
+            Whether the model's own forward is called, which may call the decoder within the backbone.
+    """
     layout, backend = batch.layout, flat.route.backend
     told: dict[str, Any] = {
         "use_cache": False,
@@ -262,11 +275,15 @@ def _flat_backbone(
         told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
     if backend == "positions":  # transformers' own arguments, in place of a mask
         told |= boundaries(layout)
+    if swaps_inputs:
+        told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
     given: list[torch.nn.Module] = []
 
     def give_layout(module, args, kwargs):
+        if swaps_inputs:  # some heads hand `input_ids` on by its place
+            args, kwargs = (), {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         return args, {**kwargs, **told}
 
     def give_head(module, args, outputs):

@@ -238,12 +238,10 @@ def count_kept_bytes(
 def _forward(call: Callable[..., Any], batch: FlatBatch, **arguments: Any) -> Any:
     """One forward pass as TRL's trainers make it."""
     input_ids = batch.input_ids[0][batch.row_index]
-    labels = input_ids.masked_fill(~batch.row_mask, IGNORE_INDEX)
-    mask = batch.row_mask.long()
     return call(
         input_ids=input_ids,
-        attention_mask=mask,
-        labels=labels,
+        attention_mask=batch.row_mask.long(),
+        labels=torch.full_like(input_ids, IGNORE_INDEX),  # the flat batch says what the head computes
         flat_batch=batch,
         fused_lm_head=True,
         use_cache=False,
