@@ -26,6 +26,8 @@ class Task:
             Further columns of prepared data that the collator reads.
         collator (`type`):
             The collator class that gives flat batches.
+        vision_collator (`type`):
+            The same for data with images.
         prepare (`Callable`):
             TRL's own preparation: `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the collator
             gets.
@@ -37,6 +39,7 @@ class Task:
     sequences: tuple[tuple[str, ...], ...]
     other_columns: tuple[str, ...]
     collator: type
+    vision_collator: type
     prepare: Callable[..., Dataset]
 
     @cached_property

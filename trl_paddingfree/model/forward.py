@@ -20,9 +20,10 @@ from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
 from .masks import backbone_mask, boundaries
 from .routes import Route, carries_state
+from .vision import TYPE_ROWS, features_in_order, flat_positions
 
 # Arguments of the padded rows, which the flat batch replaces
-_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch")
+_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", *TYPE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,12 @@ def flat_forward(
     """
     labels = kwargs.get("labels")
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
-    with _flat_backbone(model, flat, batch, scored_only=fused_lm_head), _noise_of_rows(model, batch):
-        flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    with (
+        _flat_backbone(model, flat, batch, scored_only=fused_lm_head),
+        _noise_of_rows(model, batch),
+        features_in_order(model, batch),
+    ):
+        flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": flat_positions(model, batch)}
         if not fused_lm_head:
             outputs = previous_forward(**flat_kwargs)
             return type(outputs)(logits=batch.tokens_to_rows(outputs.logits))
@@ -127,7 +132,10 @@ def _flat_backbone(model: Any, flat: FlatForward, batch: FlatBatch, scored_only:
     told = boundaries(batch.layout) if flat.needs_boundaries else {}
 
     def give_layout(module, args, kwargs):
-        return args, {**kwargs, **told, "attention_mask": mask, "use_cache": False}
+        return args, {**kwargs, "attention_mask": mask, "use_cache": False}
+
+    def give_boundaries(module, args, kwargs):
+        return args, {**kwargs, **told}
 
     def keep_scored(module, args, outputs):
         scored = outputs.last_hidden_state.index_select(1, batch.scored_index.to(outputs.last_hidden_state.device))
@@ -135,7 +143,12 @@ def _flat_backbone(model: Any, flat: FlatForward, batch: FlatBatch, scored_only:
         return outputs
 
     backbone = model.base_model
-    handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True)]
+    # A vision tower has boundaries of its own, and would take these for them
+    text = model.get_decoder() if hasattr(backbone, "get_image_features") else backbone
+    handles = [
+        backbone.register_forward_pre_hook(give_layout, with_kwargs=True),
+        text.register_forward_pre_hook(give_boundaries, with_kwargs=True),
+    ]
     if scored_only:
         handles.append(backbone.register_forward_hook(keep_scored))
     try:

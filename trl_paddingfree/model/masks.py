@@ -18,6 +18,8 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _STATE = ("linear_attention", "conv")
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+# Models whose image tokens see one another both ways in their sliding layers only
+_CAUSAL_IN_FULL = ("gemma4_text",)
 
 
 class FlatMask(torch.Tensor):
@@ -56,6 +58,8 @@ def segment_mask(
     """
     `(1, 1, length, start + length)` mask of segment `i`, made once per batch and shared by all layers.
 
+    Tokens see those before them, and those of their image block.
+
     Args:
         layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
             The layout of the batch.
@@ -69,18 +73,24 @@ def segment_mask(
     """
     start, length = layout.segments.starts[i], layout.segments.lengths[i]
     window = window if window is not None and window < start + length else None
-    if start == 0 and window is None and dtype is None:
+    if start == 0 and window is None and dtype is None and layout.blocks is None:
         return None
 
     def make() -> torch.Tensor:
         q = torch.arange(start, start + length, device=layout.device)[:, None]
         k = torch.arange(start + length, device=layout.device)[None]
-        mask = k <= q if window is None else (k <= q) & (k > q - window)
+        mask = k <= q
+        if layout.blocks is not None:
+            blocks = layout.blocks[torch.from_numpy(layout.segments.path(i)).to(layout.device)]
+            mask = mask | ((blocks[start:, None] == blocks[None]) & (blocks[start:, None] >= 0))
+        if window is not None:
+            mask = mask & (k > q - window)
         if dtype is not None:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return mask[None, None]
 
-    return layout.derived(("segment mask", start, length, window, dtype), make)
+    segment = None if layout.blocks is None else i  # without blocks, segments of one shape share a mask
+    return layout.derived(("segment mask", start, length, window, dtype, segment), make)
 
 
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -130,11 +140,14 @@ def backbone_mask(backend: BackendName, layout: FlatLayout, config: PreTrainedCo
     kinds = {_HYBRID.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()}
     if not kinds:
         kinds = {_FULL if getattr(config, "sliding_window", None) is None else _SLIDING}
-    if backend in ATTENTION_BACKENDS and _CHUNKED not in kinds:
+    differ = _CHUNKED in kinds or (layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
+    if backend in ATTENTION_BACKENDS and not differ:
         return FlatMask.carrying(layout)  # attention functions are given their window
     masks: dict[str, Any] = {}
     for kind in kinds.difference(_STATE):
         kind_layout = layout.chunked(config.attention_chunk_size) if kind == _CHUNKED else layout
+        if kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
+            kind_layout = layout.without_blocks()
         if backend in ATTENTION_BACKENDS:
             masks[kind] = FlatMask.carrying(kind_layout)
         else:

@@ -17,16 +17,18 @@ from ..batching.arrange import StepSampler
 from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
 from ..data.task import Task
+from ..data.vision import ImageProbe, has_images
 from ..flat.batch import BatchCounts
 from ..model.forward import install
 from ..model.routes import Route
+from ..model.vision import vision_rules
 from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
 from .model_card import describe_method
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import refuse_moving, refuse_oversized, refuse_unflattenable
+from .refusals import refuse_blind, refuse_moving, refuse_oversized, refuse_unflattenable, refuse_unseen
 from .token_counts import TokenCounts, gathered
 
 
@@ -75,6 +77,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
     model: Any
     args: Any
     # What Trainer and TRL's trainers set
+    _is_vision_dataset: bool
+    _signature_columns: list[str] | None
     _train_batch_size: int
     _total_train_tokens: int
     aux_loss_enabled: Any
@@ -99,7 +103,7 @@ class PaddingFreeTrainer(WholeCheckpoints):
         is_ours = isinstance(config, PaddingFreeOptions)
         options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Flat(options)
-        refuse_unflattenable(arguments, self.task.collator)
+        refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         try:
             self.trl_trainer.__init__(self, **arguments)
@@ -108,6 +112,10 @@ class PaddingFreeTrainer(WholeCheckpoints):
         self.padding_free = True
         self.start_flat()
         self.refuse_micro_batches()
+
+    def collator_of(self, with_images: bool) -> Any:
+        """The collator class that gives flat batches of data with or without images."""
+        return self.task.vision_collator if with_images else self.task.collator
 
     def flat_models(self) -> list[Any]:
         """The models that compute batches, under whatever wrappers; the one that is trained first."""
@@ -122,7 +130,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
         flat = self.flat
         if flat is None or flat.route is not None:
             return
-        flat.check, models = StartUpCheck(self.accelerator, flat.options), self.flat_models()
+        models, collator = self.flat_models(), self._flat_collator()
+        flat.check = StartUpCheck(self.accelerator, flat.options, self._images_to_try(collator))
         if all(flat.check.can_call(model, model is self.model) for model in models):
             flat.route = flat.check.prove_all(models)
         else:  # the engine shards and places the weights when training starts: the check waits for it
@@ -130,12 +139,29 @@ class PaddingFreeTrainer(WholeCheckpoints):
             for model, route in zip(models, routes, strict=True):
                 install(flat.check.base(model), route)
             flat.route, flat.awaits_weights = routes[0], True
-        collator: Any = self.data_collator
-        if not isinstance(collator, self.task.collator):
-            collator = self.task.collator(**vars(collator))
-        # A copy: the user's own collator may serve another trainer
-        self.data_collator = replace(
-            collator, padding_free=True, prefix_sharing=flat.route.prefix_sharing, max_tokens=None
+        self.data_collator = replace(collator, prefix_sharing=flat.route.prefix_sharing)
+
+    def _flat_collator(self) -> Any:
+        """The trainer's collator, such that it gives flat batches. A copy: the user's own may serve another trainer."""
+        collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
+        if not isinstance(collator, wanted):
+            collator = wanted(**vars(collator))
+        options: dict[str, Any] = {"padding_free": True, "max_tokens": None}
+        if self._is_vision_dataset:
+            model = self.flat_base(self.model)
+            refuse_blind(model)
+            options["rules"] = vision_rules(model)
+        return replace(collator, **options)
+
+    def _images_to_try(self, collator: Any) -> ImageProbe | None:
+        """The first examples with images, as the collator will get them; `None` for text."""
+        if not self._is_vision_dataset:
+            return None
+        self._set_signature_columns_if_needed()
+        kept = self._signature_columns if self.args.remove_unused_columns else None
+        examples: Any = self.train_dataset
+        return ImageProbe(
+            collator, ({k: v for k, v in row.items() if kept is None or k in kept} for row in examples)
         )
 
     def prove_placed(self, model: Any) -> None:
@@ -177,6 +203,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
         """Refuse options that move examples between micro-batches where that would change the loss."""
         if self.flat is None or self.flat.route is None:
             return
+        if self._is_vision_dataset:
+            refuse_unseen(self.flat.options)
         refuse_moving(
             self.flat.options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch()
         )

@@ -13,6 +13,7 @@ from ..data.collate import PreferenceCollator
 from ..data.preferences import check_preferences
 from ..data.prepare import log_dropped
 from ..data.task import Task
+from ..data.vision import VisionPreferenceCollator
 from .base import PaddingFreeTrainer
 from .configs import PaddingFreeDPOConfig
 
@@ -23,6 +24,7 @@ DPO = Task(
     sequences=(("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     other_columns=(),
     collator=PreferenceCollator,
+    vision_collator=VisionPreferenceCollator,
     prepare=upstream.prepare_preferences,
 )
 

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from trl import SFTConfig
 
 from ..batching.lengths import example_tokens
-from ..data.preferences import column_names
+from ..model.vision import why_no_images
 from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
@@ -35,10 +35,6 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
     _refuse_sequence_parallelism(config)
-    eval_dataset = arguments.get("eval_dataset")
-    eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    for dataset in (arguments.get("train_dataset"), *eval_datasets):
-        _refuse_vision(dataset)
     if arguments.get("data_collator") is None:
         _refuse_missing_pad_token(arguments.get("processing_class"), config)
     for option in ("dispatch_batches", "split_batches"):
@@ -85,15 +81,6 @@ def _refuse_sequence_parallelism(config: Any) -> None:
                 f"`parallelism_config` with `{size}={getattr(parallelism, size)}`: {kind} parallelism cuts rows into "
                 f"parts of equal length, and a flat batch is not made of rows. Set `{size}=1`, or `padding_free=False`."
             )
-
-
-def _refuse_vision(dataset: Any) -> None:
-    found = [] if dataset is None else [name for name in column_names(dataset) if name in ("image", "images")]
-    if found:
-        raise ValueError(
-            f"The data has a column `{found[0]}`: vision data is not supported without padding. Leave the column out "
-            f"with `dataset.remove_columns('{found[0]}')` to train on the text, or set `padding_free=False`."
-        )
 
 
 def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
@@ -170,4 +157,38 @@ def refuse_oversized(lengths: np.ndarray, prefix_sharing: bool, limit: int) -> N
         raise ValueError(
             f"`max_tokens_per_micro_batch={limit}` is less than example {longest} of the training data needs "
             f"({tokens[longest]} tokens). Raise it, lower `max_length`, or set `oversized_examples='alone'`."
+        )
+
+
+def refuse_unseen(options: PaddingFreeOptions) -> None:
+    """
+    Refuse options that look ahead in data with images, whose lengths are not known before they are processed.
+
+    Raises:
+        `ValueError`: Naming the option, its value, and what to change.
+    """
+    if options.arrange_micro_batches != "none":
+        raise ValueError(
+            f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
+            "processes images on the fly: those of examples with images are not known before. Leave it out."
+        )
+    if options.max_tokens_per_micro_batch and options.oversized_examples == "error":
+        raise ValueError(
+            f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}` with `oversized_examples='error'` goes "
+            "by the lengths of all examples, and TRL processes images on the fly: those of examples with images are "
+            "not known before. Set `oversized_examples='alone'`."
+        )
+
+
+def refuse_blind(model: Any) -> None:
+    """
+    Refuse to train a model on images that cannot take them from a flat row.
+
+    Raises:
+        `ValueError`: Naming the model and the reason.
+    """
+    if reason := why_no_images(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "
+            "train another model."
         )

@@ -9,6 +9,7 @@ from .. import upstream
 from ..data.collate import LanguageModelingCollator
 from ..data.prepare import log_dropped
 from ..data.task import Task
+from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX
 from .base import PaddingFreeTrainer
 from .configs import PaddingFreeSFTConfig
@@ -22,6 +23,7 @@ SFT = Task(
     sequences=(("input_ids",),),
     other_columns=("labels",),
     collator=LanguageModelingCollator,
+    vision_collator=VisionLanguageModelingCollator,
     prepare=upstream.prepare_instructions,
 )
 
