@@ -12,7 +12,6 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
 
-
 WORDS = [f"w{i}" for i in range(40)]
 # One special token of each kind, whatever a model calls it
 PAD, START, END, IMAGE, OPEN, CLOSE, VIDEO = "<pad>", "<start>", "<end>", "<image>", "<open>", "<close>", "<video>"
@@ -309,7 +308,7 @@ def make_vision(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **
     config["text_config"] |= text_options
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config)).to(dtype)
-    for name, parameter in model.named_parameters():  # some towers start at zero, or so small that nothing would show
+    for parameter in model.parameters():  # some towers start at zero, or so small that nothing would show
         if parameter.dim() > 1 and parameter.std() < 0.1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model, processor(CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder(kind)))
@@ -333,8 +332,8 @@ def vision_pairs(n: int, seed: int, most_images: int = 2) -> Dataset:
         images = [picture(rng) for _ in range((1, most_images, 0, 1)[i % 4])]
         prompt = _words(rng, 8)
         if i % 4 == 3:  # the prompt of another row: with its image, or with another one
-            prompt, images = rows[-3]["prompt"][0]["content"], rows[-3]["images"] if i % 8 == 3 else images * most_images
-            images = images[: len(rows[-3]["images"])]
+            prompt = rows[-3]["prompt"][0]["content"]
+            images = rows[-3]["images"] if i % 8 == 3 else [picture(rng) for _ in rows[-3]["images"]]
         rows.append(
             {
                 "images": images,
@@ -354,6 +353,4 @@ def vision_completions(n: int, seed: int, most_images: int = 2) -> Dataset:
 def vision_messages(n: int, seed: int, most_images: int = 2) -> Dataset:
     """The same as conversations."""
     rows = vision_completions(n, seed, most_images)
-    return Dataset.from_list(
-        [{"images": row["images"], "messages": row["prompt"] + row["completion"]} for row in rows]
-    )
+    return Dataset.from_list([{"images": row["images"], "messages": row["prompt"] + row["completion"]} for row in rows])

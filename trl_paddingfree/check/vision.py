@@ -20,7 +20,9 @@ from .prove import CheckResult, UnprovenModelError
 class Examples(Protocol):
     """The examples to try, and how they become batches in which all tokens are scored."""
 
-    names: Any
+    @property
+    def names(self) -> Sequence[str]:
+        """What they are called."""
 
     def padded(self, names: Sequence[str]) -> dict[str, Any]:
         """TRL's batch of some examples."""

@@ -1,26 +1,21 @@
 """Collators of images and text: TRL's rows, each image processed once, and beside them the flat batch."""
 
-import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageChops
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..batching.budget import split_by_tokens
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.images import COUNTED_ROWS, RowImages, VisionRules
-from .preferences import column_names
+from .images import images_key, images_of
 
 # What a processor and TRL's collators give row by row; all else belongs to images
 _ROWS = ("input_ids", "attention_mask", "completion_mask", "labels", "token_type_ids", "mm_token_type_ids")
-# How many examples are searched for images to try a model on
-_EXAMPLES_SEARCHED = 256
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
@@ -207,11 +202,6 @@ class VisionLanguageModelingCollator(FlatVisionCollator, DataCollatorForVisionLa
         return dict(self.padded(examples))
 
 
-def has_images(dataset: Any) -> bool:
-    """Whether TRL takes a data set for one with images."""
-    return dataset is not None and not {"image", "images"}.isdisjoint(column_names(dataset))
-
-
 def refuse_other_media(rows: dict[str, Any]) -> None:
     """
     Refuse videos and audio, which nothing here puts in order.
@@ -221,43 +211,9 @@ def refuse_other_media(rows: dict[str, Any]) -> None:
     """
     if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
         raise ValueError(
-            f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. Leave "
-            "them out of the messages, or set `padding_free=False`."
+            f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "
+            "Leave them out of the messages, or set `padding_free=False`."
         )
-
-
-def images_of(example: dict[str, Any]) -> list[Any]:
-    """The images of an example: its column, and those that stand in its messages."""
-    images = list(example.get("images") or ([example["image"]] if "image" in example else []))
-    for messages in example.values():
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else ():
-                given = [part[name] for name in ("image", "url", "path", "base64") if part.get(name) is not None]
-                images += given if part.get("type") == "image" else []
-    return images
-
-
-def images_key(example: dict[str, Any]) -> str:
-    """Text that examples with equal images have in common, and no others."""
-    digest = hashlib.blake2b()
-    for image in images_of(example):
-        kind, data = _content(image)
-        digest.update(f"{kind} {len(data)};".encode() + data)
-    return digest.hexdigest()
-
-
-def _content(image: Any) -> tuple[str, bytes]:
-    """All that an image's features may depend on: what kind of image it is, and its bytes."""
-    if isinstance(image, str):  # a path, an address or base64
-        return "str", image.encode()
-    if isinstance(image, Image.Image):  # what loading it asks for: its palette, and which side is up
-        kind = f"{image.mode} {image.size} {image.getpalette()} {image.info.get('transparency')}"
-        return f"{kind} {image.getexif().get(ExifTags.Base.Orientation)}", image.tobytes()
-    array = np.asarray(image)
-    if array.dtype == object:  # nothing that could be compared: equal to nothing but itself
-        return f"object {id(image)}", b""
-    return f"{array.dtype} {array.shape}", array.tobytes()
 
 
 def take_rows(rows: dict[str, Any], examples: Sequence[int], num_examples: int) -> dict[str, Any]:
@@ -299,88 +255,3 @@ def take_images(rows: dict[str, Any], examples: Sequence[int], counts: Sequence[
         index = [k for i in examples for k in range(firsts[i], firsts[i] + cut[i])]
         taken[name] = rows[name][index] if isinstance(rows[name], torch.Tensor) else [rows[name][k] for k in index]
     return taken if sum(counts[i] for i in examples) else {}
-
-
-class ImageProbe:
-    """
-    The user's own first examples with images, to try a model on: two of them, one of these with its image inverted, and
-    one without images, as far as the data has them.
-
-    Args:
-        collator ([`FlatVisionCollator`]):
-            The trainer's collator.
-        examples (`Iterable[dict[str, Any]]`):
-            The training data, from its first example on.
-
-    Attributes:
-        names (`tuple[str, ...]`):
-            What the examples are called: `"first"` and `"inverted"`, `"second"` and `"text"` if there are such.
-    """
-
-    def __init__(self, collator: FlatVisionCollator, examples: Iterable[dict[str, Any]]):
-        self.collator, self.examples = collator, {}
-        for example in islice(examples, _EXAMPLES_SEARCHED):
-            if not images_of(example):
-                self.examples.setdefault("text", example)
-            elif "first" not in self.examples:
-                self.examples |= {"first": example, "inverted": inverted(example)}
-            elif images_key(example) != images_key(self.examples["first"]):
-                second = self.examples.setdefault("second", example)
-                if _sizes(second) == _sizes(self.examples["first"]) != _sizes(example):
-                    self.examples["second"] = example
-                if "text" in self.examples and _sizes(self.examples["second"]) != _sizes(self.examples["first"]):
-                    break
-        if "second" in self.examples:
-            self.examples["second, inverted"] = inverted(self.examples["second"])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The examples to try together; none, if the data begins without images."""
-        wanted = ("first", "inverted", "second", "text")
-        return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
-
-    def variants(self) -> list[tuple[list[str], list[str]]]:
-        """The same examples with other images in some of them, and those whose images stay."""
-        names = list(self.names)
-        others = names[2:]
-        swapped = (["inverted", "first", *others], others)
-        changed = ["second, inverted" if name == "second" else name for name in names]
-        staying = [name for name in names if name in changed]
-        return [variant for variant in (swapped, (changed, staying)) if variant[1] and variant[0] != names]
-
-    def padded(self, names: Sequence[str]) -> dict[str, Any]:
-        """TRL's batch of some examples, with all tokens scored."""
-        return _scoring_all(self.collator.padded([self.examples[name] for name in names]))
-
-    def flat(self, names: Sequence[str], prefix_sharing: bool) -> dict[str, Any]:
-        """The flat batch of some examples, with all tokens scored."""
-        examples = [self.examples[name] for name in names]
-        rows = _scoring_all(self.collator.rows(examples))
-        collator: Any = replace(self.collator, prefix_sharing=prefix_sharing)  # type: ignore[type-var]
-        return collator.flatten(rows, list(map(images_key, examples)))
-
-
-def _scoring_all(rows: dict[str, Any]) -> dict[str, Any]:
-    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
-    return {**{name: value for name, value in rows.items() if name != "completion_mask"}, "labels": labels}
-
-
-def _sizes(example: dict[str, Any]) -> list[Any]:
-    return [image.size if isinstance(image, Image.Image) else np.shape(image) for image in images_of(example)]
-
-
-def inverted(example: dict[str, Any]) -> dict[str, Any]:
-    """The same example with other images of the same sizes: in its columns, and in its messages."""
-    return {name: _inverted(value) for name, value in example.items()}
-
-
-def _inverted(value: Any) -> Any:
-    if isinstance(value, Image.Image):
-        return ImageChops.invert(value.convert("RGB"))
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return value.max() + value.min() - value
-    if isinstance(value, list):
-        return list(map(_inverted, value))
-    if isinstance(value, dict):
-        return {name: _inverted(entry) for name, entry in value.items()}
-    return value

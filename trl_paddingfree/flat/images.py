@@ -1,4 +1,4 @@
-"""The images of a flat batch: which feature stands at which placeholder, which rows have equal images, and image blocks.
+"""The images of a flat batch: which feature stands at which placeholder, which images are equal, and image blocks.
 
 A model merges its images itself, once, on the flat row: it writes the next feature of its vision tower at each
 placeholder token. Shape legend: see `segments`; in addition
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-
 
 # The rows by which models count positions of image tokens
 COUNTED_ROWS = ("input_ids", "attention_mask", "mm_token_type_ids")

@@ -47,7 +47,7 @@ def why_no_images(model: Any) -> str:
     if reason := _REFUSED.get(config.model_type):
         return reason
     if backbone is model:
-        return f"it has no backbone under its `base_model_prefix` ({model.base_model_prefix!r}), and TRL cannot train it"
+        return f"it has no backbone under its `base_model_prefix` ({model.base_model_prefix!r}), where TRL wants it"
     if not hasattr(backbone, "get_image_features"):
         return "its backbone has no `get_image_features`, by which images would reach the flat row"
     if getattr(config, "image_token_id", None) is None:

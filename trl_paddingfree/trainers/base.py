@@ -16,20 +16,20 @@ from trl.trainer.utils import get_config_model_id
 from ..batching.arrange import StepSampler
 from ..batching.lengths import token_lengths
 from ..check.prove import UnprovenModelError
+from ..data.images import has_images
 from ..data.task import Task
-from ..data.vision import ImageProbe, has_images
 from ..flat.batch import BatchCounts
 from ..model.forward import install
 from ..model.routes import Route
-from ..model.vision import vision_rules
 from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
 from .model_card import describe_method
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import refuse_blind, refuse_moving, refuse_oversized, refuse_unflattenable, refuse_unseen
+from .refusals import refuse_moving, refuse_oversized, refuse_unflattenable, refuse_unseen
 from .token_counts import TokenCounts, gathered
+from .vision import flat_collator, images_to_try
 
 
 @dataclass
@@ -78,7 +78,6 @@ class PaddingFreeTrainer(WholeCheckpoints):
     args: Any
     # What Trainer and TRL's trainers set
     _is_vision_dataset: bool
-    _signature_columns: list[str] | None
     _train_batch_size: int
     _total_train_tokens: int
     aux_loss_enabled: Any
@@ -130,8 +129,8 @@ class PaddingFreeTrainer(WholeCheckpoints):
         flat = self.flat
         if flat is None or flat.route is not None:
             return
-        models, collator = self.flat_models(), self._flat_collator()
-        flat.check = StartUpCheck(self.accelerator, flat.options, self._images_to_try(collator))
+        models, collator = self.flat_models(), flat_collator(self)
+        flat.check = StartUpCheck(self.accelerator, flat.options, images_to_try(self, collator))
         if all(flat.check.can_call(model, model is self.model) for model in models):
             flat.route = flat.check.prove_all(models)
         else:  # the engine shards and places the weights when training starts: the check waits for it
@@ -140,29 +139,6 @@ class PaddingFreeTrainer(WholeCheckpoints):
                 install(flat.check.base(model), route)
             flat.route, flat.awaits_weights = routes[0], True
         self.data_collator = replace(collator, prefix_sharing=flat.route.prefix_sharing)
-
-    def _flat_collator(self) -> Any:
-        """The trainer's collator, such that it gives flat batches. A copy: the user's own may serve another trainer."""
-        collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
-        if not isinstance(collator, wanted):
-            collator = wanted(**vars(collator))
-        options: dict[str, Any] = {"padding_free": True, "max_tokens": None}
-        if self._is_vision_dataset:
-            model = self.flat_base(self.model)
-            refuse_blind(model)
-            options["rules"] = vision_rules(model)
-        return replace(collator, **options)
-
-    def _images_to_try(self, collator: Any) -> ImageProbe | None:
-        """The first examples with images, as the collator will get them; `None` for text."""
-        if not self._is_vision_dataset:
-            return None
-        self._set_signature_columns_if_needed()
-        kept = self._signature_columns if self.args.remove_unused_columns else None
-        examples: Any = self.train_dataset
-        return ImageProbe(
-            collator, ({k: v for k, v in row.items() if kept is None or k in kept} for row in examples)
-        )
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..check.prove import CheckResult, prove
 from ..check.vision import prove_images
-from ..data.vision import ImageProbe
+from ..data.image_probe import ImageProbe
 from ..model.routes import Route, choose_route, why_not_to_share
 from ..model.vision import sees_both_ways
 from .configs import PaddingFreeOptions
@@ -30,7 +30,7 @@ class StartUpCheck:
             The trainer's: it knows the device, the precision, the engine and the other processes.
         options ([`PaddingFreeOptions`]):
             What was asked for.
-        images ([`~trl_paddingfree.data.vision.ImageProbe`], *optional*):
+        images ([`~trl_paddingfree.data.image_probe.ImageProbe`], *optional*):
             Examples with images, if the data has them.
     """
 
@@ -110,8 +110,8 @@ class StartUpCheck:
         if results[0].route.backend in ("flash", "positions") and sees_both_ways(self.base(models[0])):
             logger.warning(
                 f"`attn_implementation={results[0].route.previous!r}` lets image tokens of "
-                f"{type(self.base(models[0])).__name__} see only what precedes them, with padding and without; the model "
-                "was made to let them see their whole image. Load it with 'sdpa'."
+                f"{type(self.base(models[0])).__name__} see only what precedes them, with padding and without. The "
+                "model was made to let them see their whole image: load it with 'sdpa'."
             )
 
         def prove_each(routes: Sequence[Route]) -> list[CheckResult]:
