@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from datasets import Dataset
@@ -278,6 +279,7 @@ ARCHITECTURES: dict[str, Callable[[], Made]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
 }
+needs_torchvision = pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
 # These are built in plain PIL
 WITHOUT_TORCHVISION = ("llava", "llava_next", "idefics3", "gemma3")
 # What stands for an image in a prompt, before the processor expands it

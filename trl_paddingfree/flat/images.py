@@ -148,11 +148,10 @@ class FlatImages:
             size (`int`):
                 `T`.
         """
-        wanted, total = np.full(size, -1), 0
-        for feature, path in zip(images.features(rows), paths, strict=True):
+        wanted, features = np.full(size, -1), images.features(rows)
+        for feature, path in reversed([*zip(features, paths, strict=True)]):  # of equal images, the first
             wanted[path] = feature
-            total = max(total, int(feature.max(initial=-1)) + 1)
-        index = wanted[wanted >= 0]
+        index, total = wanted[wanted >= 0], max(int(feature.max(initial=-1)) + 1 for feature in features)
         in_order = len(index) == total and bool((index == np.arange(total)).all())
         return cls(
             num_features=total,

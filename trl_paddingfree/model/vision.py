@@ -71,11 +71,14 @@ def features_in_order(model: Any, batch: FlatBatch) -> Iterator[None]:
             outputs.deepstack_features = [_ordered(level, images) for level in outputs.deepstack_features]
         return outputs
 
+    own = vars(backbone).get("get_image_features")
     backbone.get_image_features = get_image_features
     try:
         yield
     finally:
         del backbone.get_image_features
+        if own is not None:
+            backbone.get_image_features = own
 
 
 def _ordered(features: Any, images: FlatImages) -> Any:

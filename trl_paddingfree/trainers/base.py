@@ -102,7 +102,10 @@ class PaddingFreeTrainer(WholeCheckpoints):
         is_ours = isinstance(config, PaddingFreeOptions)
         options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Flat(options)
-        refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
+        with_images = has_images(arguments.get("train_dataset"))
+        refuse_unflattenable(arguments, self.collator_of(with_images))
+        if with_images:
+            refuse_unseen(options)
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         try:
             self.trl_trainer.__init__(self, **arguments)
@@ -179,8 +182,6 @@ class PaddingFreeTrainer(WholeCheckpoints):
         """Refuse options that move examples between micro-batches where that would change the loss."""
         if self.flat is None or self.flat.route is None:
             return
-        if self._is_vision_dataset:
-            refuse_unseen(self.flat.options)
         refuse_moving(
             self.flat.options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch()
         )
