@@ -169,7 +169,13 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
     _, _, trainer, config = TRAINERS[task]
     data = dataset or {"dpo": vision_pairs, "sft": vision_completions}[task](4, SEED)
     args = config("unused", bf16=False, use_cpu=True, report_to="none", max_length=None, **options)
-    return trainer(model=model, args=args, train_dataset=data, processing_class=processor, peft_config=LoraConfig(target_modules="all-linear"))
+    return trainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        processing_class=processor,
+        peft_config=LoraConfig(target_modules="all-linear"),
+    )
 
 
 @pytest.mark.parametrize(

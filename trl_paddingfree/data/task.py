@@ -76,7 +76,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
             The tasks to choose from; the first that fits is taken.
 
     Raises:
-        `ValueError`: If they fit none, or hold images.
+        `ValueError`: If they fit none.
 
     Examples:
     ```python
@@ -88,8 +88,6 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     ```
     """
     names = set(columns)
-    if names & {"image", "images"}:
-        raise ValueError(f"The data set has columns {sorted(names)}: images are not counted, only text is.")
     for task in tasks:
         if any(names >= needed for needed in task.found_by):
             return task

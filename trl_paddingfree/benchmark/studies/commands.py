@@ -11,6 +11,7 @@ from ..rows import task_of
 from .arranging import arranging_report, measure_imbalance, measure_meetings
 from .collators import collators_report, time_collators
 from .packing import measure_packing, packing_report
+from .vision import measure_vision, vision_report
 
 COMMAND = "python scripts/benchmark.py"
 
@@ -35,6 +36,13 @@ def collators(folder: Path) -> None:
     found, measured = environment("cpu"), time_collators()
     report = collators_report(measured, machine_name(found))
     write("collators", ["--collators", str(folder)], {"environment": found, "measured": measured}, report, folder)
+
+
+def vision(folder: Path) -> None:
+    """Write how a small model learns to read pictures, with padding and without."""
+    found, measured = environment("cpu"), measure_vision()
+    report = vision_report(measured, machine_name(found))
+    write("vision", ["--vision", str(folder)], {"environment": found, "measured": measured}, report, folder)
 
 
 def write(name: str, arguments: list[str], measured: dict[str, Any], report: str, folder: Path) -> None:
