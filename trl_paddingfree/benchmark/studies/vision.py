@@ -33,8 +33,8 @@ TEMPLATE = (
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %} {{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %} <end> {% endfor %}{% if add_generation_prompt %}<start> assistant {% endif %}"
 )
-LAYOUTS = {"padded": None, "flat": False, "shared": True}
-STEPS, BATCH_SIZE, COUNTED_STEPS = {"sft": 400, "dpo": 100}, 16, 4
+LAYOUTS = {"sft": ("padded", "flat"), "dpo": ("padded", "flat", "shared")}
+STEPS, BATCH_SIZE, COUNTED_STEPS = {"sft": 350, "dpo": 60}, 16, 4
 TRAINERS: dict[str, tuple[Any, Any, Any, Any]] = {
     "sft": (SFTTrainer, SFTConfig, PaddingFreeSFTTrainer, PaddingFreeSFTConfig),
     "dpo": (DPOTrainer, DPOConfig, PaddingFreeDPOTrainer, PaddingFreeDPOConfig),
@@ -102,6 +102,7 @@ def make_model(vocab_size: int) -> Any:
     torch.manual_seed(0)
     tower = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "initializer_range": 0.1}
     config = AutoConfig.for_model(
         "llava",
         vision_config={
@@ -111,7 +112,7 @@ def make_model(vocab_size: int) -> Any:
             "patch_size": 8,
             "initializer_factor": 2.0,
         },
-        text_config={"model_type": "llama", **text, "num_key_value_heads": 2, "vocab_size": vocab_size},
+        text_config={"model_type": "llama", **text, "vocab_size": vocab_size},
         image_token_index=1,
         image_seq_length=16,
         vision_feature_layer=-1,
@@ -156,7 +157,7 @@ def make_trainer(task: str, layout: str, model: Any, processor: Any, rows: Seque
     data = Dataset.from_list([{name: value for name, value in row.items() if name in columns} for row in rows])
     more: dict[str, Any] = {"ref_model": copy.deepcopy(model)} if task == "dpo" else {}
     data = data if task == "dpo" else data.rename_column("chosen", "completion")
-    sharing = {} if LAYOUTS[layout] is None else {"prefix_sharing": LAYOUTS[layout]}
+    sharing = {} if layout == "padded" else {"prefix_sharing": layout == "shared"}
     trainer_class, config_class = (trl, trl_config) if layout == "padded" else (ours, our_config)
     args = config_class(**options, **sharing)
     return trainer_class(model=model, args=args, train_dataset=data, processing_class=processor, **more)
@@ -219,7 +220,7 @@ def measure_vision(steps: dict[str, int] | None = None, say: Callable[[str], Non
     start, results = make_model(len(processor.tokenizer)), []
     for task in ("sft", "dpo"):
         after = start
-        for layout in LAYOUTS:
+        for layout in LAYOUTS[task]:
             found, model = learn(task, start, processor, rows, test_rows, layout, steps[task])
             results.append(found)
             after = model if layout == "padded" else after
