@@ -15,14 +15,6 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.fixture(scope="module")
-def vision_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny-llava")
-    for part in make_vision("llava"):
-        part.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     file = str(tmp_path_factory.mktemp("data") / "pairs.parquet")
     vision_pairs(8, SEED).to_parquet(file)

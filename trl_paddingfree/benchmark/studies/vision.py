@@ -101,7 +101,12 @@ def make_model(vocab_size: int) -> Any:
     """A LLaVA of about 2 million weights, from scratch."""
     torch.manual_seed(0)
     tower = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text: dict[str, Any] = {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     text |= {"num_key_value_heads": 2, "initializer_range": 0.1}
     config = AutoConfig.for_model(
         "llava",
@@ -235,7 +240,8 @@ def vision_report(results: Sequence[dict[str, Any]], machine: str) -> str:
         "# Pictures: a model learns to read digits",
         "",
         "A LLaVA of 0.6 million weights, from scratch, learns scikit-learn's handwritten digits: questions about one "
-        f"or two pictures, {BATCH_SIZE} examples per step, float32, first SFT, then DPO against wrong digits. {machine}.",
+        f"or two pictures, {BATCH_SIZE} examples per step, float32, first SFT, then DPO against wrong digits. "
+        f"{machine}.",
         "",
         "- **digits read**: share of 200 pictures held out that the model names, before and after.",
         "- **largest difference**: of any step's loss from that of TRL's padding, after the same number of steps.",
