@@ -68,6 +68,8 @@ PRIVATE = {
         "dataset_name",
     ),
     "trl:DPOTrainer._precompute_ref_logps": (),
+    "trl:DPOTrainer._set_signature_columns_if_needed": (),
+    "trl:SFTTrainer._set_signature_columns_if_needed": (),
 }
 # Set on instances, by the `__init__` of the class
 INSTANCE = {
@@ -78,6 +80,9 @@ INSTANCE = {
     "trl:DPOTrainer._total_train_tokens",
     "trl:SFTTrainer._total_train_tokens",
     "transformers:Trainer._train_batch_size",
+    "transformers:Trainer._signature_columns",
+    "trl:DPOTrainer._is_vision_dataset",
+    "trl:SFTTrainer._is_vision_dataset",
 }
 # Read by the benchmark only, which says so itself where they are missing
 BENCHMARK = {

@@ -212,7 +212,8 @@ def test_architecture_trains_like_padded_trl(name, trainer_class, tokenizer):
 
 @pytest.mark.models
 def test_the_table_of_models_is_up_to_date():
-    from tests.helpers.model_table import MODEL_TYPES, markdown, table, verdicts
+    from tests.helpers.architectures import MODEL_TYPES
+    from tests.helpers.model_table import markdown, table, verdicts
 
     written = verdicts((Path(__file__).parents[2] / "docs" / "models.md").read_text())
     now = verdicts(markdown(table(MODEL_TYPES)))

@@ -8,11 +8,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_torchvision_available
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.helpers.equivalence import assert_same, run
+from tests.helpers.equivalence import assert_same
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
     ARCHITECTURES,
@@ -23,9 +21,12 @@ from tests.helpers.vision import (
     vision_messages,
     vision_pairs,
 )
+from tests.helpers.vision_runs import TRAINERS, train
+from tests.helpers.vision_table import refused_model
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.data.vision import VisionPreferenceCollator, take_images, take_rows
 from trl_paddingfree.model.vision import vision_rules, why_no_images
+from trl_paddingfree.trainers.refusals import refuse_blind
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
@@ -33,29 +34,6 @@ BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kin
 SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
 # bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
 BF16 = 2e-2
-TRAINERS = {
-    "dpo": (DPOTrainer, DPOConfig, PaddingFreeDPOTrainer, PaddingFreeDPOConfig),
-    "sft": (SFTTrainer, SFTConfig, PaddingFreeSFTTrainer, PaddingFreeSFTConfig),
-}
-
-
-def train(kind, task, layout, dataset, *, lora=False, trainer_kwargs=None, **options):
-    """Train with `"padded"`, `"flat"` or `"shared"` rows."""
-    model, processor = make_vision(kind, seed=SEED)
-    kwargs = {"processing_class": processor, **(trainer_kwargs or {})}
-    if lora:  # on every linear layer, the tower's included
-        kwargs["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    elif task == "dpo":
-        kwargs["ref_model"] = make_vision(kind, seed=SEED + 1)[0]
-    trl, trl_config, ours, our_config = TRAINERS[task]
-    # Adam's epsilon: as in tests/helpers/dpo_runs.py
-    options = {"max_length": None, "learning_rate": 5e-3, "adam_epsilon": 1e-2, "steps": 2, **options}
-    common = {"model": model, "train_dataset": dataset, "trainer_kwargs": kwargs}
-    if layout == "padded":
-        return run(trl, trl_config, **common, **options)
-    result = run(ours, our_config, **common, prefix_sharing=layout == "shared", **options)
-    assert result.trainer.flat.route.prefix_sharing == (layout == "shared")
-    return result
 
 
 def assert_layouts_agree(kind, task, dataset, layouts=("flat", "shared"), flat_only=None, **options):
@@ -227,26 +205,12 @@ def test_videos_are_refused():
         collator([{"images": []}])
 
 
-TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
 @pytest.mark.parametrize(
-    ("model_type", "config", "reason"),
-    [
-        ("paligemma", {"vision_config": {**TOWER, "model_type": "siglip_vision_model"}}, "attention is bidirectional"),
-        (
-            "mllama",
-            {"vision_config": {**TOWER, "num_global_layers": 1, "vision_output_dim": 16, "attention_heads": 2}},
-            "cross-attention",
-        ),
-        ("llama4", {"vision_config": {**TOWER, "vision_output_dim": 16, "projector_input_dim": 16}}, "no backbone"),
-    ],
+    ("kind", "reason"),
+    [("paligemma", "attention is bidirectional"), ("mllama", "cross-attention"), ("llama4", "has no backbone")],
 )
-def test_architectures_that_cannot_train_on_images(model_type, config, reason):
-    text = {"vocab_size": 90, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "cross_attention_layers": []}
-    text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = AutoConfig.for_model(model_type, text_config=text, **config)
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
+def test_architectures_that_cannot_train_on_images(kind, reason):
+    model = refused_model(kind)
     assert reason in why_no_images(model)
+    with pytest.raises(ValueError, match="cannot train on images without padding"):
+        refuse_blind(model)

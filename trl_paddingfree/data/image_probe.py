@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from ..flat.batch import IGNORE_INDEX
 from .images import images_key, images_of, inverted
@@ -82,4 +81,4 @@ def _scoring_all(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(example: dict[str, Any]) -> list[Any]:
-    return [image.size if isinstance(image, Image.Image) else np.shape(image) for image in images_of(example)]
+    return [np.shape(np.asarray(image)) for image in images_of(example)]

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageChops
 
 from .preferences import column_names
 
@@ -38,6 +37,8 @@ def images_key(example: dict[str, Any]) -> str:
 
 def _content(image: Any) -> tuple[str, bytes]:
     """All that an image's features may depend on: what kind of image it is, and its bytes."""
+    from PIL import ExifTags, Image  # text needs no Pillow
+
     if isinstance(image, str):  # a path, an address or base64
         return "str", image.encode()
     if isinstance(image, Image.Image):  # what loading it asks for: its palette, and which side is up
@@ -55,6 +56,8 @@ def inverted(example: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inverted(value: Any) -> Any:
+    from PIL import Image, ImageChops
+
     if isinstance(value, Image.Image):
         return ImageChops.invert(value.convert("RGB"))
     if isinstance(value, np.ndarray | torch.Tensor):
