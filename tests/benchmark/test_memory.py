@@ -23,7 +23,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     kwargs = {"peft_config": lora, "processing_class": make_tokenizer()}
-    options = {"memory_budget": 8, "steps": 1, "trainer_kwargs": kwargs}
+    options = {"memory_budget": 8, "bf16": True, "steps": 1, "trainer_kwargs": kwargs}
     result = run(
         PaddingFreeDPOTrainer, PaddingFreeDPOConfig, model=model, train_dataset=preference_data(8, 0), **options
     )

@@ -34,6 +34,8 @@ on the model that you train, and train nothing that it refuses.
   **refused**: `padding_free=True` raises, with the reason that stands here.
 - The figures are, for each way to compute attention, the largest difference of log-probabilities from the same rows one
   by one (root mean square, in nats), and the most that the model's own rounding explains.
+- The tiny models have 512 positions, and windows of 8 tokens: a model that is refused for either may train with longer
+  ones, as far as the check on it reaches.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
 - Layers that carry state (convolutions, recurrences) see rows, each with its whole prefix, while all other layers stay
   flat and shared. The figures are those of plain PyTorch; where `causal-conv1d`, and `flash-linear-attention` or

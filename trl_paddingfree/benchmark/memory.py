@@ -67,7 +67,8 @@ def training_needs(config: Any, tuning: str, num_references: int) -> MemoryNeeds
         lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
         trained = get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora")
         trained.enable_input_require_grads()
-    kept = count_kept_bytes(model, route)
+    with torch.autocast("cpu", DTYPE):  # as `bf16`, TRL's default, has it: adapters are float32, products are not
+        kept = count_kept_bytes(model, route)
     layers = recomputable_layers(model)
     which = [kinds.index(kind) for kind in kinds]
     own = [sum(p.numel() for p in layer.parameters() if _is_weight(p, tuning)) for layer in layers]

@@ -75,7 +75,7 @@ def _without_dropout(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 @contextmanager
 def _buffers_restored(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Some layers count in buffers while they train."""
-    buffers = [(module, name, x) for module in modules for name, x in module._buffers.items() if x is not None]
+    buffers = [(module, name, x) for module in modules for name, x in module.named_buffers(recurse=False)]
     kept = [buffer.clone() for _, _, buffer in buffers]
     try:
         yield
@@ -83,7 +83,7 @@ def _buffers_restored(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         for (module, name, buffer), before in zip(buffers, kept, strict=True):
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
-            module._buffers[name] = buffer
+            setattr(module, name, buffer)
 
 
 @contextmanager

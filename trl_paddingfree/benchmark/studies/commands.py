@@ -56,7 +56,8 @@ def heads(model: str, sources: Sequence[str], folder: Path) -> None:
         names = {"model": Path(model).name, "source": Path(data).name}
         measured.append({**one, "setup": {**one["setup"], **names}})
         report = heads_report(measured, machine_name(found))
-        write("heads", arguments, {"environment": found, "measured": measured}, report, folder)
+        name = "-".join(dict.fromkeys(("heads", *(task for task, _, _ in named))))
+        write(name, arguments, {"environment": found, "measured": measured}, report, folder)
 
 
 def vision(folder: Path) -> None:
