@@ -287,15 +287,15 @@ def test_launch_options_go_to_accelerate_and_the_others_to_the_script(launched, 
     (args,) = launched
     assert (args.num_processes, args.num_machines, args.mixed_precision) == (2, 1, "bf16")
     assert args.module
-    assert args.training_script == f"trl_paddingfree.scripts.{script}"
-    assert args.training_script_args == options
+    assert args.training_script == "trl_paddingfree.cli.train"
+    assert args.training_script_args == [script, *options]
 
 
 def test_accelerate_config_names_one_of_trls(launched):
     assert main(["dpo", "--accelerate_config", "zero2", "--beta", "0.2", *ON_CPU]) == 0
     (args,) = launched
     assert args.config_file.endswith("zero2.yaml")
-    assert args.training_script_args == ["--beta", "0.2", *ON_CPU]
+    assert args.training_script_args == ["dpo", "--beta", "0.2", *ON_CPU]
 
 
 def test_options_that_a_script_refuses_exit_2_with_one_message(capsys, launched):

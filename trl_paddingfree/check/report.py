@@ -72,7 +72,7 @@ class ModelReport:
             "passed": self.chosen is not None,
             "chosen": None if self.chosen is None else _as_dict(self.chosen),
             "refusal": self.refusal,
-            "backends": [
+            "routes": [
                 {"backend": one.backend, "results": [*map(_as_dict, one.results)], "reasons": one.reasons}
                 for one in self.backends
             ],
