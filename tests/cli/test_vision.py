@@ -21,7 +21,8 @@ def pairs(tmp_path_factory):
     return file
 
 
-def test_inspect_counts_the_tokens_of_images(capsys, vision_dir, pairs):
+def test_inspect_counts_the_tokens_of_images(monkeypatch, tmp_path, capsys, vision_dir, pairs):
+    monkeypatch.chdir(tmp_path)  # where the chart goes
     assert main(["inspect", pairs, "--tokenizer", vision_dir, "--batch_size", "8", "--max_length", "0", "--json"]) == 0
     (batch, *_) = json.loads(capsys.readouterr().out)["batch_sizes"]
     model, processor = make_vision("llava")

@@ -232,7 +232,9 @@ def _qwen(kind: str) -> Made:
         more = {"num_hidden_layers": 3}
     if kind == "qwen3_5":
         tower |= {"num_position_embeddings": 64}
-        more = {"layer_types": ["full_attention", "full_attention"]}
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        more = {"layer_types": ["linear_attention", "full_attention"], **heads}
     sections = {**_SECTIONS, "mrope_interleaved": True} if kind.startswith("qwen3") else _SECTIONS
     config = {"vision_config": tower, **_QWEN_TOKENS, "text_config": text_sizes(rope_parameters=sections, **more)}
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(kind, "Qwen3VL")

@@ -7,7 +7,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.helpers.equivalence import INCOMPARABLE, Trajectory, run
+from tests.helpers.equivalence import Trajectory, run
 from tests.helpers.vision import make_vision
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 
@@ -65,18 +65,3 @@ def train(
     result = run(ours, our_config, **common, prefix_sharing=layout == "shared", **options)
     assert result.trainer.flat.route.prefix_sharing == (layout == "shared")
     return result
-
-
-def largest_difference(padded: Trajectory, ours: Trajectory) -> float:
-    """The largest difference of any logged figure, relative to 1 plus its size, and of any weight."""
-    figures = [
-        abs(value - actual[name]) / (1 + abs(value))
-        for expected, actual in zip(padded.log_history, ours.log_history, strict=True)
-        for name, value in expected.items()
-        if not any(part in name for part in INCOMPARABLE)
-    ]
-    weights = [
-        float((ours.weights[name] - value).abs().max() / (1 + value.abs().max()))
-        for name, value in padded.weights.items()
-    ]
-    return max(figures + weights)
