@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers.utils import is_torchvision_available
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from tests.helpers.equivalence import assert_same
 from tests.helpers.tiny import make_model, make_tokenizer
@@ -25,8 +27,10 @@ from tests.helpers.vision_runs import TRAINERS, train
 from tests.helpers.vision_table import refused_model
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.data.vision import VisionPreferenceCollator, take_images, take_rows
+from trl_paddingfree.model.answers import EditedRowsError
 from trl_paddingfree.model.vision import vision_rules, why_no_images
 from trl_paddingfree.trainers.refusals import refuse_blind
+from trl_paddingfree.trainers.registry import TRAINERS as ALL_TRAINERS
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
@@ -139,6 +143,70 @@ def test_images_whose_owners_lengths_do_not_tell_are_processed_again():
     assert take_rows({"input_ids": torch.arange(4)[:, None]}, [1], 2)["input_ids"].tolist() == [[1], [3]]
 
 
+# --- rows that somebody edits ---------------------------------------------------------------------------------------
+
+
+def editing(collator_class, processor, edit=lambda batch: batch, edit_examples=lambda examples: examples):
+    @dataclass
+    class Editing(collator_class):
+        def torch_call(self, examples):
+            return edit(super().torch_call(edit_examples([dict(example) for example in examples])))
+
+    return Editing(processor)
+
+
+def fewer_scored(batch):
+    batch["completion_mask"][:, ::3] = 0
+    return batch
+
+
+def more_scored(batch):
+    batch["completion_mask"] = batch["attention_mask"].clone()
+    return batch
+
+
+def other_order(examples):
+    return examples[::-1]
+
+
+@pytest.mark.parametrize(
+    ("edits", "limit"),
+    [({"edit": fewer_scored}, None), ({"edit_examples": other_order}, None), ({"edit_examples": other_order}, 60)],
+    ids=["rows", "examples", "examples in parts"],
+)
+def test_edits_of_a_collator_are_trained_on(edits, limit):
+    processor = make_vision("llava", seed=SEED)[1]
+    kwargs = [
+        {"trainer_kwargs": {"data_collator": editing(collator, processor, **edits)}}
+        for collator in (DataCollatorForVisionPreference, VisionPreferenceCollator)
+    ]
+    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    padded = train("llava", "dpo", "padded", vision_pairs(8, SEED), **kwargs[0])
+    assert_same(padded, train("llava", "dpo", "shared", vision_pairs(8, SEED), **kwargs[1], **parts))
+
+
+def test_other_edits_of_rows_are_refused():
+    model, processor = make_vision("llava", seed=SEED)
+    collator = editing(VisionPreferenceCollator, processor, more_scored)
+    collator.padding_free, collator.rules = True, vision_rules(model)
+    with pytest.raises(ValueError, match="edits rows that have images"):
+        collator([*vision_pairs(4, SEED)])
+
+
+@pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
+def test_later_edits_are_refused(limit):
+    class Stepping(PaddingFreeDPOTrainer):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, more_scored(inputs), *args)
+
+    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    with (
+        patch.dict(TRAINERS, {"dpo": (*TRAINERS["dpo"][:2], Stepping, PaddingFreeDPOConfig)}),
+        pytest.raises(EditedRowsError, match="more or other tokens to score"),
+    ):
+        train("llava", "dpo", "shared", vision_pairs(8, SEED), **parts)
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -161,10 +229,11 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
     [
         ({"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all examples"),
         ({"max_tokens_per_micro_batch": 90}, "Set `oversized_examples='alone'`"),
+        ({"memory_budget": 4}, "`memory_budget=4.0` is planned by the tokens of a micro-batch"),
         ({"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision datasets"),
         ({"task": "sft", "packing": True}, "Packing is not supported for vision datasets"),
     ],
-    ids=["arranging", "oversized", "precomputed", "packing"],
+    ids=["arranging", "oversized", "budget", "precomputed", "packing"],
 )
 def test_options_that_images_rule_out(options, message):
     with pytest.raises(ValueError, match=message):
@@ -194,6 +263,14 @@ def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):
     args = PaddingFreeSFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match="appears to be vision-related"):
         PaddingFreeSFTTrainer(make_model(), args=args, train_dataset=dataset, processing_class=make_tokenizer())
+
+
+@pytest.mark.parametrize("task", ["kto", "reward", "grpo", "rloo"])
+def test_other_trainers_refuse_images(task):
+    trainer, reward = ALL_TRAINERS[task], {"reward_funcs": len} if task in ("grpo", "rloo") else {}
+    args = trainer.config_class("unused", bf16=False, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="The data has a column `images`: only SFT and DPO train on images"):
+        trainer(model=make_model(), args=args, train_dataset=vision_pairs(4, SEED), **reward)
 
 
 def test_videos_are_refused():

@@ -251,6 +251,11 @@ def inspect(args: argparse.Namespace) -> int:
     progress = Console(stderr=True)
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
     with_images = has_images(dataset)
+    if with_images and args.model is not None:
+        raise ValueError(
+            f"`--model {args.model}` predicts the memory of text, and the data has images, whose memory in the vision "
+            "tower is not known: leave `--model` out."
+        )
     reader: Any = AutoProcessor if with_images else AutoTokenizer
     report = measure(
         dataset,

@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset, IterableDataset
 
 from .preferences import column_names
 
 
 def has_images(dataset: Any) -> bool:
-    """Whether TRL takes a data set for one with images."""
-    return dataset is not None and not {"image", "images"}.isdisjoint(column_names(dataset))
+    """Whether TRL takes a data set for one with images. What is none, it refuses in its own words."""
+    is_dataset = isinstance(dataset, Dataset | IterableDataset)
+    return is_dataset and not {"image", "images"}.isdisjoint(column_names(dataset))
 
 
 def images_of(example: dict[str, Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from ..data.collate import KeepingExamples
 from ..data.image_probe import ImageProbe
 from ..data.images import has_images
 from ..flat.batch import BatchCounts
-from ..model.answers import refuse_lost_batch
+from ..model.answers import EditedRowsError, refuse_lost_batch
 from ..model.forward import ask_edits, read_edits
 from .base import FlatTrainer
 from .budgeted import BudgetedSteps
@@ -172,7 +172,7 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
             refuse_lost_batch(inputs)
         batches = self.parts_of(inputs)
         if batches[0] is not inputs:
-            self._ask_edits_of_whole(inputs)
+            self._refuse_edits_of_whole(inputs, batches)
         most, number = len(batches), None
         if self.flat is not None and (self.flat.options.max_tokens_per_micro_batch or self.flat.memory):
             most, number = self.agree_on_parts(batches)
@@ -187,11 +187,18 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         metrics.log()
         return torch.stack(losses).sum()
 
-    def _ask_edits_of_whole(self, inputs: dict[str, Any]) -> None:
-        """Ask whether the rows of a micro-batch that runs in parts were edited: no call of the model will."""
+    def _refuse_edits_of_whole(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
         if self.flat is not None and self.flat.check is not None:
             rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
             ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
+        whole, sizes = self.part_sizes(inputs), [self.part_sizes(part) for part in parts]
+        if any(size != sum(part[name] for part in sizes) for name, size in whole.items()):
+            raise EditedRowsError(
+                "Fewer tokens of a batch are scored than of the parts that it was cut into, which are computed: edit "
+                "the examples before `super().torch_call(examples)` of this package's collator, or leave "
+                "`max_tokens_per_micro_batch` and `memory_budget` out."
+            )
 
     def step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
         """Forward and backward pass of a part; gradients are synchronized after the last."""

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -169,7 +170,12 @@ class StartUpCheck:
         found = prove_each([result.route for result in results])
         if len({result.prefix_sharing for result in found}) > 1:
             found = prove_each([result.route.without_sharing() for result in found])
-        return found
+        # Gradients are compared on text: again, where images have changed the route
+        texts = [
+            text if text.route == image.route else self._prove(model, image.route)
+            for model, text, image in zip(models, results, found, strict=True)
+        ]
+        return [replace(image, gradients=text.gradients) for image, text in zip(found, texts, strict=True)]
 
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""

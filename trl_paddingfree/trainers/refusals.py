@@ -17,6 +17,7 @@ from .. import upstream
 from ..batching.lengths import example_tokens
 from ..data.preferences import column_names
 from ..data.tokens import refuse_bad_tokens
+from ..data.vision import FlatVisionCollator
 from ..model.vision import why_no_images
 from .configs import PaddingFreeOptions
 
@@ -103,9 +104,10 @@ def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
     """TRL's own collator is taken over. A subclass of it may do anything, a subclass of ours gives flat batches."""
     if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
         return
+    package = collator.__module__ if issubclass(collator, FlatVisionCollator) else "trl_paddingfree"
     raise ValueError(
         f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
-        f"`trl_paddingfree.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
+        f"`{package}.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
     )
 
 
