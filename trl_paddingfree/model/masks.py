@@ -100,8 +100,8 @@ def segment_mask(
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return mask[None, None]
 
-    segment = None if layout.blocks is None else i  # without blocks, segments of one shape share a mask
-    return layout.derived(("segment mask", start, length, window, dtype, segment), make)
+    which = () if layout.blocks is None else (i,)  # without blocks, segments of one shape share a mask
+    return layout.derived(("segment mask", start, length, window, dtype, *which), make)
 
 
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
