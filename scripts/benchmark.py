@@ -5,6 +5,7 @@
     python scripts/benchmark.py --arranging lengths/*.csv   # what `arrange_micro_batches` changes
     python scripts/benchmark.py --packing lengths/*.csv     # what packing changes against padding-free batches
     python scripts/benchmark.py --heads reward=pairs.jsonl grpo=prompts.jsonl --model FOLDER  # Reward, KTO and GRPO
+    python scripts/benchmark.py --vision results            # a small model learns to read pictures
     python scripts/benchmark.py --render results/dpo.json   # write the table and draw the chart again
     python scripts/benchmark.py --readme [--check]          # write the documentation's tables from docs/benchmarks
 
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command = parser.add_mutually_exclusive_group(required=True)
     command.add_argument("--collators", type=Path, metavar="FOLDER")
+    command.add_argument("--vision", type=Path, metavar="FOLDER")
     command.add_argument("--arranging", nargs="+", metavar="LENGTHS")
     command.add_argument("--packing", nargs="+", metavar="LENGTHS")
     command.add_argument("--heads", nargs="+", metavar="TASK=DATA")
@@ -47,6 +49,8 @@ def main(argv: list[str]) -> int:
         report.write(json.loads(args.render.read_text()), args.render.parent, args.render.stem)
     elif args.collators:
         commands.collators(args.collators)
+    elif args.vision:
+        commands.vision(args.vision)
     elif args.arranging:
         commands.arranging(args.arranging, ROOT / "docs" / "benchmarks")
     elif args.heads:

@@ -4,6 +4,7 @@ Build every causal language model of transformers tiny, run the start-up check o
 ```
 python scripts/models.py --output docs/models.md
 python scripts/models.py --types llama,qwen3_next
+python scripts/models.py --vision --output docs/models.md    # the second table, on the page that is there
 ```
 
 Runs on the CPU in float32, without network, in about a minute. With flash attention, plain PyTorch stands in for the
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers.architectures import MODEL_TYPES  # noqa: E402
 from tests.helpers.model_table import markdown, table  # noqa: E402
+from tests.helpers.vision_table import HEADING, vision_section  # noqa: E402
 
 
 def main() -> None:
@@ -25,12 +27,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file to write; prints the page if left out")
     parser.add_argument("--types", help="model types, separated by commas; all of transformers if left out")
+    parser.add_argument("--vision", action="store_true", help="the table of images only; needs torchvision")
     arguments = parser.parse_args()
-    page = markdown(table(arguments.types.split(",") if arguments.types else MODEL_TYPES))
+    heading = HEADING.split("\n\n")[0]
+    written = arguments.output.read_text() if arguments.output and arguments.output.exists() else ""
+    text, found, images = written.partition(heading)
+    page = text + vision_section() if arguments.vision else table_of(arguments.types) + found + images
     if arguments.output:
         arguments.output.write_text(page)
     else:
         print(page)
+
+
+def table_of(types: str | None) -> str:
+    """The page without its second table."""
+    return markdown(table(types.split(",") if types else MODEL_TYPES))
 
 
 if __name__ == "__main__":

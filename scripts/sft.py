@@ -8,6 +8,10 @@ LoRA, on a local file and a local model folder, three ways:
 An 8B model on one 80 GB GPU:
 
     accelerate launch scripts/sft.py --config configs/sft_llama3_8b_lora.yaml
+
+A 7B vision-language model on one 80 GB GPU:
+
+    accelerate launch scripts/sft.py --config configs/sft_qwen2.5_vl_7b_lora.yaml
 """
 
 from trl_paddingfree.cli.train import main

@@ -42,3 +42,14 @@ def model_dir(tokenizer, tmp_path_factory):
     make_model(vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def vision_dir(tmp_path_factory):
+    """A folder with a tiny LLaVA and its processor."""
+    from tests.helpers.vision import make_vision
+
+    folder = tmp_path_factory.mktemp("tiny-llava")
+    for part in make_vision("llava"):
+        part.save_pretrained(folder)
+    return str(folder)

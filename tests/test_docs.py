@@ -17,6 +17,7 @@ from trl import TrlParser
 
 import trl_paddingfree
 from tests.helpers.tiny import preference_data, prompt_completions
+from tests.helpers.vision import vision_completions
 from trl_paddingfree.benchmark.main import make_parser as make_benchmark_parser
 from trl_paddingfree.cli.main import SMALL_BENCHMARK, make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
@@ -107,11 +108,17 @@ def test_the_readme_has_an_example_and_the_pages_have_others():
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir):
-    data = {"trl-lib/ultrafeedback_binarized": preference_data(8, 0), "trl-lib/Capybara": prompt_completions(8, 0)}
+def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir, vision_dir):
+    data = {
+        "trl-lib/ultrafeedback_binarized": preference_data(8, 0),
+        "trl-lib/Capybara": prompt_completions(8, 0),
+        "trl-lib/llava-instruct-mix": vision_completions(8, 0),
+    }
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
     on_cpu = f'output_dir={str(tmp_path)!r}, bf16=False, use_cpu=True, max_steps=1, report_to="none"'
-    for written, runs in {'"Qwen/Qwen3-0.6B"': repr(model_dir), 'output_dir="out"': on_cpu}.items():
+    models = {'"Qwen/Qwen3-0.6B"': repr(model_dir), '"Qwen/Qwen2.5-VL-3B-Instruct"': repr(vision_dir)}
+    (model,) = [name for name in models if name in example]
+    for written, runs in {model: models[model], 'output_dir="out"': on_cpu}.items():
         assert written in example
         example = example.replace(written, runs)
     names = {}

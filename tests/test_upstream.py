@@ -92,6 +92,8 @@ PRIVATE = {
             "_prepare_inputs": ("generation_batch",),
         }.items()
     },
+    "trl:DPOTrainer._set_signature_columns_if_needed": (),
+    "trl:SFTTrainer._set_signature_columns_if_needed": (),
 }
 # Set on instances, by the `__init__` of the class
 INSTANCE = {
@@ -112,6 +114,9 @@ INSTANCE = {
     "trl:GRPOTrainer._step",
     "trl:RLOOTrainer._buffered_inputs",
     "trl:RLOOTrainer._step",
+    "transformers:Trainer._signature_columns",
+    "trl:DPOTrainer._is_vision_dataset",
+    "trl:SFTTrainer._is_vision_dataset",
 }
 # Set by functions and methods elsewhere: where they are written
 SET_ELSEWHERE = {

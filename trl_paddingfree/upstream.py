@@ -35,14 +35,24 @@ def mask_function(name: str) -> Callable:
     return AttentionMaskInterface()[name]
 
 
+def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """
+    `model` and the models within it that compute text: flat batches have no others.
+
+    A vision tower keeps its own attention: Qwen's branches on the name, and would run chunk by chunk under ours.
+    """
+    is_text = model.config.get_text_config() is model.config
+    modules = (model if is_text else model.get_decoder()).modules()
+    return [module for module in modules if isinstance(module, PreTrainedModel)]
+
+
 def takes_attention_function(model: PreTrainedModel) -> bool:
     """
     Whether every attention layer of `model` goes through `AttentionInterface`.
 
     Falcon and others look their attention class up in a dict of their own, where a new name is a `KeyError`.
     """
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return all(module._can_set_attn_implementation() for module in models)
+    return all(module._can_set_attn_implementation() for module in text_models(model))
 
 
 def attn_implementation(model: PreTrainedModel) -> str:
@@ -52,14 +62,14 @@ def attn_implementation(model: PreTrainedModel) -> str:
 
 def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
     """
-    Set a registered attention implementation on the model and every part of it.
+    Set a registered attention implementation on the text model and every part of it.
 
     The public `set_attn_implementation` re-checks what kernels the name stands for, and refuses some models (GPT-OSS)
     every name but a few.
     """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.config._attn_implementation = name
+    model.config.get_text_config()._attn_implementation = name
+    for module in text_models(model):
+        module.config._attn_implementation = name
 
 
 def position_limits(model: PreTrainedModel) -> list[int]:

@@ -181,7 +181,6 @@ WRONG = {
     "no tokenizer": (["inspect", "PAIRS", "--tokenizer", "nowhere"], "'nowhere' is no file or folder here"),
     "no model": (["check", "nowhere"], "'nowhere' is no file or folder here"),
     "unknown columns": (["inspect", "ODD", "--tokenizer", "MODEL"], "Preference data needs 'chosen' and 'rejected'"),
-    "images": (["inspect", "IMAGES", "--tokenizer", "MODEL"], "images are not counted"),
     "no split": (
         ["inspect", "PAIRS", "--tokenizer", "MODEL", "--dataset_train_split", "dev"],
         "it has ['train']: name one with `--dataset_train_split`",
@@ -197,9 +196,8 @@ WRONG = {
 def test_what_cannot_be_done_exits_2_with_one_message(capsys, tmp_path, pairs_file, model_dir, case):
     argv, message = WRONG[case]
     files = {"PAIRS": pairs_file, "MODEL": model_dir}
-    for name, columns in {"ODD": {"a": ["b"]}, "IMAGES": {"image": ["x"], "chosen": ["x"]}}.items():
-        files[name] = str(tmp_path / f"{name}.jsonl")
-        Dataset.from_dict(columns).to_json(files[name])
+    files["ODD"] = str(tmp_path / "ODD.jsonl")
+    Dataset.from_dict({"a": ["b"]}).to_json(files["ODD"])
     files["TEXT"] = str(tmp_path / "notes.txt")
     (tmp_path / "notes.txt").write_text("a")
     assert main([files.get(x, x) for x in argv]) == 2

@@ -10,6 +10,7 @@ from accelerate import DistributedType
 from datasets import Dataset, load_from_disk
 
 from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.vision import vision_messages, vision_pairs
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 
 
@@ -34,11 +35,15 @@ def main(task: str, model: str, output: str, options: str) -> None:
     peft = settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate = settings.pop("evaluate", 0)
+    with_images = settings.pop("images", False)
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     trainer_class, config_class, data = {
         "dpo": (PaddingFreeDPOTrainer, PaddingFreeDPOConfig, preference_data),
         "sft": (PaddingFreeSFTTrainer, PaddingFreeSFTConfig, conversations),
     }[task]
+    if with_images:
+        data = {"dpo": vision_pairs, "sft": vision_messages}[task]
+        settings = {"max_length": None, **settings}
     args = config_class(
         **{
             "output_dir": os.path.dirname(output),
@@ -58,7 +63,7 @@ def main(task: str, model: str, output: str, options: str) -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
         args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU
-    kwargs, train_dataset = {}, data(48, seed=1)
+    kwargs, train_dataset = {}, data(24 if with_images else 48, seed=1)
     if unscored:
         train_dataset = tokens_to_score_in_every_second_pair()
     if peft:

@@ -41,6 +41,16 @@ def test_four_processes_train_what_one_trains(model_dir, tmp_path):
     assert_same_run(one, four, tmp_path / "1", tmp_path / "4")
 
 
+def test_two_processes_train_on_images_what_one_trains(vision_dir, tmp_path):
+    """Some rows, and some micro-batches of a process, have no images; workers collate, and micro-batches have parts."""
+    options = {"lora": True, "images": True, "max_steps": 2, "dataloader_num_workers": 1}
+    one = alone("dpo", vision_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
+    options |= {"max_tokens_per_micro_batch": 50, "oversized_examples": "alone"}
+    two = launch(2, "dpo", vision_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2})
+    assert two["world"] == 2
+    assert_same_run(one, two, tmp_path / "1", tmp_path / "2")
+
+
 def test_processes_split_micro_batches_into_parts_of_their_own(model_dir, tmp_path):
     """Into different numbers of parts, of different numbers of pairs: all metrics are those of padded batches."""
     options = {"lora": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}

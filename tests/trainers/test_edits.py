@@ -55,6 +55,11 @@ def fewer_scored(batch):
     return batch
 
 
+def nothing_scored(batch):
+    name, value = ("labels", -100) if "labels" in batch else ("completion_mask", 0)
+    return {**batch, name: torch.full_like(batch[name], value)}
+
+
 def fewer_rows(batch):
     rows = len(batch["input_ids"]) // 2
     keep = torch.arange(rows) * 2 if "labels" in batch else torch.tensor([0, 1, rows, rows + 1])
@@ -142,10 +147,24 @@ def test_edits_of_a_whole_whose_parts_are_computed_are_refused(model_dir):
     collator = PreferenceCollator(0, padding_free=True, max_tokens=20)
     examples = [{"prompt_ids": [i] * 9, "chosen_ids": [i + 1], "rejected_ids": [i + 2]} for i in range(1, 9)]
     assert len(collator(examples)["parts"]) > 1
-    cut = editing(PreferenceCollator, other_tokens)
-    cut.padding_free, cut.max_tokens = True, 20
-    with pytest.raises(ValueError, match="`max_tokens_per_micro_batch` has cut into parts"):
-        cut(examples)
+    for edit in (other_tokens, nothing_scored):
+        cut = editing(PreferenceCollator, edit)
+        cut.padding_free, cut.max_tokens = True, 20
+        with pytest.raises(ValueError, match="`max_tokens_per_micro_batch` has cut into parts"):
+            cut(examples)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_fewer_scored_tokens_of_a_whole_whose_parts_are_computed_are_refused(model_dir, task):
+    *_, trainer_class, config_class = TASKS[task]
+
+    class Stepping(trainer_class):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, nothing_scored(inputs), *args)
+
+    options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 8}
+    with pytest.raises(EditedRowsError, match="Fewer tokens of a batch are scored than of the parts"):
+        run(Stepping, config_class, **common(task, model_dir, **options))
 
 
 def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):

@@ -72,7 +72,7 @@ def test_precomputed_references_are_computed_flat(data, monkeypatch):
     monkeypatch.setattr(forward, "flat_forward", lambda *args, **kw: calls.append(1) or flat_forward(*args, **kw))
     trained = train("kto", "shared", with_reference, data, steps=1, precompute_ref_log_probs=True)
     before_training = len(trained.trainer.train_dataset) // 4 * 2
-    checks = 2 * 3  # of two models: the rows, and twice with other tokens
+    checks = 2 * 6  # of two models: rows, twice with other tokens, twice with gradients, beyond the positions
     assert len(calls) == before_training + checks + 2
 
 

@@ -263,7 +263,7 @@ def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
 
 
 def test_losses_that_couple_examples_are_not_split(folder):
-    common = {"model": folder, "train_dataset": preference_data(16, SEED), "loss_type": ["aot"], "steps": 1}
+    common = {"model": folder, "train_dataset": preference_data(16, SEED), "loss_type": ["aot"], "steps": 4}
     least = between(run(*DPO, **common, memory_budget=8).trainer, LAYERS)
     with pytest.raises(ValueError, match=r"with `loss_type='aot'` it cannot run in parts"):
         run(*DPO, **common, memory_budget=least * 0.8)

@@ -235,9 +235,10 @@ def inspect(args: argparse.Namespace) -> int:
     """`trl-paddingfree inspect`."""
     from rich.console import Console
     from rich.progress import track
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from ..charts import plot_waste
+    from ..data.images import has_images
     from ..data.load import load_rows
     from ..data.savings import measure
     from ..data.task import task_of
@@ -249,9 +250,16 @@ def inspect(args: argparse.Namespace) -> int:
     at_least(0, max_length=args.max_length, sample=args.sample)
     progress = Console(stderr=True)
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
+    with_images = has_images(dataset)
+    if with_images and args.model is not None:
+        raise ValueError(
+            f"`--model {args.model}` predicts the memory of text, and the data has images, whose memory in the vision "
+            "tower is not known: leave `--model` out."
+        )
+    reader: Any = AutoProcessor if with_images else AutoTokenizer
     report = measure(
         dataset,
-        loaded(args.tokenizer, lambda: AutoTokenizer.from_pretrained(args.tokenizer)),
+        loaded(args.tokenizer, lambda: reader.from_pretrained(args.tokenizer)),
         task_of(dataset.column_names, TASKS),
         [args.batch_size * factor for factor in (1, 2, 4, 8)],
         max_length=args.max_length or None,
@@ -260,6 +268,7 @@ def inspect(args: argparse.Namespace) -> int:
         seed=args.seed,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
+        image_token_id=AutoConfig.from_pretrained(args.tokenizer).image_token_id if with_images else None,
         track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
     memory = _memory(args, report)

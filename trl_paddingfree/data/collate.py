@@ -56,7 +56,13 @@ class FlatCollator(DataCollatorMixin):
     def is_edited(self, batch: dict[str, Any]) -> bool:
         """Whether the rows of a batch are not those that its flat batch was made of."""
         rows = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        return bool(edits(batch["flat_batch"], **rows, labels=self.row_labels(batch)).any())
+        if edits(batch["flat_batch"], **rows, labels=self.row_labels(batch)).any():
+            return True
+        # Fewer scored tokens are no edit of a batch that is computed whole, but its parts have rows of their own
+        return "parts" in batch and self._num_scored(batch) != sum(map(self._num_scored, batch["parts"]))
+
+    def _num_scored(self, rows: dict[str, Any]) -> int:
+        return int((self.row_labels(rows)[:, 1:] != IGNORE_INDEX).sum())
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.padding_free:

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..flat.batch import BatchCounts
+from .image_savings import counter
 from .prepare import tokenize
 from .task import Task
 
@@ -180,6 +181,7 @@ def measure(
     truncation_mode: str = "keep_start",
     sample: int | None = 2000,
     seed: int = 0,
+    image_token_id: int | None = None,
     track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] | None = None,
     **options: Any,
 ) -> WasteReport:
@@ -190,7 +192,7 @@ def measure(
         dataset ([`~datasets.Dataset`]):
             Rows in one of TRL's formats.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
+            The model's tokenizer, or its processor for data with images.
         task ([`Task`]):
             What the data is for.
         batch_sizes (`Sequence[int]`):
@@ -203,6 +205,8 @@ def measure(
             Look at so many rows, drawn at random, if there are more. `None`: look at all.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the sample and of the batches.
+        image_token_id (`int`, *optional*):
+            The model's placeholder token, for data with images.
         track (`Callable`, *optional*):
             Shows progress: gets the batches, how many will come, and what they are.
         **options:
@@ -214,7 +218,17 @@ def measure(
     num_rows, max_length = len(dataset), max_length if task.truncates else None
     if sample is not None and sample < num_rows:
         dataset = dataset.select(np.random.default_rng(seed).permutation(num_rows)[:sample])
-    rows, lengths = tokenize(dataset, tokenizer, task, max_length, truncation_mode)
+    rows: Any
+    if image_token_id is not None:
+        rows, lengths, count = counter(dataset, tokenizer, task, max_length, image_token_id, seed)
+    else:
+        rows, lengths = tokenize(dataset, tokenizer, task, max_length, truncation_mode)
+
+        def count(batch_size: int) -> Iterable[BatchCounts]:
+            return count_batches(
+                rows, task, batch_size, max_length=max_length, truncation_mode=truncation_mode, seed=seed, **options
+            )
+
     num_dropped = len(dataset) - len(rows)
     if not len(rows):
         raise ValueError(
@@ -225,9 +239,7 @@ def measure(
     for batch_size in batch_sizes:
         if waste and batch_size > len(rows):
             break
-        counts: Iterable[BatchCounts] = count_batches(
-            rows, task, batch_size, max_length=max_length, truncation_mode=truncation_mode, seed=seed, **options
-        )
+        counts = count(batch_size)
         if track is not None:
             counts = track(counts, math.ceil(len(rows) / batch_size), f"Batches of {batch_size}")
         waste.append(BatchWaste(batch_size, tuple(counts)))

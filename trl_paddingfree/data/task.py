@@ -31,6 +31,8 @@ class Task:
             gets.
         truncates (`bool`, *optional*, defaults to `True`):
             Whether the trainer has a `max_length`.
+        vision_collator (`type`, *optional*):
+            The collator class for data with images; `None`, if the trainer takes none.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Task:
     collator: type
     prepare: Callable[..., Dataset]
     truncates: bool = True
+    vision_collator: type | None = None
 
     @cached_property
     def token_columns(self) -> tuple[str, ...]:
@@ -76,7 +79,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
             The tasks to choose from; the first that fits is taken.
 
     Raises:
-        `ValueError`: If they fit none, or hold images.
+        `ValueError`: If they fit none, or hold images that the task has no collator for.
 
     Examples:
     ```python
@@ -88,10 +91,10 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     ```
     """
     names = set(columns)
-    if names & {"image", "images"}:
-        raise ValueError(f"The data set has columns {sorted(names)}: images are not counted, only text is.")
     for task in tasks:
         if any(names >= needed for needed in task.found_by):
+            if names & {"image", "images"} and task.vision_collator is None:
+                raise ValueError(f"The data set has columns {sorted(names)}: only SFT and DPO train on images.")
             return task
     raise ValueError(
         f"The data set has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .images import FlatImages, RowImages, flat_blocks
 from .layout import FlatLayout
 from .prefix_tree import num_distinct_tokens, share_prefixes
 from .segments import Segments
@@ -91,6 +92,8 @@ class FlatBatch:
             Tokens computed, against what other methods compute.
         companion (`FlatBatch`, *optional*):
             Other rows of the same examples, which the model computes in a call of their own.
+        images ([`~trl_paddingfree.flat.images.FlatImages`], *optional*):
+            Which feature of the images each placeholder gets, if rows have images.
 
     Examples:
     ```python
@@ -118,6 +121,7 @@ class FlatBatch:
     layout: FlatLayout
     counts: BatchCounts
     companion: "FlatBatch | None" = None
+    images: FlatImages | None = None
 
     @classmethod
     def from_rows(
@@ -130,6 +134,7 @@ class FlatBatch:
         pad_token_id: int = 0,
         width: int | None = None,
         starts: Sequence[int] | None = None,
+        images: RowImages | None = None,
     ) -> "FlatBatch":
         """
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
@@ -149,41 +154,48 @@ class FlatBatch:
                 `L`, if the padded rows that the batch stands for are wider than the width row.
             starts (`Sequence[int]`, *optional*):
                 Column in which each row begins, if the padded rows that the batch stands for have padding on the left.
+            images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
+                What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
         tokens = [np.asarray(row, dtype=np.int64) for row in rows]
         targets = [np.asarray(label, dtype=np.int64) for label in labels]
         # Labels of the user's own making may differ from the tokens: two rows could then want different predictions
         # of one token, so nothing is shared
         own_labels = all(((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True))
+        known = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
         row_segments = dict(enumerate([-1] * len(tokens)))
         if prefix_sharing and own_labels and filled:
-            segments, last_segments, flat = share_prefixes([tokens[r] for r in filled])
+            segments, last_segments, flat = share_prefixes([known[r] for r in filled])
             row_segments.update(zip(filled, last_segments, strict=True))
         else:
             segments = Segments.from_lengths([len(tokens[r]) for r in filled])
             row_segments.update((r, i) for i, r in enumerate(filled))
-            flat = np.concatenate([np.zeros(0, np.int64), *tokens])
+            flat = np.concatenate([np.zeros(0, np.int64), *known])
 
         starts = starts or [0] * len(tokens)
         ends = [start + len(row) for start, row in zip(starts, tokens, strict=True)]
         real, width = sum(map(len, tokens)), max([width or 0, *ends])
-        distinct = num_distinct_tokens([tokens[r] for r in filled]) if own_labels else real
+        distinct = num_distinct_tokens([known[r] for r in filled]) if own_labels else real
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
         if not filled:
             tail = pad_to_multiple_of or 1  # the model needs a token to compute, and every rank must call it
         if tail:
             segments = Segments((*segments.lengths, tail), (*segments.parents, -1), (*segments.starts, 0))
             flat = np.concatenate([flat, np.full(tail, pad_token_id)])
+        if images is not None:
+            flat = np.where(flat < 0, images.token_id, flat)
 
         row_index = np.zeros((len(tokens), width), dtype=np.int64)
         row_mask = np.zeros((len(tokens), width), dtype=bool)
         token_rows = np.zeros(len(flat), dtype=np.float32)
         flat_labels = np.full(len(flat), IGNORE_INDEX)
-        for r, target in enumerate(targets):
-            if (segment := row_segments[r]) == -1:
-                continue
-            path = segments.path(segment)[: len(target)]
+        nowhere = np.zeros(0, dtype=np.int64)
+        paths = [
+            nowhere if (segment := row_segments[r]) == -1 else segments.path(segment)[: len(target)]
+            for r, target in enumerate(targets)
+        ]
+        for r, (path, target) in enumerate(zip(paths, targets, strict=True)):
             row_index[r, starts[r] : ends[r]] = path
             row_mask[r, starts[r] : ends[r]] = True
             token_rows[path] += 1
@@ -192,6 +204,9 @@ class FlatBatch:
         scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
         if not len(scored_index):
             scored_index = np.zeros(1, dtype=np.int64)
+        blocks = None
+        if images is not None and images.blocks is not None:
+            blocks = flat_blocks(images.blocks, paths, len(flat))
         return cls(
             input_ids=torch.from_numpy(flat)[None],
             position_ids=torch.from_numpy(segments.position_ids)[None],
@@ -200,8 +215,9 @@ class FlatBatch:
             row_index=torch.from_numpy(row_index),
             row_mask=torch.from_numpy(row_mask),
             token_rows=torch.from_numpy(token_rows)[None],
-            layout=FlatLayout.from_segments(segments),
+            layout=FlatLayout.from_segments(segments, blocks),
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
+            images=None if images is None else FlatImages.from_rows(images, tokens, paths, len(flat)),
         )
 
     @classmethod
@@ -226,7 +242,7 @@ class FlatBatch:
             starts (`Sequence[int]`, *optional*):
                 Column in which each row begins, after the padding on its left. Defaults to 0.
             **kwargs:
-                `prefix_sharing`, `pad_to_multiple_of` and `pad_token_id` of [`FlatBatch.from_rows`].
+                `prefix_sharing`, `pad_to_multiple_of`, `pad_token_id` and `images` of [`FlatBatch.from_rows`].
 
         Returns:
             `FlatBatch`: The flat batch, whose `row_index` is as wide as `input_ids`.

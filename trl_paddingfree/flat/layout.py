@@ -29,6 +29,8 @@ class FlatLayout:
         kv_copies (`tuple[tuple[torch.Tensor, torch.Tensor], ...]`):
             How the gradients of copied key/value rows add up: the k-th pair of (row, flat position) tensors holds
             the k-th copy of each token. Within one pair no position occurs twice, so the sum has a fixed order.
+        blocks (`torch.Tensor` of shape `(T,)`, int64, *optional*):
+            The image block of each token, all of whose tokens see one another, or -1. `None`, if attention is causal.
     """
 
     segments: Segments
@@ -37,10 +39,11 @@ class FlatLayout:
     seq_idx: torch.Tensor
     kv_index: torch.Tensor | None
     kv_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    blocks: torch.Tensor | None = None
     _derived: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def from_segments(cls, segments: Segments) -> "FlatLayout":
+    def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
         """Derive the tensors, on the CPU."""
         kv_index, copies = segments.kv_index, []
         if kv_index is not None:
@@ -59,6 +62,7 @@ class FlatLayout:
             seq_idx=torch.from_numpy(seq_idx)[None],
             kv_index=None if kv_index is None else torch.from_numpy(kv_index),
             kv_copies=tuple(copies),
+            blocks=None if blocks is None or (blocks < 0).all() else torch.from_numpy(blocks),
         )
 
     @property
@@ -88,6 +92,12 @@ class FlatLayout:
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
+
+    def without_blocks(self) -> "FlatLayout":
+        """The layout of layers in which image tokens see only what precedes them."""
+        if self.blocks is None:
+            return self
+        return self.derived("without blocks", lambda: replace(self, blocks=None, _derived={}))
 
     def chunked(self, size: int) -> "FlatLayout":
         """

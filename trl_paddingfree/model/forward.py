@@ -24,9 +24,10 @@ from .backends import ATTENTION_BACKENDS
 from .masks import backbone_mask, boundaries
 from .routes import Route
 from .state_layers import carries_state, install_state_layers, state_arguments
+from .vision import TYPE_ROWS, features_in_order, flat_positions
 
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
-_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin")
+_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin", *TYPE_ROWS)
 # Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
 Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
 
@@ -175,7 +176,7 @@ def flat_forward(
         outputs = previous_forward(
             **kwargs,
             input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
+            position_ids=flat_positions(model, batch),
             attention_mask=batch.token_rows,
             shift_labels=batch.shift_labels,
             fused_lm_head=True,
@@ -200,7 +201,7 @@ def _model_output(
 
     For the loss, the model's head and loss are given the hidden states of rows, so that both are the model's own code.
     """
-    flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": flat_positions(model, batch)}
     if labels is None:
         with _flat_backbone(model, flat, batch, calls_decoder=True), _noise_of_rows(model, batch):
             outputs = previous_forward(**flat_kwargs)
@@ -273,18 +274,21 @@ def _flat_backbone(
     if "attention_mask" not in told:
         config = model.config.get_text_config()
         told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
-    if backend == "positions":  # transformers' own arguments, in place of a mask
-        told |= boundaries(layout)
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
+    # A vision tower has boundaries of its own, and would take these for them
+    told_boundaries = [model.get_decoder()] if hasattr(model.base_model, "get_image_features") else backbones
     given: list[torch.nn.Module] = []
 
     def give_layout(module, args, kwargs):
         if swaps_inputs:  # some heads hand `input_ids` on by its place
             args, kwargs = (), {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         return args, {**kwargs, **told}
+
+    def give_boundaries(module, args, kwargs):
+        return args, {**kwargs, **boundaries(layout)}
 
     def give_head(module, args, outputs):
         if for_head is not None and not given:  # not again, where one of the backbones is within another
@@ -294,8 +298,11 @@ def _flat_backbone(
 
     handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True) for backbone in backbones]
     handles += [backbone.register_forward_hook(give_head) for backbone in backbones]
+    if backend == "positions":  # transformers' own arguments, in place of a mask
+        handles += [text.register_forward_pre_hook(give_boundaries, with_kwargs=True) for text in told_boundaries]
     try:
-        yield
+        with features_in_order(model, batch):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -18,6 +18,8 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _STATE = ("linear_attention", "conv")
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+# Models whose image tokens see one another both ways in their sliding layers only
+_CAUSAL_IN_FULL = ("gemma4_text",)
 
 
 class FlatMask(torch.Tensor):
@@ -67,6 +69,8 @@ def segment_mask(
     """
     `(1, 1, length, start + length)` mask of segment `i`, made once per batch and shared by all layers.
 
+    Tokens see those before them, and those of their image block.
+
     Args:
         layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
             The layout of the batch.
@@ -80,18 +84,24 @@ def segment_mask(
     """
     start, length = layout.segments.starts[i], layout.segments.lengths[i]
     window = window if window is not None and window < start + length else None
-    if start == 0 and window is None and dtype is None:
+    if start == 0 and window is None and dtype is None and layout.blocks is None:
         return None
 
     def make() -> torch.Tensor:
         q = torch.arange(start, start + length, device=layout.device)[:, None]
         k = torch.arange(start + length, device=layout.device)[None]
-        mask = k <= q if window is None else (k <= q) & (k > q - window)
+        mask = k <= q
+        if layout.blocks is not None:
+            blocks = layout.blocks[torch.from_numpy(layout.segments.path(i)).to(layout.device)]
+            mask = mask | ((blocks[start:, None] == blocks[None]) & (blocks[start:, None] >= 0))
+        if window is not None:
+            mask = mask & (k > q - window)
         if dtype is not None:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return mask[None, None]
 
-    return layout.derived(("segment mask", start, length, window, dtype), make)
+    which = () if layout.blocks is None else (i,)  # without blocks, segments of one shape share a mask
+    return layout.derived(("segment mask", start, length, window, dtype, *which), make)
 
 
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -163,7 +173,8 @@ def backbone_mask(
         masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
     if carries_state:
         return {**dict.fromkeys(_STATE, FlatMask.carrying(layout, per_token=True)), **masks}
-    one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and _CHUNKED not in kinds)
+    differ = _CHUNKED in kinds or (layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
+    one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and not differ)
     return next(iter(masks.values())) if one_for_all or len(masks) == 1 else masks
 
 
@@ -173,7 +184,10 @@ def _mask_of_kind(
     """What attention layers of one kind get as their mask."""
     if backend == "positions":
         return None
-    layout = layout.chunked(config.attention_chunk_size) if kind == _CHUNKED else layout
+    if kind == _CHUNKED:
+        layout = layout.chunked(config.attention_chunk_size)
+    elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
+        layout = layout.without_blocks()
     if backend in ATTENTION_BACKENDS:
         return FlatMask.carrying(layout)  # attention functions are given their window
     return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)

@@ -11,6 +11,8 @@ from trl.trainer.utils import get_config_model_id
 from .. import upstream
 from ..batching.arrange import StepSampler
 from ..check.prove import UnprovenModelError
+from ..data.image_probe import ImageProbe
+from ..data.images import has_images
 from ..data.task import Task
 from ..flat.batch import BatchCounts
 from ..model.forward import install
@@ -23,11 +25,7 @@ from .micro_batches import Part, PartMetrics
 from .model_card import describe_method
 from .proving import StartUpCheck
 from .quiet import silence
-from .refusals import (
-    given_datasets,
-    refuse_unflattenable,
-    warn_of_dropout,
-)
+from .refusals import given_datasets, refuse_unflattenable, warn_of_dropout
 from .token_counts import TokenCounts, gathered
 
 
@@ -115,7 +113,16 @@ class FlatTrainer(WholeCheckpoints):
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches."""
-        refuse_unflattenable(arguments, self.task.collator)
+        collator = self.collator_of(has_images(arguments.get("train_dataset")))
+        refuse_unflattenable(arguments, collator, takes_images=self.task.vision_collator is not None)
+
+    def collator_of(self, with_images: bool) -> Any:
+        """The collator class that gives flat batches of data with or without images."""
+        return (self.task.vision_collator if with_images else None) or self.task.collator
+
+    def images_to_try(self) -> ImageProbe | None:
+        """Examples with images for the check; `None` for text."""
+        return None
 
     def refuse_micro_batches(self) -> None:
         """Refuse options that move examples between micro-batches where that would change the loss."""
@@ -134,7 +141,8 @@ class FlatTrainer(WholeCheckpoints):
         flat = self.flat
         if flat is None or flat.route is not None:
             return
-        flat.check, models = StartUpCheck(self.accelerator, flat.options, self.args), self.flat_models()
+        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
+        models = self.flat_models()
         if all(flat.check.can_call(model, model is self.model) for model in models):
             flat.route = flat.check.prove_all(models)
         else:  # the engine shards and places the weights when training starts: the check waits for it

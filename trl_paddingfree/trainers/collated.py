@@ -13,14 +13,17 @@ from datasets import Dataset
 from .. import upstream
 from ..batching.lengths import token_lengths
 from ..data.collate import KeepingExamples
+from ..data.image_probe import ImageProbe
+from ..data.images import has_images
 from ..flat.batch import BatchCounts
-from ..model.answers import refuse_lost_batch
+from ..model.answers import EditedRowsError, refuse_lost_batch
 from ..model.forward import ask_edits, read_edits
 from .base import FlatTrainer
 from .budgeted import BudgetedSteps
 from .memory_budget import is_sharded
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
-from .refusals import refuse_beside_budget, refuse_moving, refuse_oversized, refuse_rotary_padding
+from .refusals import refuse_beside_budget, refuse_moving, refuse_oversized, refuse_rotary_padding, refuse_unseen
+from .vision import flat_collator, images_to_try
 
 
 class CollatedTrainer(BudgetedSteps, FlatTrainer):
@@ -35,6 +38,7 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     # What TRL's trainers set
     _train_batch_size: int
     _total_train_tokens: int
+    _is_vision_dataset: Any = False
     aux_loss_enabled: Any = False
     router_aux_loss_coef: Any = 0.0
 
@@ -46,6 +50,8 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
         assert self.flat is not None
+        if has_images(arguments.get("train_dataset")):
+            refuse_unseen(self.flat.options)
         if self.flat.options.memory_budget is not None:
             config = arguments["args"]
             refuse_beside_budget(self.flat.options, config)
@@ -57,13 +63,11 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
             return
         super().start_flat()
         assert self.flat.route is not None
-        collator: Any = self.data_collator
-        if not isinstance(collator, self.task.collator):
-            collator = self.task.collator(**vars(collator))
-        # A copy: the user's own collator may serve another trainer
-        self.data_collator = replace(
-            collator, padding_free=True, prefix_sharing=self.flat.route.prefix_sharing, max_tokens=None
-        )
+        self.data_collator = replace(flat_collator(self), prefix_sharing=self.flat.route.prefix_sharing)
+
+    def images_to_try(self) -> ImageProbe | None:
+        """The first examples with images, as the collator will get them; `None` for text."""
+        return images_to_try(self, flat_collator(self))
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
@@ -81,7 +85,7 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
         limit = self.args.max_length
-        if not isinstance(self.train_dataset, Dataset):
+        if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
             return limit is None or limit > length
         return self.longest_row() > length
 
@@ -168,7 +172,7 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
             refuse_lost_batch(inputs)
         batches = self.parts_of(inputs)
         if batches[0] is not inputs:
-            self._ask_edits_of_whole(inputs)
+            self._refuse_edits_of_whole(inputs, batches)
         most, number = len(batches), None
         if self.flat is not None and (self.flat.options.max_tokens_per_micro_batch or self.flat.memory):
             most, number = self.agree_on_parts(batches)
@@ -183,11 +187,18 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         metrics.log()
         return torch.stack(losses).sum()
 
-    def _ask_edits_of_whole(self, inputs: dict[str, Any]) -> None:
-        """Ask whether the rows of a micro-batch that runs in parts were edited: no call of the model will."""
+    def _refuse_edits_of_whole(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
         if self.flat is not None and self.flat.check is not None:
             rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
             ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
+        whole, sizes = self.part_sizes(inputs), [self.part_sizes(part) for part in parts]
+        if any(size != sum(part[name] for part in sizes) for name, size in whole.items()):
+            raise EditedRowsError(
+                "Fewer tokens of a batch are scored than of the parts that it was cut into, which are computed: edit "
+                "the examples before `super().torch_call(examples)` of this package's collator, or leave "
+                "`max_tokens_per_micro_batch` and `memory_budget` out."
+            )
 
     def step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
         """Forward and backward pass of a part; gradients are synchronized after the last."""

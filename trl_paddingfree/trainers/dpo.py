@@ -13,6 +13,7 @@ from ..data.collate import PreferenceCollator
 from ..data.preferences import check_preferences
 from ..data.prepare import log_dropped
 from ..data.task import Task
+from ..data.vision import VisionPreferenceCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
 
@@ -24,6 +25,7 @@ DPO = Task(
     other_columns=(),
     collator=PreferenceCollator,
     prepare=upstream.prepare_preferences,
+    vision_collator=VisionPreferenceCollator,
 )
 
 

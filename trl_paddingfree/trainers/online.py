@@ -68,8 +68,8 @@ class OnlineTrainer(FlatTrainer):
         beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
         if self.flat is not None and beside:
             raise ValueError(
-                f"The rows come with `{beside[0]}`: vision data is not supported without padding. Leave out images, "
-                "also those that tools return, or set `padding_free=False`."
+                f"The rows come with `{beside[0]}`: only SFT and DPO train on images without padding. Leave out "
+                "images, also those that tools return, or set `padding_free=False`."
             )
         self.prove_placed(model)
         trl: Any = super()

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..check.prove import CheckResult, prove
+from ..check.vision import prove_images
+from ..data.image_probe import ImageProbe
 from ..model.routes import Route, choose_route, why_not_to_share
 from ..model.state_layers import describe_state_layers
+from ..model.vision import sees_both_ways
 from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
@@ -31,10 +35,18 @@ class StartUpCheck:
             What was asked for.
         args ([`~transformers.TrainingArguments`], *optional*):
             The trainer's, which says whether training recomputes activations.
+        images ([`~trl_paddingfree.data.image_probe.ImageProbe`], *optional*):
+            Examples with images, if the data has them.
     """
 
-    def __init__(self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any = None):
-        self.accelerator, self.options, self.args = accelerator, options, args
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        options: PaddingFreeOptions,
+        args: Any = None,
+        images: ImageProbe | None = None,
+    ):
+        self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
 
     def base(self, model: Any) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
@@ -79,6 +91,8 @@ class StartUpCheck:
         sharing = {result.prefix_sharing for result in results}
         if len(sharing) > 1:
             results = [self._prove(*each) for each in zip(models, (r.without_sharing() for r in routes), strict=True)]
+        if self.images is not None:
+            results = self._prove_images(models, results)
         if self.accelerator.is_main_process:
             logger.warning(
                 f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
@@ -132,6 +146,36 @@ class StartUpCheck:
         if engine == DistributedType.FSDP and not self.accelerator.is_fsdp2:
             return "FSDP1 computes whole backward passes only"
         return ""
+
+    def _prove_images(self, models: Sequence[Any], results: list[CheckResult]) -> list[CheckResult]:
+        """What the check says of images, which all models share or none does."""
+        images = self.images
+        if images is None or not images.names:
+            logger.warning("The first examples have no images: nothing was there to try the model's images on.")
+            return results
+        if results[0].route.backend in ("flash", "positions") and sees_both_ways(self.base(models[0])):
+            logger.warning(
+                f"`attn_implementation={results[0].route.previous!r}` lets image tokens of "
+                f"{type(self.base(models[0])).__name__} see only what precedes them, with padding and without. The "
+                "model was made to let them see their whole image: load it with 'sdpa'."
+            )
+
+        def prove_each(routes: Sequence[Route]) -> list[CheckResult]:
+            found = []
+            for model, route in zip(models, routes, strict=True):
+                with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
+                    found.append(prove_images(self.base(model), route, images, call=model, agree=self._all_agree))
+            return found
+
+        found = prove_each([result.route for result in results])
+        if len({result.prefix_sharing for result in found}) > 1:
+            found = prove_each([result.route.without_sharing() for result in found])
+        # Gradients are compared on text: again, where images have changed the route
+        texts = [
+            text if text.route == image.route else self._prove(model, image.route)
+            for model, text, image in zip(models, results, found, strict=True)
+        ]
+        return [replace(image, gradients=text.gradients) for image, text in zip(found, texts, strict=True)]
 
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""

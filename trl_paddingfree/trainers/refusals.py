@@ -17,12 +17,14 @@ from .. import upstream
 from ..batching.lengths import example_tokens
 from ..data.preferences import column_names
 from ..data.tokens import refuse_bad_tokens
+from ..data.vision import FlatVisionCollator
+from ..model.vision import why_no_images
 from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
 
 
-def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
+def refuse_unflattenable(arguments: dict[str, Any], collator: type, takes_images: bool) -> None:
     """
     Refuse trainer arguments that cannot be combined with flat batches.
 
@@ -31,6 +33,8 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
             Arguments of the trainer.
         collator (`type`):
             The collator class that gives flat batches.
+        takes_images (`bool`):
+            Whether the trainer takes data with images.
 
     Raises:
         `ValueError`: Naming the argument, its value, and what to change.
@@ -42,7 +46,8 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     _refuse_file(config.output_dir)
     for name, dataset in given_datasets(arguments):
         _refuse_empty(dataset, name)
-        _refuse_vision(dataset)
+        if not takes_images:
+            _refuse_vision(dataset)
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
@@ -99,9 +104,10 @@ def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
     """TRL's own collator is taken over. A subclass of it may do anything, a subclass of ours gives flat batches."""
     if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
         return
+    package = collator.__module__ if issubclass(collator, FlatVisionCollator) else "trl_paddingfree"
     raise ValueError(
         f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
-        f"`trl_paddingfree.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
+        f"`{package}.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
     )
 
 
@@ -121,8 +127,8 @@ def _refuse_vision(dataset: Any) -> None:
     found = [name for name in column_names(dataset) if name in ("image", "images")]
     if found:
         raise ValueError(
-            f"The data has a column `{found[0]}`: vision data is not supported without padding. Leave the column out "
-            f"with `dataset.remove_columns('{found[0]}')` to train on the text, or set `padding_free=False`."
+            f"The data has a column `{found[0]}`: only SFT and DPO train on images without padding. Leave the column "
+            f"out with `dataset.remove_columns('{found[0]}')` to train on the text, or set `padding_free=False`."
         )
 
 
@@ -280,4 +286,44 @@ def refuse_oversized(lengths: np.ndarray, prefix_sharing: bool, limit: int) -> N
         raise ValueError(
             f"`max_tokens_per_micro_batch={limit}` is less than example {longest} of the training data needs "
             f"({tokens[longest]} tokens). Raise it, lower `max_length`, or set `oversized_examples='alone'`."
+        )
+
+
+def refuse_unseen(options: PaddingFreeOptions) -> None:
+    """
+    Refuse options that look ahead in data with images, whose lengths are not known before they are processed.
+
+    Raises:
+        `ValueError`: Naming the option, its value, and what to change.
+    """
+    if options.arrange_micro_batches != "none":
+        raise ValueError(
+            f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
+            "processes images on the fly: those of examples with images are not known before. Leave it out."
+        )
+    if options.memory_budget is not None:
+        raise ValueError(
+            f"`memory_budget={options.memory_budget}` is planned by the tokens of a micro-batch, and does not know "
+            "what the vision tower keeps of its images. Leave it out, and set `max_tokens_per_micro_batch` with "
+            "`oversized_examples='alone'`."
+        )
+    if options.max_tokens_per_micro_batch and options.oversized_examples == "error":
+        raise ValueError(
+            f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}` with `oversized_examples='error'` goes "
+            "by the lengths of all examples, and TRL processes images on the fly: those of examples with images are "
+            "not known before. Set `oversized_examples='alone'`."
+        )
+
+
+def refuse_blind(model: Any) -> None:
+    """
+    Refuse to train a model on images that cannot take them from a flat row.
+
+    Raises:
+        `ValueError`: Naming the model and the reason.
+    """
+    if reason := why_no_images(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "
+            "train another model."
         )

@@ -11,6 +11,7 @@ from ..data.preferences import refuse_bad_messages
 from ..data.prepare import log_dropped
 from ..data.task import Task
 from ..data.tokens import refuse_unknown_tokens, without_lengths
+from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
@@ -25,6 +26,7 @@ SFT = Task(
     other_columns=("labels",),
     collator=LanguageModelingCollator,
     prepare=upstream.prepare_instructions,
+    vision_collator=VisionLanguageModelingCollator,
 )
 
 

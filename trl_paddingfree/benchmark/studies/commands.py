@@ -12,6 +12,7 @@ from .arranging import arranging_report, measure_imbalance, measure_meetings
 from .collators import collators_report, time_collators
 from .heads import Setup, heads_report, measure_heads
 from .packing import measure_packing, packing_report
+from .vision import measure_vision, vision_report
 
 COMMAND = "python scripts/benchmark.py"
 # Small enough for minutes on two cores
@@ -57,6 +58,13 @@ def heads(model: str, sources: Sequence[str], folder: Path) -> None:
         report = heads_report(measured, machine_name(found))
         name = "-".join(dict.fromkeys(("heads", *(task for task, _, _ in named))))
         write(name, arguments, {"environment": found, "measured": measured}, report, folder)
+
+
+def vision(folder: Path) -> None:
+    """Write how a small model learns to read pictures, with padding and without."""
+    found, measured = environment("cpu"), measure_vision()
+    report = vision_report(measured, machine_name(found))
+    write("vision", ["--vision", str(folder)], {"environment": found, "measured": measured}, report, folder)
 
 
 def write(name: str, arguments: list[str], measured: dict[str, Any], report: str, folder: Path) -> None:

@@ -1,0 +1,109 @@
+"""The start-up check of images: every known way in which they go astray is caught, and nothing else."""
+
+import os
+
+import pytest
+import torch
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.vision import make_vision, needs_torchvision, vision_completions, vision_pairs
+from trl_paddingfree.check.prove import UnprovenModelError
+from trl_paddingfree.check.vision import check_images, prove_images
+from trl_paddingfree.data.image_probe import ImageProbe
+from trl_paddingfree.data.vision import VisionLanguageModelingCollator, VisionPreferenceCollator
+from trl_paddingfree.flat import batch as flat_batch
+from trl_paddingfree.flat.images import FlatImages, RowImages
+from trl_paddingfree.model import forward
+from trl_paddingfree.model.routes import Route
+from trl_paddingfree.model.vision import vision_rules
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+SHARED = Route("segment", "sdpa", prefix_sharing=True)
+# A mistake moves log-probabilities in the first digits, rounding in the seventh
+LARGE = 1e-3
+qwen = pytest.param("qwen2_5_vl", marks=needs_torchvision)
+
+
+def make(kind, task="dpo"):
+    model, processor = make_vision(kind, seed=SEED)
+    add_fused_lm_head(model)
+    collator_class, data = {
+        "dpo": (VisionPreferenceCollator, vision_pairs),
+        "sft": (VisionLanguageModelingCollator, vision_completions),
+    }[task]
+    collator = collator_class(processor, padding_free=True, rules=vision_rules(model))
+    return model, ImageProbe(collator, data(6, SEED))
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+@pytest.mark.parametrize("kind", ["gemma3", qwen])
+def test_a_model_that_does_all_right_passes(kind, task):
+    model, probe = make(kind, task)
+    assert probe.names == ("first", "inverted", "second", "text")
+    result = check_images(model, SHARED, probe)
+    assert result.passed, result
+    assert result.effect > LARGE
+
+
+def caught(model, probe):
+    result = check_images(model, SHARED, probe)
+    assert not result.passed
+    assert not result.failure
+    assert result.error > LARGE
+    return result
+
+
+@pytest.mark.parametrize("kind", ["llava", qwen])
+def test_features_in_another_order_are_caught(monkeypatch, kind):
+    make_images = FlatImages.from_rows.__func__
+
+    def rolled(cls, *args):
+        images = make_images(cls, *args)
+        index = torch.arange(images.num_features) if images.feature_index is None else images.feature_index
+        return FlatImages(images.num_features, index.roll(1), images.copies, images.grids)
+
+    monkeypatch.setattr(FlatImages, "from_rows", classmethod(rolled))
+    caught(*make(kind))
+
+
+@needs_torchvision
+def test_positions_that_count_image_tokens_as_text_are_caught(monkeypatch):
+    monkeypatch.setattr(forward, "flat_positions", lambda model, batch: batch.position_ids)
+    caught(*make("qwen2_5_vl"))
+
+
+def test_image_tokens_that_see_only_what_precedes_them_are_caught(monkeypatch):
+    monkeypatch.setattr(flat_batch, "flat_blocks", lambda blocks, paths, size: None)
+    caught(*make("gemma3"))
+
+
+def test_rows_that_share_the_placeholders_of_different_images_are_caught(monkeypatch):
+    monkeypatch.setattr(RowImages, "identities", lambda self, rows: rows)
+    model, probe = make("llava")
+    caught(model, probe)
+    # Without shared prefixes nothing is wrong: the trainer goes on with that
+    assert not prove_images(model, SHARED, probe).prefix_sharing
+
+
+def test_images_that_never_arrive_are_caught():
+    model, probe = make("llava")
+    for parameter in model.model.multi_modal_projector.parameters():
+        torch.nn.init.zeros_(parameter)
+    with pytest.raises(UnprovenModelError, match="make no difference to it: they never arrive"):
+        prove_images(model, SHARED, probe)
+
+
+def test_images_that_leak_into_other_rows_are_caught(monkeypatch):
+    model, probe = make("llava")
+    features_of = model.model.get_image_features
+
+    def mixed(*args, **kwargs):
+        outputs = features_of(*args, **kwargs)
+        mean = torch.cat(outputs.pooler_output).mean(0)
+        outputs.pooler_output = [features + mean for features in outputs.pooler_output]
+        return outputs
+
+    monkeypatch.setattr(model.model, "get_image_features", mixed)
+    result = check_images(model, SHARED, probe)
+    assert not result.isolated
+    assert result.leak > LARGE

@@ -1,0 +1,40 @@
+"""What a vision-language model says of flat rows with images, outside of TRL's head."""
+
+import os
+
+import pytest
+import torch
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.vision import make_vision, needs_torchvision, vision_completions
+from trl_paddingfree.data.vision import VisionLanguageModelingCollator
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.routes import Route
+from trl_paddingfree.model.vision import vision_rules
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# float32 (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms
+FLOAT32 = 2e-5
+KINDS = ["gemma3", *(pytest.param(kind, marks=needs_torchvision) for kind in ("qwen2_5_vl", "qwen3_5", "gemma4"))]
+
+
+@pytest.mark.parametrize("backend", ["segment", "mask"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_loss_of_rows_with_images_are_those_of_padded_rows(kind, backend):
+    model, processor = make_vision(kind, seed=SEED)
+    add_fused_lm_head(model)
+    model.eval()
+    collator = VisionLanguageModelingCollator(
+        processor, completion_only_loss=True, padding_free=True, prefix_sharing=True, rules=vision_rules(model)
+    )
+    rows = [*vision_completions(4, SEED)]
+    padded, flat = collator.padded(rows), collator(rows)
+    install(model, Route(backend, "sdpa", prefix_sharing=True))
+    with torch.no_grad():
+        expected, actual = model(**padded), model(**flat)
+        logits = model(**{name: value for name, value in flat.items() if name != "labels"}).logits
+    tokens = padded["attention_mask"].bool()
+    allowed = FLOAT32 * expected.logits.abs().max()
+    assert (actual.logits - expected.logits)[tokens].abs().max() <= allowed
+    assert (logits - expected.logits)[tokens].abs().max() <= allowed
+    assert abs(actual.loss - expected.loss) <= FLOAT32 * abs(expected.loss)

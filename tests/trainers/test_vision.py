@@ -1,0 +1,293 @@
+"""Data with images: padded TRL beside ours, on fourteen architectures, and what is refused."""
+
+import os
+import random
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers.utils import is_torchvision_available
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+from tests.helpers.equivalence import assert_same
+from tests.helpers.tiny import make_model, make_tokenizer
+from tests.helpers.vision import (
+    ARCHITECTURES,
+    WITHOUT_TORCHVISION,
+    make_vision,
+    picture,
+    vision_completions,
+    vision_messages,
+    vision_pairs,
+)
+from tests.helpers.vision_runs import TRAINERS, train
+from tests.helpers.vision_table import refused_model
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree.data.vision import VisionPreferenceCollator, take_images, take_rows
+from trl_paddingfree.model.answers import EditedRowsError
+from trl_paddingfree.model.vision import vision_rules, why_no_images
+from trl_paddingfree.trainers.refusals import refuse_blind
+from trl_paddingfree.trainers.registry import TRAINERS as ALL_TRAINERS
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
+# A sample of each run of the tests; `-m models` takes all
+SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
+# bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
+BF16 = 2e-2
+
+
+def assert_layouts_agree(kind, task, dataset, layouts=("flat", "shared"), flat_only=None, **options):
+    padded = train(kind, task, "padded", dataset, **options)
+    results = [train(kind, task, layout, dataset, **options, **(flat_only or {})) for layout in layouts]
+    for result in results:
+        assert_same(padded, result)
+    return padded, results
+
+
+def assert_architecture(kind):
+    assert_layouts_agree(kind, "dpo", vision_pairs(8, SEED))
+    assert_layouts_agree(kind, "sft", vision_messages(8, SEED), layouts=("shared",), lora=True)
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_an_architecture_trains_as_with_padding(kind):
+    assert_architecture(kind)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", sorted(set(BUILDABLE)))
+def test_every_architecture_trains_as_with_padding(kind):
+    assert_architecture(kind)
+    assert_layouts_agree(kind, "sft", vision_completions(8, SEED), gradient_checkpointing=True)
+
+
+def test_lora_gradient_checkpointing_evaluation_and_parts():
+    """Rows without images among them, a reference without adapter, and micro-batches in parts."""
+    dataset = vision_pairs(12, SEED)
+    kwargs = {"eval_dataset": vision_pairs(6, SEED + 1)}
+    options = {"lora": True, "gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
+    parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+    _, (whole, split) = assert_layouts_agree(
+        "llava", "dpo", dataset, layouts=("shared", "flat"), flat_only=parts, trainer_kwargs=kwargs, **options
+    )
+    assert split.trainer.total_counts().computed > whole.trainer.total_counts().computed
+
+
+def test_bf16_follows_padded_training():
+    dataset = vision_completions(8, SEED)
+    padded, shared = (train("gemma3", "sft", layout, dataset, bf16=True) for layout in ("padded", "shared"))
+    for expected, actual in zip(padded.losses, shared.losses, strict=True):
+        assert abs(expected - actual) <= BF16 * abs(expected)
+
+
+def test_text_on_a_vision_model():
+    rows = [{"prompt": "w1 w2", "completion": " w3"}, {"prompt": "w1", "completion": " w4 w5 w6"}] * 4
+    assert_layouts_agree("gemma3", "sft", Dataset.from_list(rows), layouts=("shared",))
+
+
+def test_whole_batches_without_images():
+    """Every second batch: the tower is not called, and gets no gradients."""
+    rows = [*vision_completions(8, SEED)]
+    rows = [{**row, "images": []} if i // 4 % 2 else row for i, row in enumerate(rows)]
+    options = {"train_sampling_strategy": "sequential"}
+    assert_layouts_agree("llava", "sft", Dataset.from_list(rows), layouts=("shared",), **options)
+
+
+# --- each image once -------------------------------------------------------------------------------------------------
+
+
+def test_dpo_runs_the_tower_half_as_often():
+    seen = {}
+    for layout in ("padded", "shared"):
+        counts = []
+        with patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as embed:
+            train("llava", "dpo", layout, vision_pairs(4, SEED), steps=1)
+            counts = [call.args[1].size(0) for call in embed.call_args_list]
+        seen[layout] = counts[-2:]  # the policy and the reference, after the check
+    assert sum(seen["padded"]) == 2 * sum(seen["shared"])
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_images_are_processed_once_and_cut_into_parts(kind):
+    model, processor = make_vision(kind, seed=SEED)
+    rows = [{**row, "images": row["images"][:1]} for row in vision_pairs(6, SEED)]
+    collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model), max_tokens=40)
+    images = []
+    process = type(processor.image_processor).__call__
+
+    def counting(self, given, *args, **kwargs):
+        images.extend(image for of_row in given for image in (of_row if isinstance(of_row, list) else [of_row]))
+        return process(self, given, *args, **kwargs)
+
+    with patch.object(type(processor.image_processor), "__call__", counting):
+        batch = collator(rows)
+    assert len(batch["parts"]) > 1
+    # InternVL's tiles have no lengths that tell whose they are
+    assert kind == "internvl" or len(images) == sum(len(row["images"]) for row in rows)
+    assert sum(len(part["input_ids"]) for part in batch["parts"]) == 2 * len(rows)
+    cut = take_images(collator.rows(rows), [0, 3, 2], [len(row["images"]) for row in rows])
+    for name, values in (cut or {}).items():
+        alone = torch.as_tensor(collator.rows([rows[i] for i in (0, 3, 2)])[name])
+        if alone.shape == values.shape:  # else the others are larger, and it is padded to their size
+            assert torch.equal(alone, values)
+
+
+def test_images_whose_owners_lengths_do_not_tell_are_processed_again():
+    rows = {"input_ids": torch.zeros(2, 3), "pixel_values": torch.arange(2.0)[:, None]}
+    assert take_images(rows, [0], [1, 1])["pixel_values"].tolist() == [[0.0]]
+    assert take_images(rows, [1], [2, 0]) is None  # two images, or two examples
+    assert take_rows({"input_ids": torch.arange(4)[:, None]}, [1], 2)["input_ids"].tolist() == [[1], [3]]
+
+
+# --- rows that somebody edits ---------------------------------------------------------------------------------------
+
+
+def editing(collator_class, processor, edit=lambda batch: batch, edit_examples=lambda examples: examples):
+    @dataclass
+    class Editing(collator_class):
+        def torch_call(self, examples):
+            return edit(super().torch_call(edit_examples([dict(example) for example in examples])))
+
+    return Editing(processor)
+
+
+def fewer_scored(batch):
+    batch["completion_mask"][:, ::3] = 0
+    return batch
+
+
+def more_scored(batch):
+    batch["completion_mask"] = batch["attention_mask"].clone()
+    return batch
+
+
+def other_order(examples):
+    return examples[::-1]
+
+
+@pytest.mark.parametrize(
+    ("edits", "limit"),
+    [({"edit": fewer_scored}, None), ({"edit_examples": other_order}, None), ({"edit_examples": other_order}, 60)],
+    ids=["rows", "examples", "examples in parts"],
+)
+def test_edits_of_a_collator_are_trained_on(edits, limit):
+    processor = make_vision("llava", seed=SEED)[1]
+    kwargs = [
+        {"trainer_kwargs": {"data_collator": editing(collator, processor, **edits)}}
+        for collator in (DataCollatorForVisionPreference, VisionPreferenceCollator)
+    ]
+    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    padded = train("llava", "dpo", "padded", vision_pairs(8, SEED), **kwargs[0])
+    assert_same(padded, train("llava", "dpo", "shared", vision_pairs(8, SEED), **kwargs[1], **parts))
+
+
+def test_other_edits_of_rows_are_refused():
+    model, processor = make_vision("llava", seed=SEED)
+    collator = editing(VisionPreferenceCollator, processor, more_scored)
+    collator.padding_free, collator.rules = True, vision_rules(model)
+    with pytest.raises(ValueError, match="edits rows that have images"):
+        collator([*vision_pairs(4, SEED)])
+
+
+@pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
+def test_later_edits_are_refused(limit):
+    class Stepping(PaddingFreeDPOTrainer):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, more_scored(inputs), *args)
+
+    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    with (
+        patch.dict(TRAINERS, {"dpo": (*TRAINERS["dpo"][:2], Stepping, PaddingFreeDPOConfig)}),
+        pytest.raises(EditedRowsError, match="more or other tokens to score"),
+    ):
+        train("llava", "dpo", "shared", vision_pairs(8, SEED), **parts)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(task="dpo", kind="llava", dataset=None, **options):
+    model, processor = make_vision(kind, seed=SEED)
+    _, _, trainer, config = TRAINERS[task]
+    data = dataset or {"dpo": vision_pairs, "sft": vision_completions}[task](4, SEED)
+    args = config("unused", bf16=False, use_cpu=True, report_to="none", max_length=None, **options)
+    return trainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        processing_class=processor,
+        peft_config=LoraConfig(target_modules="all-linear"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all examples"),
+        ({"max_tokens_per_micro_batch": 90}, "Set `oversized_examples='alone'`"),
+        ({"memory_budget": 4}, "`memory_budget=4.0` is planned by the tokens of a micro-batch"),
+        ({"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision datasets"),
+        ({"task": "sft", "packing": True}, "Packing is not supported for vision datasets"),
+    ],
+    ids=["arranging", "oversized", "budget", "precomputed", "packing"],
+)
+def test_options_that_images_rule_out(options, message):
+    with pytest.raises(ValueError, match=message):
+        refused(**options)
+
+
+def test_keep_end_is_refused_in_trls_words():
+    model, processor = make_vision("llava", seed=SEED)
+    args = PaddingFreeDPOConfig("unused", bf16=False, use_cpu=True, report_to="none", truncation_mode="keep_end")
+    with pytest.raises(ValueError, match="truncation_mode='keep_end' is not supported for vision-language models"):
+        PaddingFreeDPOTrainer(model, args=args, train_dataset=vision_pairs(4, SEED), processing_class=processor)
+
+
+def test_padding_to_a_multiple_is_refused_in_trls_words():
+    with pytest.raises(NotImplementedError, match="Padding to a multiple of a value is not yet implemented"):
+        refused(pad_to_multiple_of=8)
+
+
+def test_a_cut_image_is_named_in_trls_words():
+    dataset = vision_completions(4, SEED, most_images=1)
+    with pytest.raises(ValueError, match=r"`max_length` \(3\) is too short|image tokens"):
+        train("llava", "sft", "shared", dataset, max_length=3)
+
+
+def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):
+    dataset = Dataset.from_list([{"image": picture(random.Random(SEED)), "prompt": "w1", "completion": "w2"}] * 4)
+    args = PaddingFreeSFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="appears to be vision-related"):
+        PaddingFreeSFTTrainer(make_model(), args=args, train_dataset=dataset, processing_class=make_tokenizer())
+
+
+@pytest.mark.parametrize("task", ["kto", "reward", "grpo", "rloo"])
+def test_other_trainers_refuse_images(task):
+    trainer, reward = ALL_TRAINERS[task], {"reward_funcs": len} if task in ("grpo", "rloo") else {}
+    args = trainer.config_class("unused", bf16=False, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="The data has a column `images`: only SFT and DPO train on images"):
+        trainer(model=make_model(), args=args, train_dataset=vision_pairs(4, SEED), **reward)
+
+
+def test_videos_are_refused():
+    collator = VisionPreferenceCollator(make_vision("llava")[1], padding_free=True)
+    with (
+        patch.object(VisionPreferenceCollator, "rows", lambda self, examples: {"pixel_values_videos": torch.ones(1)}),
+        pytest.raises(ValueError, match="`pixel_values_videos`: videos and audio cannot be trained on"),
+    ):
+        collator([{"images": []}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("paligemma", "attention is bidirectional"), ("mllama", "cross-attention"), ("llama4", "has no backbone")],
+)
+def test_architectures_that_cannot_train_on_images(kind, reason):
+    model = refused_model(kind)
+    assert reason in why_no_images(model)
+    with pytest.raises(ValueError, match="cannot train on images without padding"):
+        refuse_blind(model)

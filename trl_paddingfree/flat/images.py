@@ -1,0 +1,194 @@
+"""The images of a flat batch: which feature stands at which placeholder, which images are equal, and image blocks.
+
+A model merges its images itself, once, on the flat row: it writes the next feature of its vision tower at each
+placeholder token. Shape legend: see `segments`; in addition
+    F = features of the images, in the order in which the tower gives them, row by row
+    I = placeholders on the flat axis; several of them may want one feature, where rows have copies of an image
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+# The rows by which models count positions of image tokens
+COUNTED_ROWS = ("input_ids", "attention_mask", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class VisionRules:
+    """
+    What a collator has to know of a vision-language model.
+
+    Args:
+        token_id (`int`):
+            The placeholder token.
+        block_row (`str`, *optional*):
+            The processor's row that tells which tokens see one another in both directions; empty if none do.
+        block_types (`tuple[int, ...]`, *optional*):
+            The values that mark them.
+        counts_grids (`bool`, *optional*, defaults to `False`):
+            Whether the model counts positions of image tokens by the images' grids.
+    """
+
+    token_id: int
+    block_row: str = ""
+    block_types: tuple[int, ...] = ()
+    counts_grids: bool = False
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """
+    What is known of the images of some rows before these are flattened.
+
+    Rows come in `copies` of equal images: chosen and rejected rows have the same ones, which are there once.
+
+    Args:
+        token_id (`int`):
+            The placeholder token.
+        groups (`Sequence[int]`):
+            For each of the `R` rows, a number that it has in common with rows of equal images, and with no others.
+        copies (`int`, *optional*, defaults to `1`):
+            How many times the images are there among the rows.
+        blocks (`np.ndarray` of shape `(R, L)`, bool, *optional*):
+            Tokens that see all tokens of their run, also those that follow.
+        grids (`Mapping[str, torch.Tensor]`, *optional*):
+            What a model counts positions of image tokens by, on the CPU: rows of shape `(R, L)`, and the grids of the
+            images. Empty, if positions are those of text.
+
+    Examples:
+    ```python
+    >>> import numpy as np
+    >>> from trl_paddingfree.flat.images import RowImages
+    >>> images = RowImages(token_id=9, groups=[0, 1], copies=1)
+    >>> rows = [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
+    >>> [row.tolist() for row in images.identities(rows)]
+    [[1, -1, -2, 2], [1, -3, -4, 3]]
+    >>> [row.tolist() for row in images.features(rows)]
+    [[-1, 0, 1, -1], [-1, 2, 3, -1]]
+
+    ```
+    """
+
+    token_id: int
+    groups: Sequence[int]
+    copies: int = 1
+    blocks: np.ndarray | None = None
+    grids: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
+        """The placeholders of each row counted from its entry in `firsts`, and -1 elsewhere."""
+        counted = []
+        for row, first in zip(rows, firsts, strict=True):
+            is_image = row == self.token_id
+            counted.append(np.where(is_image, first + np.cumsum(is_image) - 1, -1))
+        return counted
+
+    def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """`R` int64 arrays by which rows are compared: the tokens, and a negative number for each image's tokens."""
+        most: dict[int, int] = {}
+        for row, group in zip(rows, self.groups, strict=True):
+            most[group] = max(most.get(group, 0), int((row == self.token_id).sum()))
+        starts = dict(zip(most, np.cumsum([0, *most.values()]).tolist(), strict=False))
+        numbered = self._numbered(rows, [starts[group] for group in self.groups])
+        return [np.where(number < 0, row, -1 - number) for row, number in zip(rows, numbered, strict=True)]
+
+    def features(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """
+        `R` int64 arrays: the feature that each placeholder wants, and -1 elsewhere.
+
+        Raises:
+            `ValueError`: If the copies differ in their placeholders: one of them was cut within an image.
+        """
+        counts = [int((row == self.token_id).sum()) for row in rows]
+        size = len(rows) // self.copies
+        if any(counts[:size] != counts[first : first + size] for first in range(0, len(rows), size or 1)):
+            raise ValueError(
+                f"Image features and image tokens do not match, tokens of the rows: {counts}. Copies of a prompt must "
+                "have the same placeholders."
+            )
+        return self._numbered(rows, np.cumsum([0, *counts[:size]])[:-1].tolist() * self.copies)
+
+
+@dataclass(frozen=True)
+class FlatImages:
+    """
+    The images of a flat batch.
+
+    Args:
+        num_features (`int`):
+            `F`, by the placeholders of one copy of the rows. The vision tower must give as many.
+        feature_index (`torch.Tensor` of shape `(I,)`, int64, or `None`):
+            The feature of each placeholder, in flat order; `None` where that is their own order.
+        copies (`int`):
+            How many times the images are there among the rows.
+        grids (`Mapping[str, torch.Tensor]`):
+            See [`RowImages`]. They stay on the CPU, where positions are counted.
+    """
+
+    num_features: int
+    feature_index: torch.Tensor | None
+    copies: int
+    grids: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def from_rows(cls, images: RowImages, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int):
+        """
+        Derive what a batch of `size` flat tokens needs.
+
+        Args:
+            images ([`RowImages`]):
+                What is known of the rows.
+            rows (`Sequence[np.ndarray]`):
+                Their tokens.
+            paths (`Sequence[np.ndarray]`):
+                Flat position of each token of each row.
+            size (`int`):
+                `T`.
+        """
+        wanted, features = np.full(size, -1), images.features(rows)
+        for feature, path in reversed([*zip(features, paths, strict=True)]):  # of equal images, the first
+            wanted[path] = feature
+        index, total = wanted[wanted >= 0], max(int(feature.max(initial=-1)) + 1 for feature in features)
+        in_order = len(index) == total and bool((index == np.arange(total)).all())
+        return cls(
+            num_features=total,
+            feature_index=None if in_order else torch.from_numpy(index),
+            copies=images.copies,
+            grids=images.grids,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatImages":
+        """The same images on another device."""
+        if self.feature_index is None:
+            return self
+        return replace(self, feature_index=self.feature_index.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "FlatImages":
+        """The same images in page-locked memory."""
+        return self if self.feature_index is None else replace(self, feature_index=self.feature_index.pin_memory())
+
+
+def flat_blocks(blocks: np.ndarray, paths: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """
+    `(T,)` int64: the image block of each flat token, or -1.
+
+    A block is named by the flat position of its first token, so that rows that share it give it the same name.
+
+    Args:
+        blocks (`np.ndarray` of shape `(R, L)`, bool):
+            Tokens of blocks; a run of them is one block.
+        paths (`Sequence[np.ndarray]`):
+            Flat position of each token of each row.
+        size (`int`):
+            `T`.
+    """
+    flat = np.full(size, -1)
+    for row, path in zip(blocks, paths, strict=True):
+        inside = row[: len(path)]
+        begins = inside & ~np.concatenate([[False], inside[:-1]])
+        firsts = np.maximum.accumulate(np.where(begins, np.arange(len(path)), 0))
+        flat[path[inside]] = path[firsts[inside]]
+    return flat

@@ -1,0 +1,126 @@
+"""Vision-language models: what they are told of a flat row's images, and which of them cannot be told.
+
+The model merges its images itself. It is given its features in the order of the flat row's placeholders, the positions
+that it counts itself over the rows, and the blocks of image tokens that see one another.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..flat.batch import FlatBatch
+from ..flat.images import COUNTED_ROWS, FlatImages, VisionRules
+
+# Rows that a processor gives beside `input_ids`, and that the flat batch replaces
+TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
+
+_REFUSED = {
+    "mllama": "its text attends to images by cross-attention, row by row, and has no placeholders for them",
+    "paligemma": "its attention is bidirectional over all that is not marked as a completion, and TRL does not mark it",
+}
+
+
+def vision_rules(model: Any) -> VisionRules:
+    """The [`VisionRules`] of a model."""
+    config = model.config  # not the processor: Gemma 3's calls another token its `image_token_id`
+    blocks: dict[str, Any] = {}
+    if config.model_type == "gemma3":
+        blocks = {"block_row": "token_type_ids", "block_types": (1,)}
+    elif sees_both_ways(model):
+        blocks = {"block_row": "mm_token_type_ids", "block_types": (1, 2)}
+    return VisionRules(config.image_token_id, counts_grids=hasattr(model.base_model, "get_rope_index"), **blocks)
+
+
+def sees_both_ways(model: Any) -> bool:
+    """Whether tokens of an image see one another in both directions."""
+    config = model.config
+    return config.model_type == "gemma3" or (
+        getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    )
+
+
+def why_no_images(model: Any) -> str:
+    """Why `model` cannot train on images without padding, whatever a check would say; empty if that has to be tried."""
+    config, backbone = model.config, model.base_model
+    if reason := _REFUSED.get(config.model_type):
+        return reason
+    if backbone is model:
+        return f"it has no backbone under its `base_model_prefix` ({model.base_model_prefix!r}), where TRL wants it"
+    if not hasattr(backbone, "get_image_features"):
+        return "its backbone has no `get_image_features`, by which images would reach the flat row"
+    if getattr(config, "image_token_id", None) is None:
+        return "its configuration names no `image_token_id`"
+    return ""
+
+
+@contextmanager
+def features_in_order(model: Any, batch: FlatBatch) -> Iterator[None]:
+    """Within this context, the model gets the features of its images in the order of the flat row's placeholders."""
+    images, backbone = batch.images, model.base_model
+    if images is None:
+        yield
+        return
+    features_of = backbone.get_image_features
+
+    def get_image_features(*args: Any, **kwargs: Any) -> Any:
+        outputs = features_of(*args, **kwargs)
+        outputs.pooler_output = _ordered(outputs.pooler_output, images)
+        if getattr(outputs, "deepstack_features", None) is not None:
+            outputs.deepstack_features = [_ordered(level, images) for level in outputs.deepstack_features]
+        return outputs
+
+    own = vars(backbone).get("get_image_features")
+    backbone.get_image_features = get_image_features
+    try:
+        yield
+    finally:
+        del backbone.get_image_features
+        if own is not None:
+            backbone.get_image_features = own
+
+
+def _ordered(features: Any, images: FlatImages) -> Any:
+    """Features in the order of the placeholders, in the form that the model gave them: a tensor, a tuple or a list."""
+    form = type(features)
+    parts = features if isinstance(features, list | tuple) else [features]
+    flat = torch.cat([part.reshape(-1, part.size(-1)) for part in parts])
+    if len(flat) != images.num_features:
+        # TRL knows the first words, and says then that `max_length` cuts an image
+        raise ValueError(
+            f"Image features and image tokens do not match, tokens: {images.num_features}, features: {len(flat)}"
+        )
+    if images.feature_index is None:
+        return features
+    flat = flat.index_select(0, images.feature_index.to(flat.device))
+    if form in (list, tuple):
+        return form([flat])
+    return flat if features.dim() == 2 else flat[:, None]
+
+
+def flat_positions(model: Any, batch: FlatBatch) -> torch.Tensor:
+    """
+    Positions of the flat tokens: `(1, T)`, or `(3, 1, T)` where the model counts them by the images' grids.
+
+    The model's own function counts them, row by row, on the CPU: it asks for each grid's numbers.
+    """
+    images = batch.images
+    if images is None or not images.grids:
+        return batch.position_ids
+
+    def count() -> torch.Tensor:
+        device = batch.row_index.device
+        # Rows come in copies of equal images, whose grids are there once
+        rows = {name: x.chunk(images.copies) for name, x in images.grids.items() if name in COUNTED_ROWS}
+        grids = {name: x for name, x in images.grids.items() if name not in rows}
+        per_copy = [
+            model.base_model.get_rope_index(**dict(zip(rows, copy, strict=True)), **grids)[0]
+            for copy in zip(*rows.values(), strict=True)
+        ]
+        positions = torch.zeros(3, batch.input_ids.size(1) + 1, dtype=torch.long, device=device)
+        index = batch.row_index.masked_fill(~batch.row_mask, batch.input_ids.size(1))
+        positions[:, index.flatten()] = torch.cat(per_copy, dim=1).to(device).flatten(1)
+        return positions[:, None, :-1]
+
+    return batch.layout.derived("grid positions", count)
