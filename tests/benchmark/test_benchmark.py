@@ -194,7 +194,7 @@ def test_no_speed_is_reported_where_a_method_computes_something_else(benchmark, 
 
     def wrong(examples):
         batch = collator(examples)
-        batch["flat_batch"].input_ids[0, 3] += 1
+        batch["flat_batch"].position_ids[0, 3] += 40
         return batch
 
     monkeypatch.setattr(benchmark.runners[-1].trainer, "data_collator", wrong)
