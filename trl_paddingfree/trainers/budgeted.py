@@ -38,13 +38,17 @@ class BudgetedSteps(Trainer):
             self._refuse_small_budget(memory)
 
     def _refuse_small_budget(self, memory: MemoryBudget) -> None:
+        """Refuse a budget that the most demanding example does not fit into."""
+        if memory.has_shrunk:
+            return
         lengths = self.example_lengths()
-        most = example_tokens(lengths, memory.route.prefix_sharing).argmax()
-        # Attention may need more for the longest row than for the most tokens
-        for index in {int(most), int(lengths.max(1).argmax())}:
-            batch = self.data_collator([self.train_dataset[index]])["flat_batch"]
-            if not memory.has_shrunk and not memory.can_hold(batch):
-                raise memory.too_small_for(batch, f"example {index} of the training data")
+        # Layers may need most for the most tokens, attention for the longest row, the head for the longest completions
+        measures = (example_tokens(lengths, memory.route.prefix_sharing), lengths.max(1), lengths[:, -2:].sum(1))
+        candidates = {int(measure.argmax()) for measure in measures}
+        batches = {index: self.data_collator([self.train_dataset[index]])["flat_batch"] for index in candidates}
+        worst = max(batches, key=lambda index: memory.least_gib(batches[index]))
+        if not memory.can_hold(batches[worst]):
+            raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
 
     def parts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """The batches that a micro-batch is computed in: as the collator cut it, or as the memory budget asks for."""
