@@ -23,7 +23,7 @@ distributed_type: FSDP
 fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_transformer_layer_cls_to_wrap: {layer}
   fsdp_state_dict_type: FULL_STATE_DICT
   fsdp_reshard_after_forward: true
 mixed_precision: 'no'
@@ -40,7 +40,11 @@ deepspeed_config:
   zero3_save_16bit_model: true
 mixed_precision: 'no'
 """
-ENGINES = {"fsdp": FSDP, **{f"zero{stage}": ZERO.format(stage=stage) for stage in (1, 2, 3)}}
+ENGINES = {
+    "fsdp": FSDP.format(layer="LlamaDecoderLayer"),
+    "fsdp-lfm2": FSDP.format(layer="Lfm2DecoderLayer"),
+    **{f"zero{stage}": ZERO.format(stage=stage) for stage in (1, 2, 3)},
+}
 
 
 def command(ranks, task, model, output, options, engine=None):

@@ -6,6 +6,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
 
 
@@ -83,6 +84,19 @@ def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path, task, options
     one = alone(task, model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
     two = launch(2, task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2}, engine="fsdp")
     assert (two["world"], two["engine"]) == (2, "FSDP")
+    assert_same_run(one, two)
+
+
+@pytest.mark.parametrize("engine", [None, "fsdp-lfm2"], ids=["ddp", "fsdp2"])
+def test_layers_that_carry_state_train_on_two_processes_what_they_train_on_one(engine, tokenizer, tmp_path):
+    """Their layout comes in a mask: neither DDP nor FSDP2 may lose it, nor may the recomputation."""
+    folder = str(tmp_path / "model")
+    tiny_model("lfm2").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    options = {"max_steps": 2, "prefix_sharing": True, "gradient_checkpointing": True}
+    one = alone("sft", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 8})
+    two = launch(2, "sft", folder, tmp_path / "2", {**options, "per_device_train_batch_size": 4}, engine=engine)
+    assert (two["world"], two["engine"]) == (2, "FSDP" if engine else "MULTI_CPU")
     assert_same_run(one, two)
 
 
