@@ -8,8 +8,9 @@ import time
 import pytest
 
 from tests.helpers.tiny import conversations, preference_data
-from trl_paddingfree import quickstart, stdlib_data
 from trl_paddingfree.cli.main import main
+from trl_paddingfree.quickstart import compare as quickstart
+from trl_paddingfree.quickstart import data as stdlib_data
 from trl_paddingfree.quickstart.watch import Run, watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
