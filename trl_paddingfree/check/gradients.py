@@ -137,10 +137,10 @@ class RowsInTraining:
 
     def answers(self, inputs: dict[str, Any]) -> torch.Tensor:
         """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""
+        output = self.call(**inputs)
         if not is_pooled(self.model):
-            return self.call(**inputs).log_probs
-        given = {name: value for name, value in inputs.items() if name not in ("labels", "fused_lm_head")}
-        return self.call(**given).logits.sum(1, keepdim=True).expand(-1, inputs["input_ids"].size(1) - 1)
+            return output.log_probs
+        return output.logits.sum(1, keepdim=True).expand(-1, inputs["input_ids"].size(1) - 1)
 
     def differentiate(
         self, inputs: dict[str, Any], rows: tuple[int, ...] = (0, 1, 2, 3), of: tuple[int, ...] | None = None

@@ -79,19 +79,24 @@ def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
 
 
 def row_inputs(model: PreTrainedModel, rows: list[np.ndarray], width: int = 0, **flat: Any) -> dict[str, Any]:
-    """What the model is called with for rows that score every token: padded to `width`, or flat if told how."""
+    """Arguments by which a model computes rows: padded to `width`, or flat if told how; a pooled head scores no token."""
+    pooled, pad_token_id = is_pooled(model), 0
+    if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
+        raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
     lengths = [len(row) for row in rows]
-    input_ids = torch.zeros(len(rows), max(width, *lengths), dtype=torch.long)
+    input_ids = torch.full((len(rows), max(width, *lengths)), pad_token_id)
     for padded, row in zip(input_ids, rows, strict=True):
         padded[: len(row)] = torch.from_numpy(row)
     attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
-    labels = input_ids.masked_fill(attention_mask == 0, IGNORE_INDEX)
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    scored = torch.zeros_like(attention_mask) if pooled else attention_mask  # a pooled head reads rows, not tokens
+    labels = input_ids.masked_fill(scored == 0, IGNORE_INDEX)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    inputs |= {} if pooled else {"labels": labels}
     if flat:
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    return {**inputs, "fused_lm_head": True, "use_cache": False}
+    return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
 
 
 def _log_probs(
@@ -104,30 +109,12 @@ def _log_probs(
 
 
 def _rewards(
-    model: PreTrainedModel,
-    rows: list[np.ndarray],
-    *,
-    call: Call | None = None,
-    width: int = 0,
-    **flat: Any,
+    model: PreTrainedModel, rows: list[np.ndarray], *, call: Call | None = None, width: int = 0, **flat: Any
 ) -> list[torch.Tensor]:
     """What a pooled head says of every prefix of every row: padded to `width`, or flat if told how."""
     prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
-    lengths = [len(prefix) for prefix in prefixes]
-    pad_token_id = model.config.get_text_config().pad_token_id
-    if pad_token_id is None:
-        raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
-    input_ids = torch.full((len(prefixes), max(width, *lengths)), pad_token_id)
-    for padded, prefix in zip(input_ids, prefixes, strict=True):
-        padded[: len(prefix)] = torch.from_numpy(prefix)
-    attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if flat:
-        nothing = torch.full_like(input_ids, IGNORE_INDEX)
-        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, nothing, lengths, **flat)
-    device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-    logits = (model if call is None else call)(**inputs, use_cache=False).logits.double().cpu()
+    inputs = row_inputs(model, prefixes, width, **flat)
+    logits = (model if call is None else call)(**inputs).logits.double().cpu()
     return list(logits.flatten().split([len(row) * logits.size(1) for row in rows]))
 
 

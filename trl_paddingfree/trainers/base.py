@@ -23,7 +23,7 @@ from .configs import PaddingFreeOptions, refuse_wrong_options
 from .memory_budget import MemoryBudget
 from .micro_batches import Part, PartMetrics
 from .model_card import describe_method
-from .proving import StartUpCheck
+from .proving import StartUpCheck, base_of
 from .quiet import silence
 from .refusals import given_datasets, refuse_unflattenable, warn_of_dropout
 from .token_counts import TokenCounts, gathered
@@ -174,7 +174,7 @@ class FlatTrainer(WholeCheckpoints):
 
     def flat_base(self, model: Any) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
-        return StartUpCheck(self.accelerator, PaddingFreeOptions()).base(model)
+        return base_of(self.accelerator, model)
 
     # --- figures ----------------------------------------------------------------------------------------------------
 

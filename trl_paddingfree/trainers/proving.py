@@ -24,6 +24,12 @@ from .configs import PaddingFreeOptions
 logger = logging.get_logger(__name__)
 
 
+def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
+    """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
+    model = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return model.get_base_model() if is_peft_model(model) else model
+
+
 class StartUpCheck:
     """
     Plans and proves the routes of a trainer's models.
@@ -49,9 +55,8 @@ class StartUpCheck:
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
 
     def base(self, model: Any) -> PreTrainedModel:
-        """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
-        model = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        return model.get_base_model() if is_peft_model(model) else model
+        """See [`base_of`]."""
+        return base_of(self.accelerator, model)
 
     def can_call(self, model: Any, is_trained: bool) -> bool:
         """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
