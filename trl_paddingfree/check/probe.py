@@ -79,7 +79,7 @@ def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
 
 
 def row_inputs(model: PreTrainedModel, rows: list[np.ndarray], width: int = 0, **flat: Any) -> dict[str, Any]:
-    """Arguments by which a model computes rows: padded to `width`, or flat if told how; a pooled head scores no token."""
+    """Arguments by which a model computes rows: padded to `width`, or flat if told how. Pooled heads score no token."""
     pooled, pad_token_id = is_pooled(model), 0
     if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
         raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
