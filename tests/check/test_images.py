@@ -89,7 +89,7 @@ def test_images_that_never_arrive_are_caught():
     model, probe = make("llava")
     for parameter in model.model.multi_modal_projector.parameters():
         torch.nn.init.zeros_(parameter)
-    with pytest.raises(UnprovenModelError, match="make no difference to it: they never arrive"):
+    with pytest.raises(UnprovenModelError, match="make no difference to the model: they never arrive"):
         prove_images(model, SHARED, probe)
 
 
