@@ -13,6 +13,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash, torch_varlen_func
+from trl_paddingfree import upstream
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.prefix_tree import share_prefixes
 from trl_paddingfree.flat.segments import Segments
@@ -66,6 +67,7 @@ def random_segments(seed: int) -> Segments:
 SEGMENTS = {
     "flat": Segments.from_lengths([7, 1, 12, 3]),
     "one branch": Segments((6, 3), (-1, 0), (0, 2)),
+    "equal pairs": Segments((6,) * 3 + (3,) * 3, (-1,) * 3 + (0, 1, 2), (0,) * 3 + (2,) * 3),
     "nested": Segments((5, 4, 2, 9), (-1, 0, 1, -1), (0, 3, 6, 0)),
     f"random{SEED}": random_segments(SEED),
 }
@@ -313,3 +315,20 @@ def test_a_model_that_computes_with_its_mask_is_told_that_it_is_none(compute):
     mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
     with pytest.raises(RuntimeError, match="computes with its attention mask"):
         compute(mask)
+
+
+def test_consecutive_segments_of_one_shape_are_one_call(monkeypatch):
+    """Pairs of equal rows: a call for what holds the prompts, and one for what continues them."""
+    calls, attention_function = [], upstream.attention_function
+
+    def counted(previous, module):
+        def attend(module, query, *args, **kwargs):
+            calls.append(tuple(query.shape))
+            return attention_function(previous, module)(module, query, *args, **kwargs)
+
+        return attend
+
+    monkeypatch.setattr(upstream, "attention_function", counted)
+    layout = FlatLayout.from_segments(SEGMENTS["equal pairs"])
+    ATTENTION["segment"](layout, "sdpa", Attention(1), *states(SEGMENTS["equal pairs"]))
+    assert calls == [(3, 4, 6, 8), (3, 4, 3, 8)]

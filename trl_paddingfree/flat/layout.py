@@ -26,9 +26,10 @@ class FlatLayout:
             Segment of each token, for layers that carry state.
         kv_index (`torch.Tensor` of shape `(S,)`, int64, or `None`):
             Flat position of every key/value row; `None` when nothing is shared.
-        kv_copies (`tuple[tuple[torch.Tensor, torch.Tensor], ...]`):
-            How the gradients of copied key/value rows add up: the k-th pair of (row, flat position) tensors holds
-            the k-th copy of each token. Within one pair no position occurs twice, so the sum has a fixed order.
+        kv_order (`torch.Tensor` of shape `(S,)`, int64, or `None`):
+            The key/value rows sorted by flat position, in which the gradients of copies add up.
+        kv_offsets (`torch.Tensor` of shape `(T+1,)`, int64, or `None`):
+            Where the copies of each token lie in `kv_order`.
         blocks (`torch.Tensor` of shape `(T,)`, int64, *optional*):
             The image block of each token, all of whose tokens see one another, or -1. `None`, if attention is causal.
     """
@@ -38,22 +39,18 @@ class FlatLayout:
     cu_seqlens_k: torch.Tensor
     seq_idx: torch.Tensor
     kv_index: torch.Tensor | None
-    kv_copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    kv_order: torch.Tensor | None
+    kv_offsets: torch.Tensor | None
     blocks: torch.Tensor | None = None
     _derived: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
         """Derive the tensors, on the CPU."""
-        kv_index, copies = segments.kv_index, []
+        kv_index, order, offsets = segments.kv_index, None, None
         if kv_index is not None:
             order = np.argsort(kv_index, kind="stable")
-            sorted_index = kv_index[order]
-            first = np.flatnonzero(np.diff(sorted_index, prepend=-1))
-            copy = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
-            for k in range(int(copy.max()) + 1):
-                rows = order[copy == k]
-                copies.append((torch.from_numpy(rows), torch.from_numpy(kv_index[rows])))
+            offsets = np.searchsorted(kv_index[order], np.arange(segments.num_tokens + 1))
         seq_idx = np.repeat(np.arange(len(segments.lengths), dtype=np.int32), segments.lengths)
         return cls(
             segments=segments,
@@ -61,7 +58,8 @@ class FlatLayout:
             cu_seqlens_k=torch.from_numpy(segments.cu_seqlens_k),
             seq_idx=torch.from_numpy(seq_idx)[None],
             kv_index=None if kv_index is None else torch.from_numpy(kv_index),
-            kv_copies=tuple(copies),
+            kv_order=None if order is None else torch.from_numpy(order),
+            kv_offsets=None if offsets is None else torch.from_numpy(offsets),
             blocks=None if blocks is None or (blocks < 0).all() else torch.from_numpy(blocks),
         )
 
@@ -84,8 +82,7 @@ class FlatLayout:
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "FlatLayout":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: fn(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        copies = tuple((fn(rows), fn(positions)) for rows, positions in self.kv_copies)
-        return replace(self, **moved, kv_copies=copies, _derived={})
+        return replace(self, **moved, _derived={})
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""

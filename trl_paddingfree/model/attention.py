@@ -9,9 +9,11 @@ to the bottom right: the last query sees the last key.
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch.nn.functional import embedding_bag
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
@@ -26,8 +28,8 @@ class GatherKeyValue(torch.autograd.Function):
     """
     Copy key or value rows to where their queries need them: `(T, K, D)` to `(S, K, D)`.
 
-    The gradient of a row is the sum over its copies, added in float32 and in a fixed order; `index_select`'s own
-    backward would add bfloat16 numbers in whatever order the threads run.
+    The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
+    `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
     """
 
     @staticmethod
@@ -38,12 +40,9 @@ class GatherKeyValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        total = grad.new_zeros(
-            (ctx.layout.segments.num_tokens, *grad.shape[1:]), dtype=torch.promote_types(grad.dtype, torch.float32)
-        )
-        for rows, positions in ctx.layout.kv_copies:
-            total.index_add_(0, positions, grad.index_select(0, rows).to(total.dtype))
-        return total.to(grad.dtype), None
+        layout, copies = ctx.layout, grad.reshape(len(grad), -1)
+        total = embedding_bag(layout.kv_order, copies, layout.kv_offsets, mode="sum", include_last_offset=True)
+        return total.reshape(-1, *grad.shape[1:]), None
 
 
 def _flat_states(query, key, value, layout: FlatLayout):
@@ -54,23 +53,36 @@ def _flat_states(query, key, value, layout: FlatLayout):
     return query, key, value
 
 
+def _runs_of_one_shape(layout: FlatLayout) -> list[tuple[int, int]]:
+    """`(first segment, number)` of consecutive segments that are as long as each other, and so are their keys."""
+    segments = layout.segments
+    shapes = list(zip(segments.lengths, segments.key_lengths, strict=True))
+    if layout.blocks is not None:  # each segment has a mask of its own
+        return [(i, 1) for i in range(len(shapes))]
+    runs = (list(run) for _, run in groupby(range(len(shapes)), key=shapes.__getitem__))
+    return [(run[0], len(run)) for run in runs]
+
+
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
-    """The model's own attention function, called once per segment: exact on every device and dtype."""
+    """
+    The model's own attention function, called for one segment after another: exact on every device and dtype.
+
+    Consecutive segments of one shape are one call, because calls of short ones cost more than what they compute.
+    """
     attend = upstream.attention_function(previous, module)
-    window = kwargs.pop("sliding_window", None)
+    window, outputs = kwargs.pop("sliding_window", None), []
+    runs = layout.derived("runs of one shape", lambda: _runs_of_one_shape(layout))
+    lengths = [number * layout.segments.lengths[i] for i, number in runs]
+    key_lengths = [number * layout.segments.key_lengths[i] for i, number in runs]
     query, key, value = _flat_states(query, key, value, layout)
-    outputs, end_k = [], 0
-    for i, end in enumerate(layout.segments.offsets[1:]):
-        start_q, start_k = end - layout.segments.lengths[i], end_k
-        end_k = start_k + layout.segments.key_lengths[i]
+    # The gradient of a split is one concatenation, that of a slice as long as the flat axis
+    states = zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True)
+    for (i, number), parts in zip(runs, states, strict=True):
         # Eager functions add their mask to the scores
         mask = segment_mask(layout, i, window, query.dtype if previous == "eager" else None)
-        q, k, v = (
-            x[None, first:last].transpose(1, 2)
-            for x, first, last in ((query, start_q, end), (key, start_k, end_k), (value, start_k, end_k))
-        )
-        outputs.append(attend(module, q, k, v, mask, **kwargs)[0])
-    return torch.cat(outputs, dim=1), None
+        q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
+        outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
+    return torch.cat(outputs)[None], None
 
 
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
