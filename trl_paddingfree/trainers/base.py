@@ -1,7 +1,7 @@
 """What the padding-free trainers add to TRL's: one model forward, one check, one set of figures."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Flat:
             What was asked for.
         check ([`StartUpCheck`], *optional*):
             How models are proven; `None` before the models are there.
+        bases (`list[PreTrainedModel]`, *optional*):
+            The transformers models that compute batches, under whatever wrappers; the one that is trained first.
         route ([`~trl_paddingfree.model.routes.Route`], *optional*):
             How batches are computed: planned, and from the check on proven. `None` before the models are there.
         awaits_weights (`bool`, *optional*, defaults to `False`):
@@ -55,6 +57,7 @@ class Flat:
 
     options: PaddingFreeOptions
     check: StartUpCheck | None = None
+    bases: list[PreTrainedModel] = field(default_factory=list)
     route: Route | None = None
     awaits_weights: bool = False
     sampler: StepSampler | None = None
@@ -143,15 +146,16 @@ class FlatTrainer(WholeCheckpoints):
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
         models = self.flat_models()
+        flat.bases = [flat.check.base(model) for model in models]
         if all(flat.check.can_call(model, model is self.model) for model in models):
             flat.route = flat.check.prove_all(models)
         else:  # the engine shards and places the weights when training starts: the check waits for it
             routes = [flat.check.plan(model) for model in models]
-            for model, route in zip(models, routes, strict=True):
-                install(flat.check.base(model), route)
+            for base, route in zip(flat.bases, routes, strict=True):
+                install(base, route)
             flat.route, flat.awaits_weights = routes[0], True
         upstream.keep_varlen_results(self.model)
-        warn_of_dropout(flat.check.base(self.model), self.args)
+        warn_of_dropout(flat.bases[0], self.args)
 
     def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
         """Refuse data, as the user gave it, that the model cannot compute."""

@@ -189,9 +189,9 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
 
     def _refuse_edits_of_whole(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
         """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
-        if self.flat is not None and self.flat.check is not None:
+        if self.flat is not None and self.flat.bases:
             rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
-            ask_edits(self.flat.check.base(self.model), inputs["flat_batch"], rows)
+            ask_edits(self.flat.bases[0], inputs["flat_batch"], rows)
         whole, sizes = self.part_sizes(inputs), [self.part_sizes(part) for part in parts]
         if any(size != sum(part[name] for part in sizes) for name, size in whole.items()):
             raise EditedRowsError(
@@ -225,9 +225,9 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.prove_placed(model)
         loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.flat is not None and self.flat.check is not None:  # the device has answered: TRL has read its metrics
-            for flat_model in self.flat_models():
-                read_edits(self.flat.check.base(flat_model))
+        # The device has answered: TRL has read its metrics
+        for base in [] if self.flat is None else self.flat.bases:
+            read_edits(base)
         if self.flat is None or self.flat.part is None:
             return loss
         weight = self.flat.part[0].weight

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import is_peft_model
+from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -26,8 +26,8 @@ logger = logging.get_logger(__name__)
 
 def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
     """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
-    model = accelerator.unwrap_model(model, keep_torch_compile=False)
-    return model.get_base_model() if is_peft_model(model) else model
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped  # type: ignore
 
 
 class StartUpCheck:
