@@ -1,4 +1,4 @@
-"""One training run, started by `accelerate launch` or alone: writes what it logged and ended with to a JSON file."""
+"""Training runs, started by `accelerate launch` or alone: each writes what it logged and ended with to a JSON file."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import sys
 
 import torch
 from accelerate import DistributedType
+from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 
 from tests.helpers.tiny import conversations, preference_data
@@ -30,8 +31,8 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def main(task: str, model: str, output: str, options: str) -> None:
-    settings = json.loads(options)
+def run(task: str, model: str, output: str, options: dict) -> None:
+    settings = dict(options)
     peft = settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate = settings.pop("evaluate", 0)
@@ -95,6 +96,12 @@ def main(task: str, model: str, output: str, options: str) -> None:
             engine = trainer.accelerator.distributed_type.value
             json.dump({"log": trainer.state.log_history, "world": args.world_size, "engine": engine}, file)
     trainer.accelerator.wait_for_everyone()
+
+
+def main(runs: str) -> None:
+    for arguments in json.loads(runs):
+        run(*arguments)
+        AcceleratorState._reset_state()  # the next run may want another engine's settings; the processes stay
     if torch.distributed.is_initialized():
         # The destructor of DDP's reducer joins a thread of gloo that may wait for the interpreter: end without it
         sys.stderr.flush()

@@ -13,7 +13,7 @@ from tests.helpers import distributed_run
 from tests.helpers.equivalence import TOLERANCE
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 240  # seconds for one launch, most of which is importing
+TIMEOUT = 120  # seconds for importing, and for each run
 # Figures that are averages over micro-batches weigh tokens anew when another process holds the example
 PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
 
@@ -47,11 +47,14 @@ ENGINES = {
 }
 
 
-def command(ranks, task, model, output, options, engine=None):
-    run = ["-m", "tests.helpers.distributed_run", task, model, str(output / "result.json"), json.dumps(options)]
-    output.mkdir(exist_ok=True)
+def command(ranks, *runs, engine=None):
+    """The command of `runs`, each a task, a model, a folder and options, one after another in the same processes."""
+    arguments = [(task, model, str(output / "result.json"), options) for task, model, output, options in runs]
+    for _, _, output, _ in runs:
+        output.mkdir(exist_ok=True)
+    run = ["-m", "tests.helpers.distributed_run", json.dumps(arguments)]
     if engine:
-        config = output / "accelerate.yaml"
+        config = runs[0][2] / "accelerate.yaml"
         config.write_text(ENGINES[engine])
         launch = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(ranks)]
         return [sys.executable, "-m", *launch, "--main_process_port", "0", *run]
@@ -70,18 +73,19 @@ def environment():
     }
 
 
-def launch(*args, **kwargs):
-    process = subprocess.run(
-        command(*args, **kwargs), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
-    )
+def launch(ranks, *runs, engine=None):
+    """What each of `runs` logged and ended with on so many processes, which are started once: they import for long."""
+    arguments = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
+    process = subprocess.run(command(ranks, *runs, engine=engine), **arguments, timeout=TIMEOUT * (1 + len(runs)))
     assert process.returncode == 0, "".join(process.stderr.partition("Traceback")[1:])[:6000]
-    return json.loads((args[3] / "result.json").read_text())
+    results = [json.loads((output / "result.json").read_text()) for _, _, output, _ in runs]
+    return results if len(runs) > 1 else results[0]
 
 
 def alone(task, model, output, options):
     """The same run in this process."""
     output.mkdir(exist_ok=True)
-    distributed_run.main(task, model, str(output / "result.json"), json.dumps(options))
+    distributed_run.run(task, model, str(output / "result.json"), options)
     return json.loads((output / "result.json").read_text())
 
 

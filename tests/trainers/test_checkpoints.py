@@ -37,33 +37,23 @@ def wait_for(checkpoint, process):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("seed", [SEED, SEED + 1])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "seed"), [(1, SEED), (2, SEED + 1)])
 def test_a_killed_run_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_path, ranks, seed):
     """On as many processes as it was killed on, and on another number."""
-    options = {
-        "max_steps": 60,
-        "gradient_accumulation_steps": 2,
-        "arrange_micro_batches": "tokens",
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 2,
-    }
-
-    def sized(n):
-        return {**options, "per_device_train_batch_size": 4 // n}
-
-    whole = alone("dpo", model_dir, tmp_path / "whole", sized(1))
+    options = {"gradient_accumulation_steps": 2, "arrange_micro_batches": "tokens", "lr_scheduler_type": "constant"}
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 1_000_000}
     killed = tmp_path / "killed"
-    process = start(ranks, "dpo", model_dir, killed, sized(ranks))
+    process = start(ranks, ("dpo", model_dir, killed, {**options, **saving, "per_device_train_batch_size": 4 // ranks}))
     wait_for(killed / "checkpoint-2", process)
     time.sleep(random.Random(seed).random())
     kill(process)
     checkpoint = checkpoint_to_resume(True, str(killed))
+    options["max_steps"] = int(checkpoint.split("-")[-1]) + 3
+    whole = alone("dpo", model_dir, tmp_path / "whole", {**options, "per_device_train_batch_size": 4})
     for n in (1, 2):
-        resumed, folder = {**sized(n), "resume": checkpoint}, tmp_path / f"resumed on {n}"
-        run = alone("dpo", model_dir, folder, resumed) if n == 1 else launch(n, "dpo", model_dir, folder, resumed)
-        assert_same_run(whole, run, tmp_path / "whole", folder, ignore=RESTARTED)
+        resumed = {**options, "per_device_train_batch_size": 4 // n, "resume": checkpoint}
+        run = "dpo", model_dir, tmp_path / f"resumed on {n}", resumed
+        assert_same_run(whole, alone(*run) if n == 1 else launch(n, run), tmp_path / "whole", run[2], ignore=RESTARTED)
 
 
 def test_a_terminated_run_saves_and_resumes(model_dir, tmp_path):
@@ -75,7 +65,7 @@ def test_a_terminated_run_saves_and_resumes(model_dir, tmp_path):
     }
     stopped = tmp_path / "stopped"
     saving = {"enable_jit_checkpoint": True, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-    process = start(1, "dpo", model_dir, stopped, {**options, **saving, "max_steps": 1_000_000})
+    process = start(1, ("dpo", model_dir, stopped, {**options, **saving, "max_steps": 1_000_000}))
     wait_for(stopped / "checkpoint-2", process)
     process.terminate()
     assert process.wait(TIMEOUT) == 0

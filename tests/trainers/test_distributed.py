@@ -9,95 +9,108 @@ from packaging.version import Version
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
 
+# Before 5.23, FSDP2 does not fill the reference model of other processes, nor padded TRL's (cpu_ram_efficient_loading)
+FILLS_REFERENCE_MODELS = Version(transformers.__version__) >= Version("5.23")
+# Runs on one process, and what differs on two, which then train on as many examples per step
+CASES = {
+    # Some rows, and some micro-batches of a process, have no images; workers collate, and micro-batches have parts
+    "images": (
+        "dpo",
+        {"lora": True, "images": True, "dataloader_num_workers": 1},
+        {"max_tokens_per_micro_batch": 50, "oversized_examples": "alone"},
+    ),
+    # Every second micro-batch, and so every one of the second process, is all prompt
+    "nothing to score": ("sft", {"max_steps": 3, "train_sampling_strategy": "sequential", "unscored": True}, {}),
+    "layers that carry state": ("sft", {"prefix_sharing": True, "gradient_checkpointing": True}, {}),
+}
+FSDP2_CASES = {
+    "dpo": ("dpo", {}),
+    "dpo, LoRA, parts": ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
+    "dpo, precomputed": ("dpo", {"precompute_ref_log_probs": True, "on_disk": True}),
+    "sft": ("sft", {"prefix_sharing": True}),
+    "dpo, budget": ("dpo", {"lora": True, "memory_budget": 0.02}),
+}
 
-def test_two_processes_train_what_one_trains(model_dir, tmp_path):
-    """DPO with LoRA, shared prefixes, balanced micro-batches, a token budget and an evaluation that does not divide."""
-    options = {
-        "lora": True,
-        "max_steps": 3,
-        "evaluate": 9,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "arrange_micro_batches": "tokens",
-        "max_tokens_per_micro_batch": 90,
-    }
-    sizes = {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}
-    one = alone("dpo", model_dir, tmp_path / "1", {**options, **sizes, "per_device_train_batch_size": 8})
-    options = {**options, **sizes, "per_device_train_batch_size": 4}
-    two = launch(2, "dpo", model_dir, tmp_path / "2", options)
-    assert two["world"] == 2
-    # TRL's evaluation repeats examples where they do not divide: to be compared on as many processes
-    trl = launch(2, "dpo", model_dir, tmp_path / "trl", {**options, "padding_free": False})
-    assert_same_run(trl, two, only="eval_")
+
+@pytest.fixture
+def folder_of(model_dir, vision_dir, tokenizer, tmp_path):
+    """The folder of the model of a case."""
+    state_dir = str(tmp_path / "lfm2")
+    tiny_model("lfm2").save_pretrained(state_dir)
+    tokenizer.save_pretrained(state_dir)
+    return lambda case: {"images": vision_dir, "layers that carry state": state_dir}.get(case, model_dir)
+
+
+def test_two_processes_train_what_one_trains(folder_of, tmp_path):
+    options = {"per_device_train_batch_size": 4, "max_steps": 2}
+    halved = {**options, "per_device_train_batch_size": 2}
+    runs = {name: (task, folder_of(name), given, beside) for name, (task, given, beside) in CASES.items()}
+    two = launch(2, *((t, f, tmp_path / f"{n} 2", {**halved, **g, **b}) for n, (t, f, g, b) in runs.items()))
+    for result, (name, (task, folder, given, _)) in zip(two, runs.items(), strict=True):
+        one = alone(task, folder, tmp_path / f"{name} 1", {**options, **given})
+        assert (result["world"], result["engine"]) == (2, "MULTI_CPU")
+        assert_same_run(one, result, tmp_path / f"{name} 1", tmp_path / f"{name} 2")
+
+
+def test_two_processes_train_as_with_padding(model_dir, tmp_path):
+    """
+    Balanced micro-batches, token budgets and evaluations that do not divide, beside TRL and one process.
+
+    TRL's evaluation repeats examples where they do not divide: to be compared on as many processes.
+    """
+    options = {"lora": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    options |= {"evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    arranged = {**options, "arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 90}
+    parts = {**options, "max_tokens_per_micro_batch": 90}
+    settings = {"trl": {**options, "padding_free": False}, "arranged": arranged, "parts": parts}
+    many = launch(2, *(("dpo", model_dir, tmp_path / name, given) for name, given in settings.items()))
+    many = dict(zip(settings, many, strict=True))
+    # Processes split their micro-batches into different numbers of parts, and all metrics are those of padded batches
+    assert_same_run(many["trl"], many["parts"], tmp_path / "trl", tmp_path / "parts", ignore=())
+    computed, padded = (sum(e.get("flat/computed_tokens", 0) for e in many[name]["log"]) for name in ("parts", "trl"))
+    assert computed > padded == 0
+    assert_same_run(many["trl"], many["arranged"], only="eval_")
+    one = alone("dpo", model_dir, tmp_path / "one", {**arranged, "per_device_train_batch_size": 8})
     one["log"] = [entry for entry in one["log"] if "eval_loss" not in entry]
-    assert_same_run(one, two, tmp_path / "1", tmp_path / "2")
+    assert_same_run(one, many["arranged"], tmp_path / "one", tmp_path / "arranged")
+
+
+def test_reference_log_probs_can_be_precomputed_by_two_processes(model_dir, tmp_path):
+    """Nine evaluation pairs: the last batch has one for one process, and none for the other."""
+    options = {"max_steps": 2, "evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "on_disk": True}
+    options |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    before = {**options, "precompute_ref_log_probs": True}
+    folders = tmp_path / "during", tmp_path / "before"
+    runs = launch(2, *(("dpo", model_dir, *run) for run in zip(folders, (options, before), strict=True)))
+    # Before training every pair is a tie, which rounding breaks
+    assert_same_run(*runs, *folders, ignore=["accuracies"])
 
 
 def test_four_processes_train_what_one_trains(model_dir, tmp_path):
     """SFT, normalized by the tokens of all processes."""
     options = {"max_steps": 2, "prefix_sharing": True}
     one = alone("sft", model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 8})
-    four = launch(4, "sft", model_dir, tmp_path / "4", {**options, "per_device_train_batch_size": 2})
+    four = launch(4, ("sft", model_dir, tmp_path / "4", {**options, "per_device_train_batch_size": 2}))
     assert four["world"] == 4
     assert_same_run(one, four, tmp_path / "1", tmp_path / "4")
 
 
-def test_two_processes_train_on_images_what_one_trains(vision_dir, tmp_path):
-    """Some rows, and some micro-batches of a process, have no images; workers collate, and micro-batches have parts."""
-    options = {"lora": True, "images": True, "max_steps": 2, "dataloader_num_workers": 1}
-    one = alone("dpo", vision_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    options |= {"max_tokens_per_micro_batch": 50, "oversized_examples": "alone"}
-    two = launch(2, "dpo", vision_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2})
-    assert two["world"] == 2
-    assert_same_run(one, two, tmp_path / "1", tmp_path / "2")
+def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path):
+    whole, halved = ({"max_steps": 2, "per_device_train_batch_size": size} for size in (4, 2))
+    cases = {n: run for n, run in FSDP2_CASES.items() if n not in ("dpo", "dpo, precomputed") or FILLS_REFERENCE_MODELS}
+    runs = [(task, model_dir, tmp_path / f"{n} 2", {**halved, **given}) for n, (task, given) in cases.items()]
+    for two, (name, (task, given)) in zip(launch(2, *runs, engine="fsdp"), cases.items(), strict=True):
+        assert (two["world"], two["engine"]) == (2, "FSDP")
+        assert_same_run(alone(task, model_dir, tmp_path / f"{name} 1", {**whole, **given}), two)
 
 
-def test_processes_split_micro_batches_into_parts_of_their_own(model_dir, tmp_path):
-    """Into different numbers of parts, of different numbers of pairs: all metrics are those of padded batches."""
-    options = {"lora": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    trl = launch(2, "dpo", model_dir, tmp_path / "trl", {**options, "padding_free": False})
-    two = launch(2, "dpo", model_dir, tmp_path / "2", {**options, "max_tokens_per_micro_batch": 90})
-    assert_same_run(trl, two, tmp_path / "trl", tmp_path / "2", ignore=())
-    computed, whole = (sum(e.get("flat/computed_tokens", 0) for e in run["log"]) for run in (two, trl))
-    assert computed > whole == 0
-
-
-needs_meta_weights = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="FSDP2 does not fill the reference model of other processes, nor padded TRL's (cpu_ram_efficient_loading)",
-)
-
-
-@pytest.mark.parametrize(
-    ("task", "options"),
-    [
-        pytest.param("dpo", {}, marks=needs_meta_weights),
-        ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
-        pytest.param("dpo", {"precompute_ref_log_probs": True, "on_disk": True}, marks=needs_meta_weights),
-        ("sft", {"prefix_sharing": True}),
-        ("dpo", {"lora": True, "memory_budget": 0.02}),
-    ],
-    ids=["dpo", "dpo-lora-parts", "dpo-precomputed", "sft", "dpo-budget"],
-)
-def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path, task, options):
-    options = {**options, "max_steps": 2}
-    one = alone(task, model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    two = launch(2, task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2}, engine="fsdp")
-    assert (two["world"], two["engine"]) == (2, "FSDP")
-    assert_same_run(one, two)
-
-
-@pytest.mark.parametrize("engine", [None, "fsdp-lfm2"], ids=["ddp", "fsdp2"])
-def test_layers_that_carry_state_train_on_two_processes_what_they_train_on_one(engine, tokenizer, tmp_path):
-    """Their layout comes in a mask: neither DDP nor FSDP2 may lose it, nor may the recomputation."""
-    folder = str(tmp_path / "model")
-    tiny_model("lfm2").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def test_fsdp2_trains_layers_that_carry_state(folder_of, tmp_path):
+    """Their layout comes in a mask, which FSDP2 may not lose, nor may the recomputation."""
     options = {"max_steps": 2, "prefix_sharing": True, "gradient_checkpointing": True}
+    folder = folder_of("layers that carry state")
     one = alone("sft", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 8})
-    two = launch(2, "sft", folder, tmp_path / "2", {**options, "per_device_train_batch_size": 4}, engine=engine)
-    assert (two["world"], two["engine"]) == (2, "FSDP" if engine else "MULTI_CPU")
-    assert_same_run(one, two)
+    run = ("sft", folder, tmp_path / "2", {**options, "per_device_train_batch_size": 4})
+    assert_same_run(one, launch(2, run, engine="fsdp-lfm2"))
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
@@ -108,38 +121,21 @@ def test_zero_trains_what_one_process_trains(model_dir, tmp_path, task, options,
     pytest.importorskip("deepspeed")
     options = {**options, "max_steps": 2}
     one = alone(task, model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    two = launch(2, task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2}, engine=engine)
+    run = (task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2})
+    two = launch(2, run, engine=engine)
     assert (two["world"], two["engine"]) == (2, "DEEPSPEED")
     assert_same_run(one, two)
-
-
-def test_reference_log_probs_can_be_precomputed_by_two_processes(model_dir, tmp_path):
-    """Nine evaluation pairs: the last batch has one for one process, and none for the other."""
-    options = {"max_steps": 2, "evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "on_disk": True}
-    options |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-    during = launch(2, "dpo", model_dir, tmp_path / "during", options)
-    before = launch(2, "dpo", model_dir, tmp_path / "before", {**options, "precompute_ref_log_probs": True})
-    # Before training every pair is a tie, which rounding breaks
-    assert_same_run(during, before, tmp_path / "during", tmp_path / "before", ignore=["accuracies"])
-
-
-def test_a_process_may_have_nothing_to_score(model_dir, tmp_path):
-    """Every second micro-batch, and so every one of the second process, is all prompt."""
-    options = {"max_steps": 3, "train_sampling_strategy": "sequential", "unscored": True}
-    one = alone("sft", model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    two = launch(2, "sft", model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2})
-    assert_same_run(one, two, tmp_path / "1", tmp_path / "2")
 
 
 def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 2, "fail_on_rank": 1}
     process = subprocess.run(
-        command(2, "dpo", model_dir, tmp_path / "2", options),
+        command(2, ("dpo", model_dir, tmp_path / "2", options)),
         cwd=ROOT,
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=2 * TIMEOUT,
     )
     assert process.returncode != 0
     assert "this process fails on purpose" in process.stderr
