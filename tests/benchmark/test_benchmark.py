@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,20 @@ def test_no_speed_is_reported_where_a_method_computes_something_else(benchmark, 
     differences = result["differences"][benchmark.runners[-1].method.name]
     assert any(value > result["allowed"][name] for name, value in differences.items())
     assert not any("speedup" in method for method in result["methods"].values())
+
+
+def test_a_method_that_does_not_fit_is_left_out_and_named(benchmark, monkeypatch):
+    def gradients(self, batch):
+        raise torch.OutOfMemoryError("no memory, on purpose")
+
+    (kept,) = (runner for runner in benchmark.runners if runner.method.name == "trl-kept")
+    monkeypatch.setattr(kept, "settings", replace(kept.settings, device="cuda"))
+    monkeypatch.setattr(kept, "gradients", gradients.__get__(kept))
+    everyone = list(benchmark.runners)
+    measured = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
+    assert list(measured["methods"]) == [runner.method.name for runner in everyone if runner is not kept]
+    assert measured["do_not_fit"] == [kept.method.label]
+    assert benchmark.runners == everyone
 
 
 def test_every_batch_goes_to_every_method_before_the_next_in_an_order_that_rotates():

@@ -187,6 +187,18 @@ class Runner:
         self.forget()
         return work, flops
 
+    def fits(self, batches: list[list[dict[str, Any]]]) -> bool:
+        """Whether the batch of most padded slots fits. Tried on GPUs, with TRL's own methods that recompute nothing."""
+        if self.settings.device != "cuda" or self.method.ours or not self.method.keeps:
+            return True
+        try:
+            self.gradients(max(map(self.trainer.data_collator, batches), key=lambda batch: batch["input_ids"].numel()))
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            self.forget()
+        return True
+
     def cost(self, recompute: bool = True) -> StepCost:
         """
         Operations per unit of work of this trainer's step. Ours only: other layouts cannot vary all three units.

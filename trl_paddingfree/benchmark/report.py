@@ -108,6 +108,8 @@ def _run_notes(run: dict[str, Any]) -> list[str]:
         f"{'' if packing is None else f', loss of the packed rows {packing:.0e}'}. "
         f"FLOPs / limit over {run['all_batches']['batches']} batches of the data: {whole}."
     ]
+    if run.get("do_not_fit"):
+        lines.append(f"  Does not fit into memory: {', '.join(run['do_not_fit'])}.")
     if run["profile"]:
         shares = by_label(run, {name: profile["gather"] for name, profile in run["profile"].items()}, "{:.1%}")
         lines.append(f"  Share of the gather of keys and values, with its gradient, in a step: {shares}.")
