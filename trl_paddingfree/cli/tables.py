@@ -49,9 +49,11 @@ def print_waste(report: WasteReport) -> None:
 def print_memory(memory: dict[str, Any]) -> None:
     """The memory that training would need as a table."""
     has_limit = memory["memory_gib"] is not None
-    table = Table(title=f"Memory of {memory['model']}, {memory['tuning']}, bfloat16", title_justify="left")
-    heads = ["batch size", "layout", "tokens", "GiB, kept", "GiB, recomputed", "GiB, offloaded", "host GiB"]
-    for column in heads + ["largest, recomputed", "largest, kept", "speed-up"] * has_limit:
+    # As wide as a terminal: no padding, and heads in several lines
+    title = f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB"
+    table = Table(title=title, title_justify="left", padding=0)
+    heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
+    for column in heads + ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit:
         table.add_column(column, justify="right")
     for row in memory["sizes"]:
         for layout in ("padded", "padding_free", "shared"):

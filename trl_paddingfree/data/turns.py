@@ -116,13 +116,8 @@ def _report_lost(dataset: Dataset, num_kept: int) -> None:
         return
     lost = f"{len(dataset) - num_kept} of {len(dataset)} conversations have no assistant turn after a prompt"
     if not num_kept:
-        roles = sorted(
-            {
-                str(message["role"])
-                for row in dataset.select(range(min(10, len(dataset))))
-                for message in row["messages"]
-            }
-        )
+        first = dataset.select(range(min(10, len(dataset))))["messages"]
+        roles = sorted({str(message["role"]) for messages in first for message in messages})
         raise ValueError(
             f"{lost}. The roles of the first are {roles}, and turns are those of 'assistant': rename them."
         )
