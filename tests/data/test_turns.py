@@ -74,6 +74,19 @@ def test_every_type_of_data_set_is_cut_alike_and_keeps_its_columns():
     assert list(splits[0]["b"]) == [cut[0]]
 
 
+def test_a_seed_moves_conversations_and_keeps_their_turns_together():
+    data = some_conversations()
+    plain, ours, same, other = (split_turns(data, seed).to_list() for seed in (None, SEED, SEED, SEED + 1))
+    assert ours == same
+    assert ours != plain or other != plain  # one order in 5,040 is that of the data
+    for rows in (ours, other):
+        assert sorted(rows, key=lambda row: row["n"]) == plain  # a stable sort: turns are in their order
+        runs = [row["n"] for row, last in zip(rows, [{"n": None}, *rows], strict=False) if row["n"] != last["n"]]
+        assert len(runs) == len(data)
+    with pytest.raises(ValueError, match="`seed=3` is to put all conversations into another order"):
+        split_turns(data.to_iterable_dataset(), seed=3)
+
+
 def test_a_tool_call_that_comes_late_keeps_its_type():
     """Of a first thousand rows without one, `datasets` would conclude that there is none."""
     rows = [{"messages": messages("ua")} for _ in range(1001)]
@@ -134,7 +147,7 @@ def test_what_cannot_be_cut_is_refused_by_name(case, streaming):
         assert list(split_turns(data.to_iterable_dataset())) == []  # as it is read, nobody knows what is still to come
         return
     with pytest.raises(ValueError, match=re.escape(message)):
-        list(split_turns(data.to_iterable_dataset() if streaming else data))
+        list(split_turns(data.to_iterable_dataset()) if streaming else split_turns(data, SEED))
 
 
 # --- What the chat template makes of them -----------------------------------------------------------------------------

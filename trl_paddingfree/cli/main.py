@@ -255,7 +255,7 @@ def inspect(args: argparse.Namespace) -> int:
     progress = Console(stderr=True)
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
     if args.one_sample_per_turn:
-        dataset = split_turns(dataset.shuffle(seed=args.seed))
+        dataset = split_turns(dataset, args.seed)
     with_images = has_images(dataset)
     if with_images and args.model is not None:
         raise ValueError(

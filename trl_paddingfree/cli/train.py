@@ -93,14 +93,14 @@ class SFTScriptArguments(ScriptArguments):
         """The data in turns, if they are asked for; the conversations to train on in random order."""
         if not self.one_sample_per_turn:
             return dataset
-        train = dataset[self.dataset_train_split]
-        if isinstance(train, Dataset):  # streaming data comes in the order of its files, as in TRL
-            seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-            train = train.shuffle(seed=seed)
+        seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+        turns = {}
         with training_args.main_process_first(desc="cutting conversations into turns"):
-            return split_turns(
-                type(dataset)(dataset | {self.dataset_train_split: train}), training_args.dataset_num_proc
-            )
+            for name, split in dataset.items():
+                # A stream comes in the order of its files, as in TRL
+                is_shuffled = name == self.dataset_train_split and isinstance(split, Dataset)
+                turns[name] = split_turns(split, seed if is_shuffled else None, training_args.dataset_num_proc)
+        return type(dataset)(turns)
 
 
 # Script arguments of tasks that have more than others

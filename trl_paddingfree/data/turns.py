@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, Value
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
@@ -12,24 +13,25 @@ logger = logging.get_logger(__name__)
 
 # What the rows get anew; a column of that name beside the conversations is replaced
 CUT = ("prompt", "completion")
-# Column that says which conversation a row is of, until they have been counted
+# Column that says which conversation a row is of, until they have been counted and shuffled
 PLACE = "place_of_the_conversation"
 
 
-def split_turns(dataset: Any, num_proc: int | None = None) -> Any:
+def split_turns(dataset: Any, seed: int | None = None, num_proc: int | None = None) -> Any:
     """
     Cut conversations into one row per assistant turn, in TRL's conversational prompt-completion format.
 
     The prompt of a row is all that comes before its turn, and TRL renders it with the chat template as inference would.
     Templates that drop the thinking of earlier turns (Qwen3's among them) drop it there, too, and each turn is learnt
     with its own. The rows of a conversation stay side by side, each a continuation of the one before: with
-    `prefix_sharing=True` and `train_sampling_strategy="sequential"`, what they have in common is computed once. Shuffle
-    the conversations before.
+    `prefix_sharing=True` and `train_sampling_strategy="sequential"`, what they have in common is computed once.
 
     Args:
         dataset (`Dataset`, `DatasetDict`, or a streaming one):
             Rows with a conversation in `messages`, or in `conversations` (also with `from` and `value`, as TRL reads
             it). Further columns (`tools`, `chat_template_kwargs`) are carried over to each row.
+        seed (`int`, *optional*):
+            Seed of a random order of the conversations. By default, they stay in theirs.
         num_proc (`int`, *optional*):
             Number of processes that cut. Streaming data is cut as it is read.
 
@@ -38,7 +40,8 @@ def split_turns(dataset: Any, num_proc: int | None = None) -> Any:
         and `completion`. What follows the last of them is left out.
 
     Raises:
-        `ValueError`: If there are no conversations to cut, naming the columns, or the row and what is wrong with it.
+        `ValueError`: If there are no conversations to cut, naming the columns, or the row and what is wrong with it;
+            if a stream is to be put into another order.
 
     Examples:
     ```python
@@ -53,9 +56,14 @@ def split_turns(dataset: Any, num_proc: int | None = None) -> Any:
     ```
     """
     if isinstance(dataset, dict):
-        return type(dataset)({name: split_turns(split, num_proc) for name, split in dataset.items()})
+        return type(dataset)({name: split_turns(split, seed, num_proc) for name, split in dataset.items()})
     columns, is_stream = column_names(dataset), not isinstance(dataset, Dataset)
     _refuse_other_data(columns)
+    if is_stream and seed is not None:
+        raise ValueError(
+            f"`seed={seed}` is to put all conversations into another order, and a stream never has them all: leave it "
+            "out, and shuffle with `dataset.shuffle(seed=..., buffer_size=...)` before you cut."
+        )
     options: dict[str, Any] = {} if is_stream else {"num_proc": num_proc, "desc": "Cutting conversations into turns"}
     if "messages" not in columns:
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **options)
@@ -67,7 +75,11 @@ def split_turns(dataset: Any, num_proc: int | None = None) -> Any:
     options["remove_columns"] = [column for column in columns if column not in (*kept, *CUT)]
     turns = dataset.map(_cut, batched=True, with_indices=True, fn_kwargs={"kept": kept}, **options)
     if not is_stream:
-        _report_lost(dataset, len(turns.unique(PLACE)))
+        places = np.asarray(turns.with_format("numpy")[PLACE], dtype=np.int64)
+        _report_lost(dataset, len(np.unique(places)))
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(len(dataset))
+            turns = turns.select(np.argsort(order[places], kind="stable"))
     return turns.remove_columns([PLACE])
 
 
