@@ -16,7 +16,7 @@ import pytest
 from trl import TrlParser
 
 import trl_paddingfree
-from tests.helpers.tiny import preference_data, prompt_completions
+from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_completions
 from trl_paddingfree.benchmark.main import make_parser as make_benchmark_parser
 from trl_paddingfree.cli.main import SMALL_BENCHMARK, make_parser
@@ -111,7 +111,7 @@ def test_the_readme_has_an_example_and_the_pages_have_others():
 def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir, vision_dir):
     data = {
         "trl-lib/ultrafeedback_binarized": preference_data(8, 0),
-        "trl-lib/Capybara": prompt_completions(8, 0),
+        "trl-lib/Capybara": conversations(8, 0),
         "trl-lib/llava-instruct-mix": vision_completions(8, 0),
     }
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])

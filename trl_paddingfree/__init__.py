@@ -16,6 +16,7 @@ _EXPORTS = {
     "RewardCollator": "data.collate_heads",
     "UnpairedPreferenceCollator": "data.collate_heads",
     "concatenated_inputs": "data.collate",
+    "split_turns": "data.turns",
     "PaddingFreeDPOConfig": "trainers.configs",
     "PaddingFreeGRPOConfig": "trainers.configs",
     "PaddingFreeKTOConfig": "trainers.configs",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .check.prove import CheckResult, UnprovenModelError
     from .data.collate import LanguageModelingCollator, PreferenceCollator, concatenated_inputs
     from .data.collate_heads import RewardCollator, UnpairedPreferenceCollator
+    from .data.turns import split_turns
     from .flat.batch import BatchCounts, FlatBatch
     from .flat.segments import Segments
     from .trainers.configs import (

@@ -15,7 +15,6 @@ from tests.helpers.tiny import make_model as tiny_llama
 from tests.helpers.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main, tables
-from trl_paddingfree.benchmark.datasets import one_sample_per_turn
 from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
 from trl_paddingfree.benchmark.measure import interleave, tolerances
 from trl_paddingfree.benchmark.methods import Settings
@@ -438,12 +437,6 @@ def test_collators_are_timed_beside_trls():
     assert [one["rows"] for one in measured] == [8] * 4
     assert all(one["ms"] > 0 for one in measured)
     assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in collators_report(measured, "machine")
-
-
-def test_conversations_are_cut_after_every_assistant_turn():
-    turns = [{"role": role, "content": str(i)} for i, role in enumerate(["user", "assistant", "user", "assistant"])]
-    samples = one_sample_per_turn({"messages": [turns]})
-    assert samples == {"prompt": [turns[:1], turns[:3]], "completion": [[turns[1]], [turns[3]]]}
 
 
 def test_neighbours_stay_together_in_batches():

@@ -7,9 +7,10 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 WORDS = [f"w{i}" for i in range(60)]
+# Blocks of generation end with a token: one that ended with a space would be taken to reach to the end of the text
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|> {{ message['role'] }} "
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }} <|im_end|> {% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }} <|im_end|>{% endgeneration %} "
     "{% else %}{{ message['content'] }} <|im_end|> {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )

@@ -14,6 +14,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tests.helpers.dpo_runs import LAYOUTS, assert_layouts_agree, lora, train
 from tests.helpers.equivalence import ABSOLUTE, TOLERANCE, assert_same, run
+from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import CHAT_TEMPLATE, make_model, make_tokenizer, preference_data
 from trl_paddingfree import PaddingFreeDPOTrainer, PreferenceCollator
 
@@ -348,22 +349,12 @@ def test_compiled_training_is_the_same(tokenizer, with_reference):
     assert_same(padded, train("shared", make, preference_data(8, SEED), torch_compile=True, **options))
 
 
-def test_activations_that_are_moved_away_and_back_train_the_same(with_lora, monkeypatch):
-    # TRL's own offloading moves them from an accelerator, by the same hooks on what autograd saves
-    moved = []
-
-    def away(tensor):
-        moved.append(tensor.numel())
-        return tensor.clone()
-
-    def offloading(model):
-        return torch.autograd.graph.saved_tensors_hooks(away, lambda tensor: tensor)
-
-    monkeypatch.setattr("trl.trainer.dpo_trainer.get_act_offloading_ctx_manager", offloading)
+def test_activations_that_are_moved_away_and_back_train_the_same(with_lora):
     plain = train("padded", with_lora, preference_data(8, SEED), steps=2)
     for layout in LAYOUTS:
-        assert_same(plain, train(layout, with_lora, preference_data(8, SEED), steps=2, activation_offloading=True))
-    assert moved
+        with offloading_on_cpu("dpo") as moved:
+            assert_same(plain, train(layout, with_lora, preference_data(8, SEED), steps=2, activation_offloading=True))
+        assert sum(moved)
 
 
 @pytest.mark.gpu

@@ -10,8 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.helpers.dpo_runs import assert_layouts_agree
 from tests.helpers.equivalence import assert_same, run
-from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.benchmark.datasets import one_sample_per_turn
+from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer, split_turns
 from trl_paddingfree.quickstart.model import make_model, make_tokenizer
 
 DATA = Path(os.environ.get("TRL_PADDINGFREE_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -60,7 +59,7 @@ def test_instruction_data(model_of, name, per_turn):
     if per_turn:
         if "messages" not in dataset.column_names:
             pytest.skip("no conversations")
-        dataset = dataset.map(one_sample_per_turn, batched=True, remove_columns=dataset.column_names)
+        dataset = split_turns(dataset)
         options["train_sampling_strategy"] = "sequential"
     common = {"model": model_of(dataset), "train_dataset": dataset, **options}
     padded = run(SFTTrainer, SFTConfig, **common)

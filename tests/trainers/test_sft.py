@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from tests.helpers.equivalence import TOLERANCE, assert_same, run
+from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import conversations, make_model, prompt_completions
 from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.data.collate import LanguageModelingCollator
@@ -128,6 +129,12 @@ def test_qlora(tokenizer, tmp_path):
         # adapters are bfloat16 under QLoRA: an update may fall to either side of a rounding boundary (eps = 2^-8)
         tolerance=2**-7,
     )
+
+
+def test_activation_offloading_by_trls_own_code(model_dir):
+    with offloading_on_cpu("sft") as moved:
+        compare(model_dir, conversations(24, SEED), activation_offloading=True, ours_kwargs={"prefix_sharing": True})
+    assert sum(moved)
 
 
 @pytest.mark.gpu

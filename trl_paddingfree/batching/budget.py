@@ -8,6 +8,8 @@ from numpy.typing import ArrayLike
 
 # Where the search for the most tokens that fit ends: no device has so much memory
 MOST_TOKENS = 2**30
+# How many tensors TRL's activation offloading leaves on the device while they are copied to the host
+STASHED = 5
 
 
 def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:
@@ -83,6 +85,8 @@ class MemoryNeeds:
     [325, 285, 245, 205, 215]
     >>> needs.num_recomputed(np.array([5]), 250), needs.num_recomputed(np.array([5]), 1000)
     (2, 0)
+    >>> needs.offloaded(np.array([5]))
+    (225, 45)
 
     ```
     """
@@ -110,6 +114,19 @@ class MemoryNeeds:
         begin = self.saved(load) + self.correction * max(head, working)
         redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
+
+    def offloaded(self, load: np.ndarray) -> tuple[int, int]:
+        """
+        Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host.
+
+        What is kept outside of the layers is moved, too, but counts at the peak: it is used right after the last layer.
+        """
+        kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
+        working, outside = np.dot(self.working, load), np.dot(self.outside, load)
+        head = np.dot(self.head, load) + self.tile[0] * min(load[-1], self.tile[1])
+        on_device = outside + STASHED * recomputed.max() + max(head, kept.max() + working)
+        host = self.correction * (recomputed.sum() + outside)
+        return self.fixed + round(self.correction * on_device), round(host)
 
     def num_recomputed(self, load: np.ndarray, budget: int) -> int:
         """The fewest layers that must recompute for a micro-batch to fit; if it never does, those that need least."""

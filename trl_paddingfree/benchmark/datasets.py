@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ..data.load import load_rows
+from ..data.turns import split_turns
 from ..trainers.registry import TRAINERS
 from .rows import Rows
 
@@ -29,22 +30,11 @@ def dataset_rows(task: str, name: str, tokenizer: str, max_length: int, per_turn
     """
     dataset, data = load_rows(name), TRAINERS[task].task
     if per_turn:
-        dataset = dataset.map(one_sample_per_turn, batched=True, remove_columns=dataset.column_names)
+        dataset = split_turns(dataset)
     options: dict[str, Any] = {"max_length": max_length, "truncation_mode": "keep_start"}
     prepared = data.prepare(dataset, AutoTokenizer.from_pretrained(tokenizer), **options)
     examples = [truncated(row, max_length) for row in prepared.select_columns(data.columns)]
     return Rows(Path(name).name.split(".")[0] + per_turn * ", one sample per turn", examples, together=per_turn)
-
-
-def one_sample_per_turn(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """For every assistant turn of the conversations, a sample of that turn and all before it."""
-    samples: dict[str, list[Any]] = {"prompt": [], "completion": []}
-    for messages in batch["messages"]:
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant" and turn:
-                samples["prompt"].append(messages[:turn])
-                samples["completion"].append([message])
-    return samples
 
 
 def truncated(row: dict[str, Any], max_length: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..model.forward import install
 from ..model.recompute import LOADS, KeptBytes, count_kept_bytes, recomputable_layers
 from ..model.routes import choose_route
 from ..trainers.memory_needs import WORKING_TENSORS
+from .kernel_bytes import keep_as_kernels
 from .shapes import SHAPES
 
 GIB = 2**30
@@ -45,7 +46,7 @@ def layer_kinds(config: Any) -> list[Any]:
     return list(zip(*kinds, strict=True))
 
 
-def training_needs(config: Any, tuning: str, num_references: int) -> MemoryNeeds:
+def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
     """
     What micro-batches need in training.
 
@@ -56,10 +57,14 @@ def training_needs(config: Any, tuning: str, num_references: int) -> MemoryNeeds
             `"full"`, `"lora"` or `"qlora"` (r=16 on all linear layers).
         num_references (`int`):
             Reference models beside the one that is trained: DPO has one, if all weights are trained.
+        as_kernels (`bool`, *optional*, defaults to `True`):
+            Whether attention keeps what flash attention does on GPUs, rather than PyTorch's attention here.
     """
     kinds = layer_kinds(config)
     number = 1 + max(kinds.index(kind) for kind in kinds)
     model = _first_layers(config, number)
+    if as_kernels:
+        keep_as_kernels(model)
     route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
     install(model, route)
     trained: Any = model
@@ -154,6 +159,8 @@ def memory_report(
             largest = max(every, key=lambda load: int(load[1]))
             peaks = needs.peaks(largest)
             row[layout] = {"tokens": int(largest[1]), "recomputed_gib": peaks[-1] / GIB, "kept_gib": peaks[0] / GIB}
+            offloaded, host = needs.offloaded(largest)
+            row[layout] |= {"offloaded_gib": offloaded / GIB, "host_gib": host / GIB}
             if budget is not None:
                 row[layout] |= _largest_batches(needs, largest, batch_size, budget)
                 row[layout]["speed_up"] = _speed_up(needs, every, step_units(task, tuning), budget)

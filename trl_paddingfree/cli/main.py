@@ -151,6 +151,9 @@ def _add_inspect(add: Callable) -> None:
     )
     command.add_argument("--truncation_mode", choices=["keep_start", "keep_end"], default="keep_start")
     command.add_argument(
+        "--one_sample_per_turn", action="store_true", help="cut conversations into turns first, as `sft` does"
+    )
+    command.add_argument(
         "--num_generations", type=int, default=8, help="of prompts alone: completions of each (default: %(default)s)"
     )
     command.add_argument(
@@ -242,6 +245,7 @@ def inspect(args: argparse.Namespace) -> int:
     from ..data.load import load_rows
     from ..data.savings import measure
     from ..data.task import task_of
+    from ..data.turns import split_turns
     from ..trainers.registry import TASKS
     from .tables import print_memory, print_waste
 
@@ -250,6 +254,8 @@ def inspect(args: argparse.Namespace) -> int:
     at_least(0, max_length=args.max_length, sample=args.sample)
     progress = Console(stderr=True)
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
+    if args.one_sample_per_turn:
+        dataset = split_turns(dataset, args.seed)
     with_images = has_images(dataset)
     if with_images and args.model is not None:
         raise ValueError(
@@ -266,6 +272,7 @@ def inspect(args: argparse.Namespace) -> int:
         truncation_mode=args.truncation_mode,
         sample=args.sample or None,
         seed=args.seed,
+        in_order=args.one_sample_per_turn,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
         image_token_id=AutoConfig.from_pretrained(args.tokenizer).image_token_id if with_images else None,

@@ -49,14 +49,17 @@ def print_waste(report: WasteReport) -> None:
 def print_memory(memory: dict[str, Any]) -> None:
     """The memory that training would need as a table."""
     has_limit = memory["memory_gib"] is not None
-    table = Table(title=f"Memory of {memory['model']}, {memory['tuning']}, bfloat16", title_justify="left")
-    heads = ["batch size", "layout", "tokens", "GiB, recomputed", "GiB, kept"]
-    for column in heads + ["largest, recomputed", "largest, kept", "speed-up"] * has_limit:
+    # As wide as a terminal: no padding, and heads in several lines
+    title = f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB"
+    table = Table(title=title, title_justify="left", padding=0)
+    heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
+    for column in heads + ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit:
         table.add_column(column, justify="right")
     for row in memory["sizes"]:
         for layout in ("padded", "padding_free", "shared"):
             found = row[layout]
-            cells = [f"{found['tokens']:,}", f"{found['recomputed_gib']:.1f}", f"{found['kept_gib']:.1f}"]
+            gib = (found[name] for name in ("kept_gib", "recomputed_gib", "offloaded_gib", "host_gib"))
+            cells = [f"{found['tokens']:,}", *(f"{size:.1f}" for size in gib)]
             if has_limit:
                 cells += [f"{found['recomputed_batch']}", f"{found['kept_batch']}", f"{found['speed_up']:.2f}x"]
             table.add_row(f"{row['batch_size']}" if layout == "padded" else "", layout.replace("_", "-"), *cells)
@@ -69,8 +72,9 @@ def print_memory(memory: dict[str, Any]) -> None:
             "recomputing every layer, on the same tokens."
         )
     console.print(
-        "tokens: of the largest batch. recomputed, kept: with every layer recomputed, and none; weights, gradients and "
-        f"the optimizer are {memory['fixed_gib']:.1f} GiB of it.{limit}"
+        "tokens: of the largest batch. kept, recomputed: with no layer recomputed, and with every layer; weights, "
+        f"gradients and the optimizer are {memory['fixed_gib']:.1f} GiB of it. offloaded: with every layer recomputed, "
+        f"and `activation_offloading=True`, which keeps the rest in host memory.{limit}"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
 from ..data.load import load_data
+from ..data.turns import split_turns
 from ..trainers.peak_memory import peak_memory
 from ..trainers.quiet import silence
 from ..trainers.registry import TRAINERS
@@ -24,13 +26,17 @@ from .rewards import load_rewards
 @dataclass
 class SFTScriptArguments(ScriptArguments):
     """
-    TRL's script arguments, and one switch over the ways to batch.
+    TRL's script arguments, one switch over the ways to batch, and one that cuts conversations into turns.
 
     Args:
         batch_method (`str`, *optional*):
             `"padding"`: TRL's padded batches. `"packing"`: documents packed into rows of `max_length` by
             `packing_strategy`. `"padding_free"`: the examples of each padded batch, without the padding. Defaults to
             what `packing` and `padding_free` say.
+        one_sample_per_turn (`bool`, *optional*, defaults to `False`):
+            Whether conversations are cut by [`~trl_paddingfree.split_turns`]. Those to train on are shuffled, and their
+            turns come one after the other in every epoch: without packing, `train_sampling_strategy` becomes
+            `"sequential"` and `prefix_sharing` `True`.
     """
 
     batch_method: str | None = field(
@@ -40,13 +46,17 @@ class SFTScriptArguments(ScriptArguments):
             "choices": ["padding", "packing", "padding_free"],
         },
     )
+    one_sample_per_turn: bool = field(
+        default=False,
+        metadata={"help": "Cut conversations into one sample per assistant turn; shared turns are computed once."},
+    )
 
     def settle(self, training_args: Any) -> None:
         """
-        Set what the switch stands for.
+        Set what the switches stand for.
 
         Raises:
-            `ValueError`: If `packing` contradicts it.
+            `ValueError`: If another option contradicts one.
         """
         if training_args.packing and self.batch_method not in (None, "packing"):
             raise ValueError(
@@ -55,6 +65,42 @@ class SFTScriptArguments(ScriptArguments):
         if self.batch_method is not None:
             training_args.packing = self.batch_method == "packing"
             training_args.padding_free = self.batch_method != "padding"
+        if self.one_sample_per_turn:
+            self._settle_turns(training_args)
+
+    def _settle_turns(self, training_args: Any) -> None:
+        """Keep the turns of a conversation together, so that they share; in packed rows they end up anywhere."""
+        if training_args.assistant_only_loss:
+            raise ValueError(
+                "`--assistant_only_loss true` beside `--one_sample_per_turn`: the loss of a sample is that of its turn "
+                "alone, and TRL may change the chat template for `assistant_only_loss`. Leave one of them out."
+            )
+        if training_args.packing:
+            return
+        if (strategy := training_args.train_sampling_strategy) not in ("random", "sequential"):
+            raise ValueError(
+                f"`--train_sampling_strategy {strategy}` takes the turns of a conversation apart, which "
+                "`--one_sample_per_turn` keeps together to share what they have in common. Leave one of them out."
+            )
+        if training_args.shuffle_dataset:
+            raise ValueError(
+                "`--shuffle_dataset true` takes the turns of a conversation apart, and `--one_sample_per_turn` has "
+                "shuffled the conversations before it cuts them. Leave `--shuffle_dataset` out."
+            )
+        training_args.train_sampling_strategy, training_args.prefix_sharing = "sequential", True
+
+    def cut(self, dataset: Any, training_args: Any) -> Any:
+        """The data in turns, if they are asked for; the conversations to train on in random order."""
+        if not self.one_sample_per_turn:
+            return dataset
+        seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+        turns = {}
+        with training_args.main_process_first(desc="cutting conversations into turns"):
+            for name, split in dataset.items():
+                # A stream comes in the order of its files, as in TRL
+                is_shuffled = name == self.dataset_train_split and isinstance(split, Dataset)
+                turns[name] = split_turns(split, seed if is_shuffled else None, training_args.dataset_num_proc)
+        return type(dataset)(turns)
 
 
 # Script arguments of tasks that have more than others
@@ -113,6 +159,9 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
                 f"The data has no split {split!r}, it has {list(dataset)}. Set `--dataset_train_split` and "
                 "`--dataset_test_split`, or `--test_split_size 0.05` to split some off for evaluation."
             )
+    dataset = type(dataset)({split: dataset[split] for split in needed})
+    if isinstance(script_args, SFTScriptArguments):
+        dataset = script_args.cut(dataset, training_args)
     trainer = trainer_class(
         model=model_args.model_name_or_path,
         args=training_args,

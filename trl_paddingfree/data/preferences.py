@@ -81,7 +81,7 @@ def _pair_oddities(example: dict[str, Any], index: int, name: str) -> dict[str, 
 
 def _refuse_bad_pair(example: dict[str, Any], index: int, name: str) -> dict[str, Any]:
     texts = {column: example[column] for column in PAIR_COLUMNS if column in example}
-    problems = [f"`{column}` is {problem}" for column, text in texts.items() if (problem := _problem(text))]
+    problems = [f"`{column}` is {problem}" for column, text in texts.items() if (problem := message_problem(text))]
     if not problems and len(set(map(type, texts.values()))) > 1:
         problems = [", ".join(f"`{column}` is a {type(text).__name__}" for column, text in texts.items())]
     if problems:
@@ -104,14 +104,14 @@ def refuse_bad_messages(dataset: Any, name: str) -> None:
         `ValueError`: Naming the column and what is wrong with it.
     """
     first: dict[str, Any] = next(iter(dataset), {})
-    if isinstance(messages := first.get("messages"), list) and (problem := _problem(messages)):
+    if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
         raise ValueError(
             f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
             "`role` and a `content`. Correct the rows."
         )
 
 
-def _problem(text: Any) -> str:
+def message_problem(text: Any) -> str:
     """Why `text` is neither a string nor a list of messages; empty if it is one."""
     if isinstance(text, str):
         return ""

@@ -13,7 +13,12 @@ logger = logging.get_logger(__name__)
 
 
 def tokenize(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, max_length: int | None, truncation_mode: str
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    max_length: int | None,
+    truncation_mode: str,
+    in_order: bool = False,
 ) -> tuple[Dataset, list[list[int]]]:
     """
     Tokenize a data set as TRL's trainers do.
@@ -29,6 +34,8 @@ def tokenize(
             Maximum length of a sequence, in tokens.
         truncation_mode (`str`):
             `"keep_start"` or `"keep_end"`.
+        in_order (`bool`, *optional*, defaults to `False`):
+            Whether the rows stay in their order, which takes longer. Otherwise those that are cut come last.
 
     Returns:
         `tuple[Dataset, list[list[int]]]`: The rows that the collator gets, and for each row of `dataset` the lengths of
@@ -39,6 +46,8 @@ def tokenize(
     if max_length is None:
         return whole, lengths
     is_long = np.array([max(row) > max_length for row in lengths])
+    if in_order:  # nothing says which of several rows are dropped: all are cut, or none
+        is_long[:] = is_long.any()
     kept = whole.select(np.flatnonzero(~is_long))
     if is_long.any():  # only these can lose tokens, or be dropped
         long = dataset.select(np.flatnonzero(is_long))

@@ -139,11 +139,11 @@ def count_batches(
     *,
     max_length: int | None,
     truncation_mode: str,
-    seed: int,
+    seed: int | None,
     **options: Any,
 ) -> Iterator[BatchCounts]:
     """
-    Collate one epoch of batches, drawn at random as in training, and count.
+    Collate one epoch of batches, as in training, and count.
 
     Args:
         rows ([`~datasets.Dataset`]):
@@ -156,15 +156,15 @@ def count_batches(
             Maximum length of a sequence, in tokens.
         truncation_mode (`str`):
             `"keep_start"` or `"keep_end"`.
-        seed (`int`):
-            Seed of the order of the rows.
+        seed (`int`, *optional*):
+            Seed of the order of the rows; `None` leaves them in theirs.
         **options:
             Further options of the task's collator.
     """
     options = {"max_length": max_length, "truncation_mode": truncation_mode, **options}
     collator = task.make_collator(prefix_sharing=True, **options)
     rows = rows.select_columns(task.columns)
-    order = np.random.default_rng(seed).permutation(len(rows))
+    order = np.arange(len(rows)) if seed is None else np.random.default_rng(seed).permutation(len(rows))
     for start in range(0, len(order), batch_size):
         batch = rows[order[start : start + batch_size]]
         examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
@@ -181,6 +181,7 @@ def measure(
     truncation_mode: str = "keep_start",
     sample: int | None = 2000,
     seed: int = 0,
+    in_order: bool = False,
     image_token_id: int | None = None,
     track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] | None = None,
     **options: Any,
@@ -205,6 +206,8 @@ def measure(
             Look at so many rows, drawn at random, if there are more. `None`: look at all.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the sample and of the batches.
+        in_order (`bool`, *optional*, defaults to `False`):
+            Whether the sample and the batches are of neighbours, in the order of the rows. Of text only.
         image_token_id (`int`, *optional*):
             The model's placeholder token, for data with images.
         track (`Callable`, *optional*):
@@ -217,17 +220,17 @@ def measure(
     """
     num_rows, max_length = len(dataset), max_length if task.truncates else None
     if sample is not None and sample < num_rows:
-        dataset = dataset.select(np.random.default_rng(seed).permutation(num_rows)[:sample])
+        drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
+        dataset = dataset.select(drawn[:sample])
     rows: Any
     if image_token_id is not None:
         rows, lengths, count = counter(dataset, tokenizer, task, max_length, image_token_id, seed)
     else:
-        rows, lengths = tokenize(dataset, tokenizer, task, max_length, truncation_mode)
+        rows, lengths = tokenize(dataset, tokenizer, task, max_length, truncation_mode, in_order)
+        options |= {"max_length": max_length, "truncation_mode": truncation_mode, "seed": None if in_order else seed}
 
         def count(batch_size: int) -> Iterable[BatchCounts]:
-            return count_batches(
-                rows, task, batch_size, max_length=max_length, truncation_mode=truncation_mode, seed=seed, **options
-            )
+            return count_batches(rows, task, batch_size, **options)
 
     num_dropped = len(dataset) - len(rows)
     if not len(rows):

@@ -1,0 +1,60 @@
+"""Rows of thousands of tokens, with activations offloaded: padded TRL beside ours, and the bytes predicted of it."""
+
+import os
+import random
+
+import pytest
+from datasets import Dataset
+
+from tests.helpers.dpo_runs import LAYOUTS, lora, train
+from tests.helpers.equivalence import assert_same
+from tests.helpers.offloading import offloading_on_cpu
+from tests.helpers.tiny import make_model, text
+from trl_paddingfree.model.recompute import count_kept_bytes, load
+from trl_paddingfree.trainers.memory_needs import needs_of
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# What the prediction may be off by
+TOLERANCE = 0.1
+# Of prompt, chosen and rejected answer: nearly all in common, and next to nothing
+LENGTHS = [(3500, 500, 100), (2, 4000, 300)]
+OPTIONS = {"per_device_train_batch_size": len(LENGTHS), "max_length": None, "steps": 1}
+
+
+def long_pairs():
+    rng = random.Random(SEED)
+    rows = [[text(rng, n, n + n // 4) for n in lengths] for lengths in LENGTHS]
+    return Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
+
+
+@pytest.fixture(scope="module")
+def long_model(tokenizer):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16384}
+
+    def make():
+        model = make_model(num_hidden_layers=2, **sizes)
+        return {"model": model, "processing_class": tokenizer, "peft_config": lora()}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def padded(long_model):
+    return train("padded", long_model, long_pairs(), **OPTIONS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(long_model, padded, layout):
+    with offloading_on_cpu("dpo") as moved:
+        options = {"activation_offloading": True, "gradient_checkpointing": True, **OPTIONS}
+        ours = train(layout, long_model, long_pairs(), **options)
+    assert_same(padded, ours)
+    trainer = ours.trainer
+    base, route = trainer.flat_base(trainer.model), trainer.flat.route
+    batch = trainer.data_collator(list(trainer.train_dataset))["flat_batch"]
+    assert batch.row_mask.sum(1).max() > 4000
+    # Counted on batches of a few hundred tokens
+    needs = needs_of(count_kept_bytes(base, route), 0, base)
+    peak, host = needs.offloaded(load(batch, route))
+    assert host == pytest.approx(sum(moved), rel=TOLERANCE)
+    assert peak < needs.peaks(load(batch, route))[0]

@@ -1,0 +1,136 @@
+"""Conversations cut into one row per assistant turn: each turn is learnt after what inference puts before it."""
+
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value
+from transformers.utils import logging
+from trl import maybe_convert_to_chatml
+
+from .preferences import column_names, message_problem
+
+logger = logging.get_logger(__name__)
+
+# What the rows get anew; a column of that name beside the conversations is replaced
+CUT = ("prompt", "completion")
+# Column that says which conversation a row is of, until they have been counted and shuffled
+PLACE = "place_of_the_conversation"
+
+
+def split_turns(dataset: Any, seed: int | None = None, num_proc: int | None = None) -> Any:
+    """
+    Cut conversations into one row per assistant turn, in TRL's conversational prompt-completion format.
+
+    The prompt of a row is all that comes before its turn, and TRL renders it with the chat template as inference would.
+    Templates that drop the thinking of earlier turns (Qwen3's among them) drop it there, too, and each turn is learnt
+    with its own. The rows of a conversation stay side by side, each a continuation of the one before: with
+    `prefix_sharing=True` and `train_sampling_strategy="sequential"`, what they have in common is computed once.
+
+    Args:
+        dataset (`Dataset`, `DatasetDict`, or a streaming one):
+            Rows with a conversation in `messages`, or in `conversations` (also with `from` and `value`, as TRL reads
+            it). Further columns (`tools`, `chat_template_kwargs`) are carried over to each row.
+        seed (`int`, *optional*):
+            Seed of a random order of the conversations. By default, they stay in theirs.
+        num_proc (`int`, *optional*):
+            Number of processes that cut. Streaming data is cut as it is read.
+
+    Returns:
+        Of the same type: a row for each message of the assistant that has others before it, with the columns `prompt`
+        and `completion`. What follows the last of them is left out.
+
+    Raises:
+        `ValueError`: If there are no conversations to cut, naming the columns, or the row and what is wrong with it;
+            if a stream is to be put into another order.
+
+    Examples:
+    ```python
+    >>> from datasets import Dataset
+    >>> from trl_paddingfree import split_turns
+    >>> said = [("user", "1 + 1?"), ("assistant", "2"), ("user", "And 1 more?"), ("assistant", "3")]
+    >>> conversation = [{"role": role, "content": content} for role, content in said]
+    >>> rows = split_turns(Dataset.from_list([{"messages": conversation}]))
+    >>> [(len(row["prompt"]), row["completion"][0]["content"]) for row in rows]
+    [(1, '2'), (3, '3')]
+
+    ```
+    """
+    if isinstance(dataset, dict):
+        return type(dataset)({name: split_turns(split, seed, num_proc) for name, split in dataset.items()})
+    columns, is_stream = column_names(dataset), not isinstance(dataset, Dataset)
+    _refuse_other_data(columns)
+    if is_stream and seed is not None:
+        raise ValueError(
+            f"`seed={seed}` is to put all conversations into another order, and a stream never has them all: leave it "
+            "out, and shuffle with `dataset.shuffle(seed=..., buffer_size=...)` before you cut."
+        )
+    options: dict[str, Any] = {} if is_stream else {"num_proc": num_proc, "desc": "Cutting conversations into turns"}
+    if "messages" not in columns:
+        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **options)
+        columns = column_names(dataset)
+    kept = [column for column in columns if column not in ("messages", "conversations", *CUT)]
+    if dataset.features is not None:  # otherwise a first batch without tool calls, say, would decide that none come
+        types = {column: dataset.features[column] for column in kept} | {PLACE: Value("int64")}
+        options["features"] = Features(types | dict.fromkeys(CUT, dataset.features["messages"]))
+    options["remove_columns"] = [column for column in columns if column not in (*kept, *CUT)]
+    turns = dataset.map(_cut, batched=True, with_indices=True, fn_kwargs={"kept": kept}, **options)
+    if not is_stream:
+        places = np.asarray(turns.with_format("numpy")[PLACE], dtype=np.int64)
+        _report_lost(dataset, len(np.unique(places)))
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(len(dataset))
+            turns = turns.select(np.argsort(order[places], kind="stable"))
+    return turns.remove_columns([PLACE])
+
+
+def _cut(batch: dict[str, list[Any]], indices: list[int], kept: list[str]) -> dict[str, list[Any]]:
+    """The rows of some conversations."""
+    rows: dict[str, list[Any]] = {column: [] for column in (*kept, *CUT, PLACE)}
+    for i, (index, messages) in enumerate(zip(indices, batch["messages"], strict=True)):
+        problem = "a string" if isinstance(messages, str) else message_problem(messages)
+        if problem:
+            raise ValueError(
+                f"Row {index}: `messages` is {problem}, and is to be cut into turns. A conversation is a list of "
+                "messages, each with a `role` and a `content`. Correct the row, or leave it out with `dataset.filter`."
+            )
+        for turn in turns_of(messages):
+            rows["prompt"].append(messages[:turn])
+            rows["completion"].append([messages[turn]])
+            rows[PLACE].append(index)
+            for column in kept:
+                rows[column].append(batch[column][i])
+    return rows
+
+
+def turns_of(messages: list[dict[str, Any]]) -> list[int]:
+    """Places of the assistant's messages. One that opens a conversation has no prompt: no model is asked for it."""
+    return [turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"]
+
+
+def _refuse_other_data(columns: list[str]) -> None:
+    """Refuse data without conversations, or with columns that would no longer belong to them."""
+    if not {"messages", "conversations"} & set(columns):
+        raise ValueError(
+            f"The data has the columns {columns}, and turns are cut from `messages` or `conversations`. Rename yours "
+            "with `dataset.rename_column`, or do not cut."
+        )
+    if found := [name for name in ("input_ids", "labels", "image", "images") if name in columns]:
+        what = "images" if "image" in found[0] else "tokens"
+        raise ValueError(
+            f"The data has a column `{found[0]}`, whose {what} belong to whole conversations: they cannot be cut into "
+            f"turns. Leave it out with `dataset.remove_columns({found[0]!r})`, or do not cut."
+        )
+
+
+def _report_lost(dataset: Dataset, num_kept: int) -> None:
+    """Say how many conversations gave no row; refuse data of which none did."""
+    if num_kept == len(dataset):
+        return
+    lost = f"{len(dataset) - num_kept} of {len(dataset)} conversations have no assistant turn after a prompt"
+    if not num_kept:
+        first = dataset.select(range(min(10, len(dataset))))["messages"]
+        roles = sorted({str(message["role"]) for messages in first for message in messages})
+        raise ValueError(
+            f"{lost}. The roles of the first are {roles}, and turns are those of 'assistant': rename them."
+        )
+    logger.warning(f"{lost}: they give no row.")
