@@ -36,8 +36,8 @@ class FlatCollator(DataCollatorMixin):
     max_tokens: int | None = None
 
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
-        """`(R, L)` int64: the tokens of `rows` that are scored, else -100."""
-        raise NotImplementedError
+        """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
+        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
     def flatten(self, rows: dict[str, Any]) -> FlatBatch:
         """The flat batch of padded rows."""
@@ -142,9 +142,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
 
     ```
     """
-
-    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
-        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
 
 @dataclass
