@@ -179,7 +179,8 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     """
     kwargs = config.gradient_checkpointing_kwargs or {}
     reasons = {
-        "`activation_offloading=True`": config.activation_offloading and "it moves to the CPU what the budget counts",
+        "`activation_offloading=True`": vars(config).get("activation_offloading")
+        and "it moves to the CPU what the budget counts",
         "`torch_compile=True`": config.torch_compile
         and "every number of recomputed layers is another graph to compile",
         "`gradient_checkpointing_kwargs={'selective': True}`": kwargs.get("selective")
