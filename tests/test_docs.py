@@ -25,6 +25,7 @@ from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.model.backends import BACKENDS
 from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
+PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 # Every English page but those that a program writes, with the page that says the same in Chinese
 TRANSLATED = {"README.md": "README.zh.md"} | {
     f"docs/{path.name}": f"docs/zh/{path.name}" for path in ROOT.glob("docs/*.md") if path.name != "models.md"
@@ -230,7 +231,7 @@ def test_every_backend_is_documented(language):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_logged_figure_is_documented(language):
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "trl_paddingfree").rglob("*.py")]
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
     documented = [name.strip("`") for name, _ in table(language, "figure")]
     assert sorted(documented) == sorted(name for source in sources for name in re.findall(r'"(flat/\w+)"', source))
 
@@ -238,7 +239,7 @@ def test_every_logged_figure_is_documented(language):
 def messages() -> str:
     """All strings in the package, with the values that they are formatted with left out."""
     texts = []
-    for path in (ROOT / "trl_paddingfree").rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values))
