@@ -177,7 +177,8 @@ def test_the_pages_commands_parse(argv, monkeypatch):
     elif program.startswith("scripts/"):
         assert os.access(ROOT / program, os.X_OK)
     else:
-        assert program in ("pip", "ruff", "mypy")
+        assert program in ("pip", "ruff", "mypy", "mkdocs")
+        assert program != "mkdocs" or (ROOT / options[options.index("-f") + 1]).is_file()
         assert program != "pip" or command == "install"
 
 
