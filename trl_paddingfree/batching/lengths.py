@@ -48,7 +48,7 @@ def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str)
             Most tokens of the prompt and a completion.
         truncation_mode (`str`):
             `"keep_start"` or `"keep_end"`. The latter leaves the rows of a long example different parts of the prompt,
-            unless they are equally long: their lengths are given as those of sequences without a prompt.
+            unless all are equally long: their lengths are given as those of sequences without a prompt.
     """
     if max_length is None:
         return lengths
