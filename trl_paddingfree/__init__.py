@@ -11,14 +11,18 @@ _EXPORTS = {
     "FlatBatch": "flat.batch",
     "CheckResult": "check.prove",
     "UnprovenModelError": "check.prove",
+    "FlatCollator": "data.collate",
     "LanguageModelingCollator": "data.collate",
     "PreferenceCollator": "data.collate",
     "RewardCollator": "data.collate_heads",
     "UnpairedPreferenceCollator": "data.collate_heads",
     "concatenated_inputs": "data.collate",
+    "Task": "data.task",
+    "CollatedTrainer": "trainers.collated",
     "PaddingFreeDPOConfig": "trainers.configs",
     "PaddingFreeGRPOConfig": "trainers.configs",
     "PaddingFreeKTOConfig": "trainers.configs",
+    "PaddingFreeOptions": "trainers.configs",
     "PaddingFreeRLOOConfig": "trainers.configs",
     "PaddingFreeRewardConfig": "trainers.configs",
     "PaddingFreeSFTConfig": "trainers.configs",
@@ -34,14 +38,17 @@ __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from .check.prove import CheckResult, UnprovenModelError
-    from .data.collate import LanguageModelingCollator, PreferenceCollator, concatenated_inputs
+    from .data.collate import FlatCollator, LanguageModelingCollator, PreferenceCollator, concatenated_inputs
     from .data.collate_heads import RewardCollator, UnpairedPreferenceCollator
+    from .data.task import Task
     from .flat.batch import BatchCounts, FlatBatch
     from .flat.segments import Segments
+    from .trainers.collated import CollatedTrainer
     from .trainers.configs import (
         PaddingFreeDPOConfig,
         PaddingFreeGRPOConfig,
         PaddingFreeKTOConfig,
+        PaddingFreeOptions,
         PaddingFreeRewardConfig,
         PaddingFreeRLOOConfig,
         PaddingFreeSFTConfig,

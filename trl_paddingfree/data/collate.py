@@ -29,6 +29,20 @@ class FlatCollator(DataCollatorMixin):
         max_tokens (`int`, *optional*):
             Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
             each. Read only if `padding_free`.
+
+    Examples:
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
+    >>> from trl_paddingfree import FlatCollator
+    >>> @dataclass
+    ... class OwnCollator(FlatCollator, DataCollatorForPreference):
+    ...     pass
+    >>> collator = OwnCollator(pad_token_id=0, padding_free=True)
+    >>> collator([{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]}])["flat_batch"].input_ids
+    tensor([[1, 2, 3, 2, 4, 5]])
+
+    ```
     """
 
     padding_free: bool = False

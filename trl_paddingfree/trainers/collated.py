@@ -36,6 +36,16 @@ from .vision import flat_collator, images_to_try
 class CollatedTrainer(BudgetedSteps, FlatTrainer):
     """
     Base of the trainers whose batches come from a collator: it makes them flat, and this keeps them within a budget.
+
+    It is mixed in before one of TRL's trainers.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeDPOTrainer
+    >>> [base.__name__ for base in PaddingFreeDPOTrainer.__bases__]
+    ['CollatedTrainer', 'DPOTrainer']
+
+    ```
     """
 
     data_collator: Any
