@@ -15,6 +15,7 @@ from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import make_model, preference_data, text
 from trl_paddingfree import PaddingFreeDPOConfig
 from trl_paddingfree.batching.lengths import example_tokens, truncated
+from trl_paddingfree.data.savings import measure
 from trl_paddingfree.trainers.collated import CollatedTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -141,6 +142,11 @@ def test_parts_of_a_loss_that_says_nothing_of_sizes_are_refused(own, tokenizer, 
     own["Unsized"] = type("Unsized", (own["PaddingFreeTPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
     with pytest.raises(ValueError, match=f"`{next(iter(option))}=.*Unsized does not say what its loss"):
         build(own, tokenizer, tmp_path, "Unsized", tpo_alpha=0.0, **option)
+
+
+def test_predictions_from_raw_data_ask_for_a_preparation(own, tokenizer):
+    with pytest.raises(ValueError, match="The task 'tpo' has no `prepare`"):
+        measure(triples(4), tokenizer, own["TPO"], [2])
 
 
 def test_another_collator_is_refused_by_the_name_of_the_own(own, tokenizer, tmp_path):
