@@ -16,6 +16,7 @@ import pytest
 from trl import TrlParser
 
 import trl_paddingfree
+from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_completions
 from trl_paddingfree.benchmark.main import make_parser as make_benchmark_parser
@@ -24,7 +25,7 @@ from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.model.backends import BACKENDS
 from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
-ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 # Every English page but those that a program writes, with the page that says the same in Chinese
 TRANSLATED = {"README.md": "README.zh.md"} | {
     f"docs/{path.name}": f"docs/zh/{path.name}" for path in ROOT.glob("docs/*.md") if path.name != "models.md"
@@ -51,11 +52,6 @@ MARKERS = {
 }
 
 
-def blocks(text: str, language: str) -> list[str]:
-    """The code blocks of one language."""
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
 def page_with(language: str, head: str) -> str:
     """The page of one language with the table whose first column is called `head`, in English."""
     (page,) = [name for name in LANGUAGES[language] if f"\n| {in_language(head, language)} |" in PAGES[name]]
@@ -75,7 +71,13 @@ def in_language(head: str, language: str) -> str:
     return head if language == "en" else HEADS[head]
 
 
-PYTHON = [(name, block) for name in LANGUAGES["en"] for block in blocks(PAGES[name], "python")]
+# The page on trainers of one's own has a test of its own
+PYTHON = [
+    (name, block)
+    for name in LANGUAGES["en"]
+    if name != "docs/write_a_trainer.md"
+    for block in blocks(PAGES[name], "python")
+]
 EXAMPLES = [pytest.param(block, id=name) for name, block in PYTHON if not block.startswith(">>>")]
 SESSIONS = [pytest.param(block, id=name) for name, block in PYTHON if block.startswith(">>>")]
 
@@ -115,14 +117,9 @@ def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir, visi
         "trl-lib/llava-instruct-mix": vision_completions(8, 0),
     }
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
-    on_cpu = f'output_dir={str(tmp_path)!r}, bf16=False, use_cpu=True, max_steps=1, report_to="none"'
-    models = {'"Qwen/Qwen3-0.6B"': repr(model_dir), '"Qwen/Qwen2.5-VL-3B-Instruct"': repr(vision_dir)}
-    (model,) = [name for name in models if name in example]
-    for written, runs in {model: models[model], 'output_dir="out"': on_cpu}.items():
-        assert written in example
-        example = example.replace(written, runs)
+    models = {"Qwen/Qwen3-0.6B": model_dir, "Qwen/Qwen2.5-VL-3B-Instruct": vision_dir}
     names = {}
-    exec(example, names)
+    exec(short_and_local(example, models, tmp_path), names)
     assert names["trainer"].state.global_step == 1
     assert names["trainer"].method.startswith("padding-free")
 
@@ -180,7 +177,8 @@ def test_the_pages_commands_parse(argv, monkeypatch):
     elif program.startswith("scripts/"):
         assert os.access(ROOT / program, os.X_OK)
     else:
-        assert program in ("pip", "ruff", "mypy")
+        assert program in ("pip", "ruff", "mypy", "mkdocs")
+        assert program != "mkdocs" or (ROOT / options[options.index("-f") + 1]).is_file()
         assert program != "pip" or command == "install"
 
 
@@ -234,7 +232,7 @@ def test_every_backend_is_documented(language):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_logged_figure_is_documented(language):
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "trl_paddingfree").rglob("*.py")]
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
     documented = [name.strip("`") for name, _ in table(language, "figure")]
     assert sorted(documented) == sorted(name for source in sources for name in re.findall(r'"(flat/\w+)"', source))
 
@@ -242,7 +240,7 @@ def test_every_logged_figure_is_documented(language):
 def messages() -> str:
     """All strings in the package, with the values that they are formatted with left out."""
     texts = []
-    for path in (ROOT / "trl_paddingfree").rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values))

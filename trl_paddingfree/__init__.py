@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _EXPORTS = {
@@ -11,15 +11,19 @@ _EXPORTS = {
     "FlatBatch": "flat.batch",
     "CheckResult": "check.prove",
     "UnprovenModelError": "check.prove",
+    "FlatCollator": "data.collate",
     "LanguageModelingCollator": "data.collate",
     "PreferenceCollator": "data.collate",
     "RewardCollator": "data.collate_heads",
     "UnpairedPreferenceCollator": "data.collate_heads",
     "concatenated_inputs": "data.collate",
+    "Task": "data.task",
     "split_turns": "data.turns",
+    "CollatedTrainer": "trainers.collated",
     "PaddingFreeDPOConfig": "trainers.configs",
     "PaddingFreeGRPOConfig": "trainers.configs",
     "PaddingFreeKTOConfig": "trainers.configs",
+    "PaddingFreeOptions": "trainers.configs",
     "PaddingFreeRLOOConfig": "trainers.configs",
     "PaddingFreeRewardConfig": "trainers.configs",
     "PaddingFreeSFTConfig": "trainers.configs",
@@ -35,15 +39,18 @@ __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from .check.prove import CheckResult, UnprovenModelError
-    from .data.collate import LanguageModelingCollator, PreferenceCollator, concatenated_inputs
+    from .data.collate import FlatCollator, LanguageModelingCollator, PreferenceCollator, concatenated_inputs
     from .data.collate_heads import RewardCollator, UnpairedPreferenceCollator
+    from .data.task import Task
     from .data.turns import split_turns
     from .flat.batch import BatchCounts, FlatBatch
     from .flat.segments import Segments
+    from .trainers.collated import CollatedTrainer
     from .trainers.configs import (
         PaddingFreeDPOConfig,
         PaddingFreeGRPOConfig,
         PaddingFreeKTOConfig,
+        PaddingFreeOptions,
         PaddingFreeRewardConfig,
         PaddingFreeRLOOConfig,
         PaddingFreeSFTConfig,

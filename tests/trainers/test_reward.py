@@ -85,6 +85,13 @@ def test_parts_have_the_least_and_the_greatest_reward_of_the_whole(data):
     assert parted.trainer.total_counts().computed > whole.trainer.total_counts().computed
 
 
+def test_the_longest_row_is_what_a_pair_starts_with_and_the_longer_rest(data):
+    trainer = train("reward", "shared", plain(), data, steps=1).trainer
+    longest = max(len(row[column]) for row in trainer.train_dataset for column in trainer.task.token_columns)
+    assert trainer.exceeds(longest - 1)
+    assert not trainer.exceeds(longest)
+
+
 def test_lora_for_language_models_is_refused(data):
     def make():
         return {**plain()(), "peft_config": LoraConfig(task_type="CAUSAL_LM")}

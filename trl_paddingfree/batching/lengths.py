@@ -39,29 +39,36 @@ def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
 
 def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str) -> np.ndarray:
     """
-    Lengths of preference pairs after truncation.
+    Lengths of examples with one prompt and several completions after truncation.
 
     Args:
-        lengths (`np.ndarray` of shape `(examples, 3)`, int64):
-            Tokens of prompt, chosen and rejected sequence of each pair.
+        lengths (`np.ndarray` of shape `(examples, 1 + completions)`, int64):
+            Tokens of the prompt and of each completion, such as the chosen and the rejected one of a pair.
         max_length (`int`, *optional*):
-            Most tokens of prompt and chosen, and of prompt and rejected sequence.
+            Most tokens of the prompt and a completion.
         truncation_mode (`str`):
-            `"keep_start"` or `"keep_end"`. The latter leaves the two rows of a long pair different parts of the prompt,
-            unless they are equally long: their lengths are given as those of two sequences without a prompt.
+            `"keep_start"` or `"keep_end"`. The latter leaves the rows of a long example different parts of the prompt,
+            unless all are equally long: their lengths are given as those of sequences without a prompt.
     """
     if max_length is None:
         return lengths
-    prompt, chosen, rejected = lengths.T
+    prompt, completions = lengths[:, :1], lengths[:, 1:]
     if truncation_mode == "keep_start":
         prompt = np.minimum(prompt, max_length)
-        return np.stack([prompt, *(np.minimum(x, max_length - prompt) for x in (chosen, rejected))], 1)
-    rows = np.minimum(prompt[:, None] + lengths[:, 1:], max_length)
-    apart = np.concatenate([np.zeros_like(rows[:, :1]), rows], 1)
-    completion = np.minimum(chosen, max_length)
-    together = np.stack([rows[:, 0] - completion, completion, completion], 1)
-    cut = (prompt + np.maximum(chosen, rejected) > max_length)[:, None]
-    return np.where(cut, np.where((chosen == rejected)[:, None], together, apart), lengths)
+        return np.concatenate([prompt, np.minimum(completions, max_length - prompt)], 1)
+    rows = np.minimum(prompt + completions, max_length)
+    apart = np.concatenate([np.zeros_like(prompt), rows], 1)
+    kept = np.minimum(completions, max_length)
+    together = np.concatenate([rows[:, :1] - kept[:, :1], kept], 1)
+    are_equal = (completions == completions[:, :1]).all(1, keepdims=True)
+    cut = (prompt + completions > max_length).any(1, keepdims=True)
+    return np.where(cut, np.where(are_equal, together, apart), lengths)
+
+
+def longest_row(lengths: np.ndarray) -> int:
+    """Tokens of the longest row, of lengths as for [`example_tokens`]."""
+    rows = lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
+    return int(rows.max(initial=0))
 
 
 def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
@@ -69,19 +76,19 @@ def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
     Tokens to compute of each example.
 
     Args:
-        lengths (`np.ndarray` of shape `(examples, 3)` or `(examples, 1)`, int64):
-            Tokens of prompt, chosen and rejected sequence of each pair; or of each row.
+        lengths (`np.ndarray` of shape `(examples, 1 + completions)` or `(examples, 1)`, int64):
+            Tokens of the prompt and of each completion; or of each row.
         prefix_sharing (`bool`):
-            Whether a pair's prompt is computed once, all but its last token.
+            Whether a prompt is computed once, all but its last token.
 
     Returns:
         `np.ndarray` of shape `(examples,)`, int64.
     """
     if lengths.shape[1] == 1:
         return lengths[:, 0]
-    prompt, chosen, rejected = lengths.T
+    prompt, *completions = lengths.T
     inherited = np.maximum(prompt - 1, 0) if prefix_sharing else 0
-    return 2 * prompt + chosen + rejected - inherited
+    return prompt + sum(completions) + (len(completions) - 1) * (prompt - inherited)
 
 
 def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) -> np.ndarray:
@@ -100,7 +107,7 @@ def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) ->
     if lengths.shape[1] == 1:
         squares = lengths[:, 0] ** 2
     else:
-        prompt, chosen, rejected = lengths.T
+        prompt, *completions = lengths.T
         inherited = prompt**2 if prefix_sharing else 0
-        squares = (prompt + chosen) ** 2 + (prompt + rejected) ** 2 - inherited
+        squares = sum((prompt + x) ** 2 for x in completions) - (len(completions) - 1) * inherited
     return example_tokens(lengths, prefix_sharing) + squares / (12 * hidden_size)

@@ -29,6 +29,20 @@ class FlatCollator(DataCollatorMixin):
         max_tokens (`int`, *optional*):
             Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
             each. Read only if `padding_free`.
+
+    Examples:
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
+    >>> from trl_paddingfree import FlatCollator
+    >>> @dataclass
+    ... class OwnCollator(FlatCollator, DataCollatorForPreference):
+    ...     pass
+    >>> collator = OwnCollator(pad_token_id=0, padding_free=True)
+    >>> collator([{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]}])["flat_batch"].input_ids
+    tensor([[1, 2, 3, 2, 4, 5]])
+
+    ```
     """
 
     padding_free: bool = False
@@ -36,8 +50,8 @@ class FlatCollator(DataCollatorMixin):
     max_tokens: int | None = None
 
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
-        """`(R, L)` int64: the tokens of `rows` that are scored, else -100."""
-        raise NotImplementedError
+        """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
+        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
     def flatten(self, rows: dict[str, Any]) -> FlatBatch:
         """The flat batch of padded rows."""
@@ -142,9 +156,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
 
     ```
     """
-
-    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
-        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
 
 @dataclass

@@ -92,9 +92,6 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
     ```
     """
 
-    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
-        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
-
     def flatten(self, rows: dict[str, Any]) -> FlatBatch:
         batch = super().flatten(rows)
         return replace(batch, companion=super().flatten(mismatched(rows))) if "KL_input_ids" in rows else batch

@@ -40,7 +40,12 @@ def tokenize(
     Returns:
         `tuple[Dataset, list[list[int]]]`: The rows that the collator gets, and for each row of `dataset` the lengths of
         its sequences before truncation, in tokens.
+
+    Raises:
+        `ValueError`: If the task cannot prepare data.
     """
+    if task.prepare is None:
+        raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
     whole = task.prepare(dataset, tokenizer, max_length=None, truncation_mode=truncation_mode)
     lengths = task.sequence_lengths(whole)
     if max_length is None:

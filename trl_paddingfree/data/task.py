@@ -18,30 +18,38 @@ class Task:
             The command, and the word in results.
         unit (`str`):
             What a batch holds, in the plural.
-        found_by (`tuple[frozenset[str], ...]`):
-            Sets of columns, by TRL's dataset formats; a data set that has all of one set is data of this task.
         sequences (`tuple[tuple[str, ...], ...]`):
             The sequences of one prepared example, each as the columns of token ids that make it up.
-        other_columns (`tuple[str, ...]`):
-            Further columns of prepared data that the collator reads.
         collator (`type`):
             The collator class that gives flat batches.
-        prepare (`Callable`):
+        prepare (`Callable`, *optional*):
             TRL's own preparation: `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the collator
-            gets.
+            gets. Predictions from raw data need it, training does not.
+        found_by (`tuple[frozenset[str], ...]`, *optional*, defaults to `()`):
+            Sets of columns, by TRL's dataset formats; a data set that has all of one set is data of this task.
+        other_columns (`tuple[str, ...]`, *optional*, defaults to `()`):
+            Further columns of prepared data that the collator reads.
         truncates (`bool`, *optional*, defaults to `True`):
             Whether the trainer has a `max_length`.
         vision_collator (`type`, *optional*):
             The collator class for data with images; `None`, if the trainer takes none.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeDPOTrainer
+    >>> PaddingFreeDPOTrainer.task.unit, PaddingFreeDPOTrainer.task.token_columns
+    ('pairs', ('prompt_ids', 'chosen_ids', 'rejected_ids'))
+
+    ```
     """
 
     name: str
     unit: str
-    found_by: tuple[frozenset[str], ...]
     sequences: tuple[tuple[str, ...], ...]
-    other_columns: tuple[str, ...]
     collator: type
-    prepare: Callable[..., Dataset]
+    prepare: Callable[..., Dataset] | None = None
+    found_by: tuple[frozenset[str], ...] = ()
+    other_columns: tuple[str, ...] = ()
     truncates: bool = True
     vision_collator: type | None = None
 

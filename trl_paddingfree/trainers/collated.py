@@ -11,7 +11,7 @@ from accelerate import DistributedType
 from datasets import Dataset
 
 from .. import upstream
-from ..batching.lengths import token_lengths
+from ..batching.lengths import longest_row, token_lengths
 from ..data.collate import KeepingExamples
 from ..data.image_probe import ImageProbe
 from ..data.images import has_images
@@ -22,13 +22,30 @@ from .base import FlatTrainer
 from .budgeted import BudgetedSteps
 from .memory_budget import is_sharded
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
-from .refusals import refuse_beside_budget, refuse_moving, refuse_oversized, refuse_rotary_padding, refuse_unseen
+from .refusals import (
+    refuse_beside_budget,
+    refuse_moving,
+    refuse_oversized,
+    refuse_rotary_padding,
+    refuse_unseen,
+    refuse_unsized,
+)
 from .vision import flat_collator, images_to_try
 
 
 class CollatedTrainer(BudgetedSteps, FlatTrainer):
     """
     Base of the trainers whose batches come from a collator: it makes them flat, and this keeps them within a budget.
+
+    It is mixed in before one of TRL's trainers.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import PaddingFreeDPOTrainer
+    >>> [base.__name__ for base in PaddingFreeDPOTrainer.__bases__]
+    ['CollatedTrainer', 'DPOTrainer']
+
+    ```
     """
 
     data_collator: Any
@@ -87,18 +104,20 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         limit = self.args.max_length
         if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
             return limit is None or limit > length
-        return self.longest_row() > length
-
-    def longest_row(self) -> int:
-        """Length of the longest row of training, after truncation."""
-        return int(self.example_lengths().max(initial=0))
+        return longest_row(self.example_lengths()) > length
 
     def weighed_by_micro_batch(self) -> list[str]:
         """Options under which the weight of an example in a step depends on its micro-batch, or on its process."""
         return []
 
     def example_lengths(self) -> np.ndarray:
-        """`(examples, 3)` or `(examples, 1)` int64: lengths of what each training example holds, after truncation."""
+        """
+        Lengths of what each training example holds, after truncation.
+
+        Returns:
+            `np.ndarray` of shape `(examples, 1 + completions)` or `(examples, 1)`, int64: tokens of the prompt and of
+            each completion; or of each row.
+        """
         return token_lengths(self.train_dataset, self.task.token_columns)
 
     def refuse_micro_batches(self) -> None:
@@ -106,6 +125,7 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         if self.flat is None or self.flat.route is None:
             return
         options = self.flat.options
+        refuse_unsized(self, options, knows_sizes=type(self).part_sizes is not CollatedTrainer.part_sizes)
         if options.arrange_micro_batches != "none" or options.max_tokens_per_micro_batch:
             refuse_moving(options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch())
         refuse_rotary_padding(self.args.pad_to_multiple_of, self.rotary_limits(), self.exceeds)

@@ -57,6 +57,20 @@ class PaddingFreeOptions:
 
     Raises:
         `ValueError`: If an option has a value that its type does not allow.
+
+    Examples:
+    ```python
+    >>> from dataclasses import dataclass
+    >>> from trl import DPOConfig
+    >>> from trl_paddingfree import PaddingFreeOptions
+    >>> @dataclass
+    ... class OwnConfig(PaddingFreeOptions, DPOConfig):
+    ...     pass
+    >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", memory_budget=20)
+    >>> config.memory_budget, config.beta
+    (20.0, 0.1)
+
+    ```
     """
 
     padding_free: bool = field(

@@ -102,10 +102,6 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     def example_lengths(self) -> np.ndarray:
         return truncated(super().example_lengths(), self.args.max_length, self.args.truncation_mode)
 
-    def longest_row(self) -> int:
-        prompt, *completions = self.example_lengths().T
-        return int((prompt + np.maximum(*completions)).max(initial=0))
-
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if self.flat is None:
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)

@@ -170,7 +170,7 @@ class PartMetrics:
             if name in self.extremes:
                 self.extremes[name].append(value)
             elif name not in self.trainer.differences:
-                self.sums[name] += (value * size, size)
+                self.sums[name] += (value * size if size else 0.0, size)  # a mean over nothing may be `nan`
                 self.seen.add(name)
 
     def log(self) -> None:

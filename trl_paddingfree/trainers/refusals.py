@@ -17,7 +17,6 @@ from .. import upstream
 from ..batching.lengths import example_tokens
 from ..data.preferences import column_names
 from ..data.tokens import refuse_bad_tokens
-from ..data.vision import FlatVisionCollator
 from ..model.vision import why_no_images
 from .configs import PaddingFreeOptions
 
@@ -104,7 +103,8 @@ def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
     """TRL's own collator is taken over. A subclass of it may do anything, a subclass of ours gives flat batches."""
     if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
         return
-    package = collator.__module__ if issubclass(collator, FlatVisionCollator) else "trl_paddingfree"
+    is_exported = collator.__module__.startswith("trl_paddingfree.data.collate")
+    package = "trl_paddingfree" if is_exported else collator.__module__  # images, and collators of your own
     raise ValueError(
         f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
         f"`{package}.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
@@ -179,7 +179,8 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     """
     kwargs = config.gradient_checkpointing_kwargs or {}
     reasons = {
-        "`activation_offloading=True`": config.activation_offloading and "it moves to the CPU what the budget counts",
+        "`activation_offloading=True`": vars(config).get("activation_offloading")
+        and "it moves to the CPU what the budget counts",
         "`torch_compile=True`": config.torch_compile
         and "every number of recomputed layers is another graph to compile",
         "`gradient_checkpointing_kwargs={'selective': True}`": kwargs.get("selective")
@@ -242,6 +243,29 @@ def refuse_moving(
             f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
             "micro-batch: leave one of them out."
         )
+
+
+def refuse_unsized(trainer: Any, options: PaddingFreeOptions, knows_sizes: bool) -> None:
+    """
+    Refuse options that run a micro-batch in parts where nothing says how the losses of parts add up.
+
+    Args:
+        trainer (`Trainer`):
+            The trainer.
+        options ([`PaddingFreeOptions`]):
+            The options.
+        knows_sizes (`bool`):
+            Whether the trainer has a method `part_sizes`.
+
+    Raises:
+        `ValueError`: Naming the option, its value, and what to change.
+    """
+    for name in ("max_tokens_per_micro_batch", "memory_budget"):
+        if not knows_sizes and (value := getattr(options, name)):
+            raise ValueError(
+                f"`{name}={value!r}` runs a large micro-batch in parts, and {type(trainer).__name__} does not say what "
+                "its loss and its metrics are means over: give it a method `part_sizes`, or leave the option out."
+            )
 
 
 def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds: Callable[[int], bool]) -> None:

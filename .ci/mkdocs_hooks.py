@@ -1,0 +1,41 @@
+"""Lays the site out as the repository is, so that links work in both, and orders its pages as docs/README.md does."""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# For each language, the front page and the page that lists all others
+START = {"English": ("README.md", "docs/README.md"), "中文": ("README.zh.md", "docs/zh/README.md")}
+
+
+def links(page: str) -> dict[str, str]:
+    """Files of the repository that a page links to, each with the text of the link."""
+    found: dict[str, str] = {}
+    for text, target in re.findall(r"\[([^]]*)\]\(([^)#\s]+)", (ROOT / page).read_text(encoding="utf-8")):
+        path = os.path.normpath(os.path.join(os.path.dirname(page), target))
+        if (ROOT / path).is_file():
+            found.setdefault(path, text)
+    return found
+
+
+def on_config(config):
+    listed = {name for start in START.values() for name in start}
+    config.nav = []
+    for language, (front, index) in START.items():
+        pages = {page: text for page, text in links(index).items() if page.endswith(".md") and page not in listed}
+        listed |= pages.keys()
+        config.nav.append({language: [front, index, *({text: page} for page, text in pages.items())]})
+    return config
+
+
+def on_files(files, config):
+    """Every page that can be reached from the front pages, and every file that these link to."""
+    names, waiting = set(), [name for start in START.values() for name in start]
+    while waiting:
+        names.add(name := waiting.pop())
+        if name.endswith(".md"):
+            waiting += links(name).keys() - names
+    return Files([File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)])

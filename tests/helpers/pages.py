@@ -1,0 +1,31 @@
+"""The code on the documentation's pages, as the tests run it."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The code blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def short_and_local(example: str, models: dict[str, str], folder: Path) -> str:
+    """
+    An example with a model of the tests in place of the one that it names, which trains one step on the CPU.
+
+    Args:
+        example (`str`):
+            Python code that builds and trains a trainer.
+        models (`dict[str, str]`):
+            Names of models on the hub, and the folders that stand for them.
+        folder (`Path`):
+            Where the example writes.
+    """
+    on_cpu = f'output_dir={str(folder)!r}, bf16=False, use_cpu=True, max_steps=1, report_to="none"'
+    (model,) = [name for name in models if f'"{name}"' in example]
+    for written, runs in {f'"{model}"': repr(models[model]), 'output_dir="out"': on_cpu}.items():
+        assert written in example
+        example = example.replace(written, runs)
+    return example

@@ -1,0 +1,38 @@
+"""The pages as a site, and as a list for language models."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.pages import ROOT
+
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_the_site_builds_without_a_link_that_leads_nowhere(tmp_path):
+    pytest.importorskip("material", reason='needs `pip install -e ".[docs]"`')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / ".ci" / "mkdocs.yml", "-d", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    # A README is the page of its folder
+    folders = [path.removesuffix("README.md").removesuffix(".md") for path in PAGES]
+    assert [folder for folder in folders if not (tmp_path / folder / "index.html").is_file()] == []
+    front = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'href="docs/write_a_trainer/"' in front
+    assert 'href="README.zh/"' in front
+
+
+def test_the_list_for_language_models_is_fresh():
+    command = [sys.executable, ROOT / "scripts" / "llms.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_list_for_language_models_has_every_page():
+    listed = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8")
+    own = {"docs/README.md", "docs/zh/README.md"}  # where the list comes from
+    pages = [page for page in PAGES if page not in own and not page.startswith("docs/benchmarks/")]
+    links = [f"(../{page})" if "/" not in page else f"({page.removeprefix('docs/')})" for page in pages]
+    assert [link for link in links if link not in listed] == []
+    assert listed.startswith("# trl-paddingfree\n\n> ")

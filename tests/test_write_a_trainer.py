@@ -1,0 +1,157 @@
+"""The page on trainers of one's own: its examples run from a file outside the package, and follow padded rows."""
+
+import importlib.util
+import os
+import random
+import sys
+
+import numpy as np
+import pytest
+from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+from tests.helpers.dpo_runs import lora
+from tests.helpers.equivalence import assert_same, run
+from tests.helpers.pages import ROOT, blocks, short_and_local
+from tests.helpers.tiny import make_model, preference_data, text
+from trl_paddingfree import PaddingFreeDPOConfig
+from trl_paddingfree.batching.lengths import example_tokens, truncated
+from trl_paddingfree.data.savings import measure
+from trl_paddingfree.trainers.collated import CollatedTrainer
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+LOSS, ROWS = blocks((ROOT / "docs" / "write_a_trainer.md").read_text(encoding="utf-8"), "python")
+TRIPLES = "your-name/triples"
+
+
+def triples(n: int):
+    """Pairs, and a reference answer to each prompt; one has all three alike."""
+    rng = random.Random(SEED)
+
+    def reference(row, index):
+        return {"reference": row["chosen"] if index == 2 else [{"role": "assistant", "content": text(rng, 1, 20)}]}
+
+    return preference_data(n, SEED).map(reference, with_indices=True)
+
+
+def own_file(example: str, folder) -> dict:
+    """What a file defines that holds an example up to where it trains."""
+    (folder / "own_trainer.py").write_text(example.split("\ntrainer = ")[0], encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("own_trainer", folder / "own_trainer.py")
+    sys.modules["own_trainer"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """What both examples define."""
+    return own_file(LOSS, tmp_path_factory.mktemp("loss")) | own_file(ROWS, tmp_path_factory.mktemp("rows"))
+
+
+@pytest.mark.parametrize("example", [LOSS, ROWS], ids=["loss", "rows"])
+def test_the_pages_examples_train(example, monkeypatch, tmp_path, model_dir):
+    data = {"trl-lib/ultrafeedback_binarized": preference_data(8, SEED), TRIPLES: triples(8)}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
+    names = own_file(example, tmp_path)
+    training = "trainer = " + example.split("\ntrainer = ")[1]
+    exec(short_and_local(training, {"Qwen/Qwen3-0.6B": model_dir}, tmp_path / "out"), names)
+    assert names["trainer"].state.global_step == 1
+    assert names["trainer"].method == "padding-free (segment, shared prefixes)"
+
+
+@pytest.mark.parametrize("reference", ["lora", "model"])
+def test_the_own_loss_follows_padded_rows(own, tokenizer, reference):
+    data = preference_data(12, SEED)
+
+    def train(padding_free: bool):
+        beside = {"peft_config": lora()} if reference == "lora" else {"ref_model": make_model(seed=1)}
+        return run(
+            own["LengthRegularizedDPOTrainer"],
+            PaddingFreeDPOConfig,
+            model=make_model(),
+            train_dataset=data,
+            trainer_kwargs={"processing_class": tokenizer, "eval_dataset": data.select(range(3)), **beside},
+            padding_free=padding_free,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+
+    padded, ours = train(False), train(True)
+    assert_same(padded, ours)
+    counts = ours.trainer.total_counts()
+    assert counts.computed < counts.real < counts.padded
+
+
+@pytest.mark.parametrize(
+    ("options", "ours_only"),
+    [
+        ({}, {}),
+        ({"loss_type": "tpo-l", "tpo_alpha": 0.0}, {}),
+        ({"max_length": 15, "gradient_checkpointing": False}, {"prefix_sharing": False}),
+        ({"tpo_alpha": 0.0, "max_length": 24}, {"max_tokens_per_micro_batch": 80, "arrange_micro_batches": "tokens"}),
+        ({"tpo_alpha": 0.0}, {"memory_budget": 0.8}),
+    ],
+    ids=["three-answers", "simpo", "flat", "parts", "budget"],
+)
+def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
+    data, trained = triples(12), []
+    # All examples share each step: those that share a micro-batch may be others than TRL's
+    shape = {"per_device_train_batch_size": 12, "beta": 0.5, "learning_rate": 5e-3, "steps": 2}
+    for trainer, config, own_options in (
+        (TPOTrainer, TPOConfig, {}),
+        (own["PaddingFreeTPOTrainer"], own["PaddingFreeTPOConfig"], ours_only),
+    ):
+        beside = {"model": make_model(), "train_dataset": data, "trainer_kwargs": {"processing_class": tokenizer}}
+        trained.append(run(trainer, config, **beside, **shape, **options, **own_options))
+    assert_same(*trained)
+    ours = trained[1].trainer
+    assert ours.flat.route.prefix_sharing == ours_only.get("prefix_sharing", True)
+    if ours.flat.route.prefix_sharing:  # a prompt is there once for its answers
+        assert ours.total_counts().computed < 0.8 * ours.total_counts().real
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("prefix_sharing", [True, False])
+def test_predicted_tokens_of_three_answers_are_those_of_the_batch(own, mode, prefix_sharing):
+    names = own["TPO"].token_columns
+    collator = own["TripleCollator"](0, 20, mode, padding_free=True, prefix_sharing=prefix_sharing)
+    for lengths in np.random.default_rng(SEED).integers(1, 20, (60, 4)):
+        # tokens that occur once, so that only the prompt is shared
+        ids = np.split(np.arange(1, 1 + lengths.sum()), np.cumsum(lengths)[:3])
+        example = {name: x.tolist() for name, x in zip(names, ids, strict=True)}
+        computed = collator([example])["flat_batch"].counts.computed
+        (predicted,) = example_tokens(truncated(lengths[None], 20, mode), prefix_sharing)
+        # Two answers of three that are cut alike may share what is left of the prompt, which is not foreseen
+        assert predicted == computed if mode == "keep_start" or not prefix_sharing else predicted >= computed
+
+
+def build(own, tokenizer, tmp_path, trainer: str, **options):
+    args = own["PaddingFreeTPOConfig"](str(tmp_path), bf16=False, use_cpu=True, report_to="none", **options)
+    return own[trainer](make_model(), args=args, train_dataset=triples(4), processing_class=tokenizer)
+
+
+def test_options_that_the_own_loss_rules_out_are_refused(own, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"`max_tokens_per_micro_batch=80` changes .* `tpo_alpha=1.0`"):
+        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", max_tokens_per_micro_batch=80)
+    with pytest.raises(ValueError, match="is less than example"):
+        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", max_tokens_per_micro_batch=1, tpo_alpha=0.0)
+
+
+@pytest.mark.parametrize("option", [{"max_tokens_per_micro_batch": 80}, {"memory_budget": 0.8}])
+def test_parts_of_a_loss_that_says_nothing_of_sizes_are_refused(own, tokenizer, tmp_path, option):
+    own["Unsized"] = type("Unsized", (own["PaddingFreeTPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
+    with pytest.raises(ValueError, match=f"`{next(iter(option))}=.*Unsized does not say what its loss"):
+        build(own, tokenizer, tmp_path, "Unsized", tpo_alpha=0.0, **option)
+
+
+def test_predictions_from_raw_data_ask_for_a_preparation(own, tokenizer):
+    with pytest.raises(ValueError, match="The task 'tpo' has no `prepare`"):
+        measure(triples(4), tokenizer, own["TPO"], [2])
+
+
+def test_another_collator_is_refused_by_the_name_of_the_own(own, tokenizer, tmp_path):
+    args = own["PaddingFreeTPOConfig"](str(tmp_path), bf16=False, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="pass a `own_trainer.TripleCollator` or a subclass"):
+        own["PaddingFreeTPOTrainer"](
+            make_model(), args=args, train_dataset=triples(4), processing_class=tokenizer, data_collator=list
+        )
