@@ -52,6 +52,16 @@ def test_two_processes_train_on_images_what_one_trains(vision_dir, tmp_path):
     assert_same_run(one, two, tmp_path / "1", tmp_path / "2")
 
 
+def test_fsdp2_trains_on_images_what_trl_trains(vision_dir, tmp_path):
+    """All weights, those of the tower among them; some rows have no images, and workers collate."""
+    options = {"images": True, "max_steps": 2, "dataloader_num_workers": 1, "per_device_train_batch_size": 4}
+    # One process is nothing to compare with: padded TRL has other gradient norms on two
+    trl = launch(2, "sft", vision_dir, tmp_path / "trl", {**options, "padding_free": False}, engine="fsdp")
+    two = launch(2, "sft", vision_dir, tmp_path / "2", options, engine="fsdp")
+    assert (two["world"], two["engine"]) == (2, "FSDP")
+    assert_same_run(trl, two, tmp_path / "trl", tmp_path / "2", ignore=())
+
+
 def test_processes_split_micro_batches_into_parts_of_their_own(model_dir, tmp_path):
     """Into different numbers of parts, of different numbers of pairs: all metrics are those of padded batches."""
     options = {"lora": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
