@@ -5,6 +5,7 @@
     python scripts/benchmark.py --arranging lengths/*.csv   # what `arrange_micro_batches` changes
     python scripts/benchmark.py --packing lengths/*.csv     # what packing changes against padding-free batches
     python scripts/benchmark.py --heads reward=pairs.jsonl grpo=prompts.jsonl --model FOLDER  # Reward, KTO and GRPO
+    python scripts/benchmark.py --agreement reward=pairs.jsonl --model FOLDER  # TRL's commands and ours: every figure
     python scripts/benchmark.py --vision results            # a small model learns to read pictures
     python scripts/benchmark.py --render results/dpo.json   # write the table and draw the chart again
     python scripts/benchmark.py --readme [--check]          # write the documentation's tables from docs/benchmarks
@@ -34,10 +35,13 @@ def main(argv: list[str]) -> int:
     command.add_argument("--arranging", nargs="+", metavar="LENGTHS")
     command.add_argument("--packing", nargs="+", metavar="LENGTHS")
     command.add_argument("--heads", nargs="+", metavar="TASK=DATA")
+    command.add_argument("--agreement", nargs="+", metavar="TASK=DATA")
     command.add_argument("--render", type=Path, metavar="RESULT")
     command.add_argument("--readme", action="store_true")
     parser.add_argument("--check", action="store_true", help="with --readme: fail if a table is not fresh")
-    parser.add_argument("--model", help="with --heads: folder of a causal language model and its tokenizer")
+    parser.add_argument(
+        "--model", help="with --heads, --agreement: folder of a causal language model and its tokenizer"
+    )
     args = parser.parse_args(argv)
 
     from trl_paddingfree.benchmark import report, tables
@@ -55,6 +59,8 @@ def main(argv: list[str]) -> int:
         commands.arranging(args.arranging, ROOT / "docs" / "benchmarks")
     elif args.heads:
         commands.heads(args.model, args.heads, ROOT / "docs" / "benchmarks")
+    elif args.agreement:
+        commands.agreement(args.model, args.agreement, ROOT / "docs" / "benchmarks")
     else:
         commands.packing(args.packing, ROOT / "docs" / "benchmarks")
     return 0

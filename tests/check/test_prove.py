@@ -22,7 +22,7 @@ from trl_paddingfree.check.probe import RowsAlone
 from trl_paddingfree.check.prove import LEAK_FRACTION, UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention, forward
-from trl_paddingfree.model.forward import installed_route
+from trl_paddingfree.model.forward import installed
 from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
@@ -405,7 +405,7 @@ def test_an_explicit_route_is_used_or_refused():
     model = make("phimoe", sliding_window=2047)
     with pytest.raises(UnprovenModelError):
         prove(model, choose_route(model, "segment"), fallback=False)
-    assert installed_route(model).backend == "segment"
+    assert installed(model).route.backend == "segment"
     with pytest.raises(ValueError, match="takes no mask"), reference_flash():
         choose_route(make(attention="flash_attention_2"), "mask")
 

@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.model.forward import install, installed_route
+from trl_paddingfree.model.forward import install, installed
 from trl_paddingfree.model.routes import Route, choose_route
 
 # float64 on CPU: rounding of sums over at most a few hundred terms of order one
@@ -121,7 +121,7 @@ def test_installing_again_changes_the_route_and_nothing_else():
     before = model.forward
     for route in (choose_route(model), choose_route(model, "mask"), choose_route(model, "segment")):
         install(model, route)
-        assert installed_route(model) == route
+        assert installed(model).route == route
         assert route.previous == "sdpa"
         assert model.forward == before
 
@@ -171,14 +171,14 @@ def test_a_second_trainer_and_mixed_precision_find_the_route():
     install(model, choose_route(model))
     model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
     wrapped = model.forward
-    assert choose_route(model) == installed_route(model) == Route("segment", "sdpa", prefix_sharing=True)
+    assert choose_route(model) == installed(model).route == Route("segment", "sdpa", prefix_sharing=True)
     install(model, choose_route(model, "mask"))
     assert model.forward == wrapped
-    assert installed_route(model) == Route("mask", "sdpa", prefix_sharing=True)
+    assert installed(model).route == Route("mask", "sdpa", prefix_sharing=True)
     add_fused_lm_head(model)
-    assert installed_route(model) is None
+    assert installed(model) is None
     install(model, choose_route(model))
-    assert installed_route(model) == Route("segment", "sdpa", prefix_sharing=True)
+    assert installed(model).route == Route("segment", "sdpa", prefix_sharing=True)
     sibling = type(model)(model.config)
     assert choose_route(sibling) == Route("segment", "sdpa", prefix_sharing=True)
 

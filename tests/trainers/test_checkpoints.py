@@ -8,7 +8,10 @@ import time
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
 from trl_paddingfree.trainers.checkpoints import checkpoint_to_resume, is_whole
 
@@ -54,6 +57,45 @@ def test_a_killed_run_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_pat
         resumed = {**options, "per_device_train_batch_size": 4 // n, "resume": checkpoint}
         run = "dpo", model_dir, tmp_path / f"resumed on {n}", resumed
         assert_same_run(whole, alone(*run) if n == 1 else launch(n, run), tmp_path / "whole", run[2], ignore=RESTARTED)
+
+
+def test_a_run_on_images_resumes_to_the_uninterrupted_trajectory(vision_dir, tmp_path):
+    """In the midst of an epoch, with another number of workers; its weights are named otherwise in files."""
+    options = {"images": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole = alone("dpo", vision_dir, tmp_path / "whole", {**options, "save_strategy": "steps", "save_steps": 1})
+    resumed = {**options, "dataloader_num_workers": 1, "resume": str(tmp_path / "whole" / "checkpoint-2")}
+    run = alone("dpo", vision_dir, tmp_path / "resumed", resumed)
+    assert [entry["step"] for entry in run["log"]] == [entry["step"] for entry in whole["log"]]
+    assert_same_run(whole, run, tmp_path / "whole", tmp_path / "resumed", ignore=RESTARTED)
+
+
+def test_the_best_model_and_a_resumed_one_have_their_weights_where_files_name_them_otherwise(tokenizer, tmp_path):
+    """Mixtral has one tensor for all experts of a layer in memory, and one for each in files."""
+    tiny_model("mixtral", pad_token_id=0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    options = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "evaluate": 4}
+    folder = str(tmp_path / "model")
+    whole = alone("sft", folder, tmp_path / "whole", options)
+    resumed = {**options, "resume": str(tmp_path / "whole" / "checkpoint-2")}
+    assert_same_run(whole, alone("sft", folder, tmp_path / "resumed", resumed), ignore=RESTARTED)
+    best = {**options, "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    log = alone("sft", folder, tmp_path / "best", best)["log"]
+    losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    assert losses[0] == max(losses) > losses[-1]
+    weights = load_file(tmp_path / "best" / "model.safetensors")
+    for key, weight in load_file(tmp_path / "best" / "checkpoint-1" / "model.safetensors").items():
+        assert torch.equal(weights[key], weight), key
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_dir, tokenizer, tmp_path):
+    tiny_model("gpt2", pad_token_id=0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    alone("sft", str(tmp_path / "model"), tmp_path / "gpt2", options)
+    resumed = {**options, "max_steps": 2, "resume": str(tmp_path / "gpt2" / "checkpoint-1")}
+    with pytest.raises(ValueError, match=r"checkpoint-1' has no weights for .* of LlamaForCausalLM"):
+        alone("sft", model_dir, tmp_path / "llama", resumed)
 
 
 def test_a_terminated_run_saves_and_resumes(model_dir, tmp_path):

@@ -104,6 +104,17 @@ def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path):
         assert_same_run(alone(task, model_dir, tmp_path / f"{name} 1", {**whole, **given}), two)
 
 
+def test_fsdp2_trains_on_images_what_trl_trains(vision_dir, tmp_path):
+    """All weights, those of the tower among them; some rows have no images, and workers collate."""
+    options = {"images": True, "max_steps": 2, "dataloader_num_workers": 1, "per_device_train_batch_size": 4}
+    folders = tmp_path / "trl", tmp_path / "ours"
+    # One process is nothing to compare with: padded TRL has other gradient norms on two
+    settings = {**options, "padding_free": False}, options
+    runs = launch(2, *(("sft", vision_dir, *run) for run in zip(folders, settings, strict=True)), engine="fsdp")
+    assert [(run["world"], run["engine"]) for run in runs] == [(2, "FSDP")] * 2
+    assert_same_run(*runs, *folders, ignore=())
+
+
 def test_fsdp2_trains_layers_that_carry_state(folder_of, tmp_path):
     """Their layout comes in a mask, which FSDP2 may not lose, nor may the recomputation."""
     options = {"max_steps": 2, "prefix_sharing": True, "gradient_checkpointing": True}

@@ -1,10 +1,12 @@
 """Reward models, padded TRL beside ours: losses, rewards and their least and greatest."""
 
 import os
+from typing import ClassVar
 
 import pytest
 import torch
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig
 from trl.trainer.reward_trainer import DataCollatorForPreference
@@ -14,6 +16,7 @@ from tests.helpers.head_runs import COMMON, assert_layouts_agree, reward_model, 
 from tests.helpers.tiny import make_tokenizer, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeRewardTrainer, RewardCollator
 from trl_paddingfree.check.prove import check_flat
+from trl_paddingfree.model import answers
 from trl_paddingfree.model.forward import install
 from trl_paddingfree.model.routes import choose_route
 
@@ -100,15 +103,42 @@ def test_lora_for_language_models_is_refused(data):
         train("reward", "shared", make, data)
 
 
-@pytest.mark.parametrize("rows", [[[5, 6, 7], [8, 9]], [[5, 6, 7], []]], ids=["foreign-padding", "no-token"])
-def test_a_row_whose_end_cannot_be_found_is_refused(rows):
+def test_a_row_without_tokens_is_refused():
     model = reward_model()
     install(model, choose_route(model))
-    labels = [[-100] * len(row) for row in rows]
-    padding = 3 if rows[1] else 0
-    input_ids = torch.tensor([row + [padding] * (3 - len(row)) for row in rows])
-    with pytest.raises(ValueError, match="A row has no token to read"):
-        model(input_ids=input_ids, flat_batch=FlatBatch.from_rows(rows, labels))
+    batch = FlatBatch.from_rows([[5, 6, 7], []], [[-100] * 3, []])
+    with pytest.raises(ValueError, match="1 of 2 rows have no token to read"):
+        model(input_ids=torch.tensor([[5, 6, 7], [0, 0, 0]]), flat_batch=batch)
+
+
+@pytest.mark.parametrize("end", [9, 0], ids=["token", "padding-token"])
+def test_a_reward_is_read_within_its_row_whatever_pads_it(end):
+    model = reward_model().eval()
+    alone = model(input_ids=torch.tensor([[8, end]])).logits
+    install(model, choose_route(model))
+    batch = FlatBatch.from_rows([[5, 6, 7, 4], [8, end]], [[-100] * 4, [-100] * 2])
+    for padding in (0, 3):
+        input_ids = torch.tensor([[5, 6, 7, 4], [8, end, padding, padding]])
+        rewards = model(input_ids=input_ids, flat_batch=batch).logits
+        torch.testing.assert_close(rewards[1:], alone)
+
+
+def test_the_host_reads_nothing_that_a_device_computes(monkeypatch):
+    class Read(TorchDispatchMode):
+        seen: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    model = reward_model()
+    install(model, choose_route(model))
+    monkeypatch.setattr(answers.EditsFound, "ask", lambda *args: None)  # on a GPU it does not wait
+    batch = FlatBatch.from_rows([[5, 6, 7], [5, 6]], [[-100] * 3, [-100] * 2])
+    with Read():
+        model(input_ids=torch.tensor([[5, 6, 7], [5, 6, 0]]), flat_batch=batch)
+    assert "aten.argmax.default" in Read.seen
+    assert [name for name in Read.seen if "_local_scalar" in name or "nonzero" in name] == []
 
 
 def test_a_head_that_sees_other_rows_is_caught(monkeypatch):

@@ -94,6 +94,8 @@ class FlatBatch:
             Other rows of the same examples, which the model computes in a call of their own.
         images ([`~trl_paddingfree.flat.images.FlatImages`], *optional*):
             Which feature of the images each placeholder gets, if rows have images.
+        empty_rows (`int`, *optional*, defaults to `0`):
+            Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
 
     Examples:
     ```python
@@ -122,6 +124,7 @@ class FlatBatch:
     counts: BatchCounts
     companion: "FlatBatch | None" = None
     images: FlatImages | None = None
+    empty_rows: int = 0
 
     @classmethod
     def from_rows(
@@ -218,6 +221,7 @@ class FlatBatch:
             layout=FlatLayout.from_segments(segments, blocks),
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
             images=None if images is None else FlatImages.from_rows(images, tokens, paths, len(flat)),
+            empty_rows=len(tokens) - len(filled),
         )
 
     @classmethod

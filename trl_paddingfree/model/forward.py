@@ -52,7 +52,7 @@ class FlatForward:
 
 
 def _installed(model: Any) -> Any:
-    """The forward that [`install`] gave `model`, or `None`."""
+    """The forward that [`install`] gave `model`, with its [`FlatForward`], or `None`."""
     forward, found = model.forward, None
     while forward is not None:  # mixed precision may have wrapped ours, in a function that has all its attributes
         found = forward if hasattr(forward, "flat") else found
@@ -60,10 +60,10 @@ def _installed(model: Any) -> Any:
     return getattr(found, "__func__", found)
 
 
-def installed_route(model: Any) -> Route | None:
-    """The route that [`install`] gave `model`, or `None`."""
+def installed(model: Any) -> FlatForward | None:
+    """What the forward that [`install`] gave `model` knows of flat batches, or `None`."""
     forward = _installed(model)
-    return None if forward is None else forward.flat.route
+    return None if forward is None else forward.flat
 
 
 def ask_edits(model: Any, batch: FlatBatch, rows: dict[str, Any]) -> None:
@@ -90,8 +90,8 @@ def install(model: Any, route: Route) -> None:
     upstream.set_attn_implementation(model, attention)
     install_state_layers(model)
     flat = FlatForward(route, carries_state(model))
-    if (installed := _installed(model)) is not None:
-        installed.flat = flat
+    if (earlier := _installed(model)) is not None:
+        earlier.flat = flat
         return
     previous_forward = model.forward
 
@@ -227,14 +227,12 @@ def _pooled(
     transformers finds that token by its id, not by the mask: the last that is no padding token, or the first. Where a
     row ends in tokens that pad others (pad = eos), the head reads what stands before them, here as there.
     """
-    is_token = input_ids != model.config.get_text_config().pad_token_id
-    last = (torch.arange(input_ids.size(1), device=input_ids.device) * is_token).argmax(1, keepdim=True)
-    if not batch.row_mask.gather(1, last).all():
+    if batch.empty_rows:
         raise ValueError(
-            f"A row has no token to read, or is padded with another token than `config.pad_token_id="
-            f"{model.config.get_text_config().pad_token_id}`, by which {type(model).__name__} finds the end of a row. "
-            "Leave out rows without tokens, and pad with the model's token."
+            f"{batch.empty_rows} of {len(batch.row_mask)} rows have no token to read: leave out rows without tokens."
         )
+    is_token = (input_ids != model.config.get_text_config().pad_token_id) & batch.row_mask
+    last = (torch.arange(input_ids.size(1), device=input_ids.device) * is_token).argmax(1, keepdim=True)
     positions = batch.row_index.gather(1, last)
 
     def read(hidden):

@@ -15,9 +15,8 @@ from ..data.image_probe import ImageProbe
 from ..data.images import has_images
 from ..data.task import Task
 from ..flat.batch import BatchCounts
-from ..model.forward import install
+from ..model.forward import install, installed
 from ..model.routes import Route
-from ..model.state_layers import carries_state
 from .checkpoints import WholeCheckpoints
 from .configs import PaddingFreeOptions, refuse_wrong_options
 from .memory_budget import MemoryBudget
@@ -201,7 +200,9 @@ class FlatTrainer(WholeCheckpoints):
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.flat is not None and self.model.training and "loss" in logs:
-            logs.update(self.counts.figures(self.accelerator, carries_state(self.flat_base(self.model))))
+            forward = installed(self.flat_base(self.model))
+            assert forward is not None
+            logs.update(self.counts.figures(self.accelerator, forward.carries_state))
             if self.flat.memory is not None:
                 logs.update(self.flat.memory.figures(self.accelerator))
         super().log(logs, *args, **kwargs)

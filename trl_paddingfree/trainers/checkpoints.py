@@ -72,6 +72,7 @@ class WholeCheckpoints(Trainer):
     """The part of the padding-free trainers that leaves no checkpoint half written, and resumes from a whole one."""
 
     args: Any
+    names_differ = False  # between the last checkpoint that was loaded and the model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
@@ -85,3 +86,33 @@ class WholeCheckpoints(Trainer):
         super()._save_rng_state(output_dir)
         # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
         self.accelerator.wait_for_everyone()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Models with images or experts have other names in files than in memory, which transformers' trainer does not
+        # know: it warns, and goes on with the weights that the model was made with
+        self.names_differ = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self.names_differ:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_by_name(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_by_name(self.state.best_model_checkpoint, self.model)
+
+    def _load_by_name(self, checkpoint: Any, model: Any) -> None:
+        """Load the weights that a checkpoint has under other names, as `from_pretrained` finds them."""
+        if not self.names_differ:
+            return
+        self.names_differ = False
+        loaded, found = type(model).from_pretrained(
+            checkpoint, config=model.config, dtype=model.dtype, output_loading_info=True
+        )
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and "
+                f"{len(missing[3:])} others of {type(model).__name__}: it is one of another model."
+            )
+        model.load_state_dict(loaded.state_dict())

@@ -8,6 +8,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PrinterCallback
 
@@ -66,12 +67,12 @@ def measure_heads(setup: Setup) -> dict[str, Any]:
     rows, arguments = load_rows(setup.source).shuffle(seed=0), dict[str, Any]()
     with quiet():
         if setup.task == "grpo":
-            rows = rows.map(lambda row: {"prompt": row["prompt"]}, remove_columns=rows.column_names)
-            rows = rows.select(range(setup.steps * setup.batch_size * setup.accumulation // NUM_GENERATIONS))
+            num_completions = setup.steps * setup.batch_size * setup.accumulation
+            rows = prompts_of(rows).select(range(num_completions // NUM_GENERATIONS))
             arguments["completions"] = generate(setup, rows)
         else:
             if setup.task == "kto":
-                rows = rows.map(one_of_pair, with_indices=True, remove_columns=["chosen", "rejected"])
+                rows = unpaired(rows)
             rows = rows.select(range(min(len(rows), 8 * setup.batch_size * setup.steps)))  # some are too long
         methods = METHODS | (ARRANGED if setup.task == "grpo" else {})
         measured = {name: run_method(setup, rows, options, **arguments) for name, options in methods.items()}
@@ -108,7 +109,7 @@ def run_method(
     trainer.train()
     seconds, core_seconds = (sum(values) for values in zip(*timed, strict=True))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {**found, "seconds": seconds, "core_seconds": core_seconds, "losses": losses[: setup.steps]}
+    return {**found, "seconds": seconds, "core_seconds": core_seconds, "losses": losses}
 
 
 def make_trainer(setup: Setup, rows: Any, options: dict[str, Any], completions: Any) -> Any:
@@ -155,9 +156,22 @@ def make_trainer(setup: Setup, rows: Any, options: dict[str, Any], completions: 
     return trainer
 
 
-def one_of_pair(row: dict[str, Any], index: int) -> dict[str, Any]:
-    """The chosen or the rejected completion, in turn."""
-    return {"completion": row["rejected" if index % 2 else "chosen"], "label": index % 2 == 0}
+def prompts_of(rows: Dataset) -> Dataset:
+    """The prompts of some rows: of conversations, all before the last message."""
+    if "prompt" in rows.column_names:
+        return rows.select_columns("prompt")
+    return rows.map(lambda row: {"prompt": row["messages"][:-1]}, remove_columns=rows.column_names)
+
+
+def unpaired(rows: Dataset) -> Dataset:
+    """The chosen and the rejected completions of pairs, in turn: TRL would put all chosen ones first."""
+
+    def one_of_pair(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return {"completion": row["rejected" if index % 2 else "chosen"], "label": index % 2 == 0}
+
+    if "label" in rows.column_names:
+        return rows
+    return rows.map(one_of_pair, with_indices=True, remove_columns=["chosen", "rejected"])
 
 
 def load(setup: Setup, kind: Any) -> Any:
