@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import Trajectory, run
+from tests.helpers.memory import failing
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
@@ -68,24 +69,6 @@ def same(a, b):
         assert {name: one[name] for name in figures if name in one} == {n: other[n] for n in figures if n in other}
     for name, weight in a.weights.items():
         assert torch.equal(weight, b.weights[name]), name
-
-
-@contextmanager
-def failing(trainer, attempts, in_backward):
-    """Within this context, an allocation fails in the first layer, in forward passes `attempts` or their backward."""
-    layer, passes = trainer.flat.memory.layers[0], iter(range(1000))
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("no memory, on purpose")
-
-    def watch(module, args, output):
-        if torch.is_grad_enabled() and next(passes) in attempts:
-            hidden = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(fail) if in_backward else fail()
-
-    handle = layer.register_forward_hook(watch)
-    yield
-    handle.remove()
 
 
 # --- The prediction --------------------------------------------------------------------------------------------------

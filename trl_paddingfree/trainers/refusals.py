@@ -178,8 +178,9 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
         `ValueError`: Naming the option, its value, and what to change.
     """
     kwargs = config.gradient_checkpointing_kwargs or {}
+    offloads = getattr(config, "activation_offloading", False)  # not all of TRL's configurations have it
     reasons = {
-        "`activation_offloading=True`": config.activation_offloading and "it moves to the CPU what the budget counts",
+        "`activation_offloading=True`": offloads and "it moves to the CPU what the budget counts",
         "`torch_compile=True`": config.torch_compile
         and "every number of recomputed layers is another graph to compile",
         "`gradient_checkpointing_kwargs={'selective': True}`": kwargs.get("selective")
