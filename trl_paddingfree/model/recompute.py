@@ -22,10 +22,12 @@ from .backends import ATTENTION_BACKENDS
 from .routes import Route
 
 # What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, query-key pairs (where
-# attention keeps its scores), those of branches (whose masks are kept), scored tokens
-LOADS = ("constant", "tokens", "keys", "pairs", "branches", "scored")
+# attention keeps its scores), those of branches (whose masks are kept), features and pixels of images, scored tokens
+LOADS = ("constant", "tokens", "keys", "pairs", "branches", "features", "pixels", "scored")
 # Multiples of the chunks that layers with a state work in
 _SHORT, _MIDDLE, _LONG = 64, 128, 192
+# How TRL's trainers call the model
+_HEAD = {"fused_lm_head": True, "use_cache": False}
 # Bytes per query-key pair below this share are how kernels round sizes up
 _NEGLIGIBLE = 0.002
 
@@ -50,21 +52,30 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
     >>> from trl_paddingfree.model.routes import Route
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
-    {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 22, 'branches': 6, 'scored': 3}
+    {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 22, 'branches': 6, 'features': 0, 'pixels': 0, 'scored': 3}
 
     ```
     """
-    segments, tokens = batch.layout.segments, batch.counts.computed
+    segments, tokens, images = batch.layout.segments, batch.counts.computed, batch.images
+    last = [0, 0] if images is None else [images.num_features, images.num_pixels]
+    last.append(len(batch.scored_index))
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
         branches = (lengths * keys)[keys > lengths].sum()
-        return np.array([1, tokens, keys.sum(), (lengths * keys).sum(), branches, len(batch.scored_index)])
-    return np.array([1, tokens, tokens, tokens**2, 0, len(batch.scored_index)])
+        return np.array([1, tokens, keys.sum(), (lengths * keys).sum(), branches, *last])
+    return np.array([1, tokens, tokens, tokens**2, 0, *last])
 
 
-def recomputable_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """The layers of `model` that can recompute their activations, in the order in which they are computed."""
-    found = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
+    """
+    The layers of `model` that can recompute their activations, in the order in which they are computed.
+
+    With images, those of the vision tower come first.
+    """
+    decoder = [*model.get_decoder().modules()]
+    known = set(map(id, decoder))
+    tower = [module for module in model.base_model.modules() if id(module) not in known] if with_images else []
+    found = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
     return [layer for layer in found if id(layer) not in inner]
 
@@ -100,6 +111,10 @@ class KeptBytes:
     recomputed: np.ndarray
     largest: np.ndarray
     outside: np.ndarray
+
+    def of(self, layers: Sequence[int]) -> "KeptBytes":
+        """The bytes of some of the layers."""
+        return KeptBytes(self.kept[layers], self.recomputed[layers], self.largest[layers], self.outside)
 
 
 class _Saved:
@@ -235,6 +250,7 @@ def count_kept_bytes(
     route: Route,
     call: Callable[..., Any] | None = None,
     device: torch.device | None = None,
+    with_images: Sequence[dict[str, Any]] = (),
     **arguments: Any,
 ) -> KeptBytes:
     """
@@ -249,19 +265,22 @@ def count_kept_bytes(
             What to call in place of `model`: the same model under a wrapper that gathers its weights.
         device (`torch.device`, *optional*):
             Device of the batches. Defaults to that of the first weights.
+        with_images (`Sequence[dict[str, Any]]`, *optional*):
+            Arguments of further calls, whose flat batches have images. With them, the layers of the vision tower count.
         **arguments:
             What else training gives the model, such as `output_router_logits`.
     """
-    layers = recomputable_layers(model)
+    layers = recomputable_layers(model, bool(with_images))
     if device is None:
         device = next(model.parameters()).device
     loads, counts = [], []
     with _as_in_training(model, layers):
-        for batch in _batches(model, route):
+        for inputs in [*map(_as_inputs, _batches(model, route)), *with_images]:
             counter = SavedBytes(model, layers)
+            inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in inputs.items()}
             with counter.counting():
-                output = _forward(model if call is None else call, batch.to(device), **arguments)
-            loads.append(load(batch, route))
+                output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
+            loads.append(load(inputs["flat_batch"], route))
             counts.append(
                 [
                     [counter.total(i) for i in range(len(layers))] + [counter.total(-1)],
@@ -274,18 +293,11 @@ def count_kept_bytes(
     return KeptBytes(kept[:-1], recomputed[:-1], largest[:-1], kept[-1])
 
 
-def _forward(call: Callable[..., Any], batch: FlatBatch, **arguments: Any) -> Any:
-    """One forward pass as TRL's trainers make it."""
+def _as_inputs(batch: FlatBatch) -> dict[str, Any]:
+    """The arguments with which TRL's trainers call the model."""
     input_ids = batch.input_ids[0][batch.row_index]
-    return call(
-        input_ids=input_ids,
-        attention_mask=batch.row_mask.long(),
-        labels=torch.full_like(input_ids, IGNORE_INDEX),  # the flat batch says what the head computes
-        flat_batch=batch,
-        fused_lm_head=True,
-        use_cache=False,
-        **arguments,
-    )
+    labels = torch.full_like(input_ids, IGNORE_INDEX)  # the flat batch says what the head computes
+    return {"input_ids": input_ids, "attention_mask": batch.row_mask.long(), "labels": labels, "flat_batch": batch}
 
 
 def _per_load(loads: np.ndarray, counts: np.ndarray) -> np.ndarray:

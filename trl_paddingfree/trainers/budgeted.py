@@ -20,14 +20,15 @@ class BudgetedSteps(PlannedMemory):
     """The part of the padding-free trainers that keeps to a `memory_budget`."""
 
     train_dataset: Any
+    _is_vision_dataset: Any
     coupled_by: Callable[[], list[str]]
     example_lengths: Callable[[], Any]
     part_sizes: Callable[[dict[str, Any]], dict[str, int]]
 
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
-        if not isinstance(self.train_dataset, Dataset):
-            return
+        if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
+            return  # lengths are not known before an example comes, and then it is refused
         lengths = self.example_lengths()
         # Layers may need most for the most tokens, attention for the longest row, the head for the longest completions
         measures = (example_tokens(lengths, memory.route.prefix_sharing), lengths.max(1), lengths[:, -2:].sum(1))

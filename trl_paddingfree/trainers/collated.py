@@ -59,6 +59,12 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         """The first examples with images, as the collator will get them; `None` for text."""
         return images_to_try(self, flat_collator(self))
 
+    def images_in_memory(self) -> list[dict[str, Any]]:
+        assert self.flat is not None
+        assert self.flat.check is not None
+        images = self.flat.check.images
+        return [] if images is None else images.to_count(self.data_collator.prefix_sharing)
+
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
     def coupled_by(self) -> list[str]:

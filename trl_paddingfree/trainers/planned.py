@@ -20,6 +20,10 @@ class PlannedMemory(Trainer):
         """Refuse a budget that an example, of those that are known, does not fit into."""
         raise NotImplementedError
 
+    def images_in_memory(self) -> list[dict[str, Any]]:
+        """Arguments of calls with images, of which one differs from another in their number; none for text."""
+        return []
+
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
         base: Any = super()

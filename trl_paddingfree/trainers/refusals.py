@@ -302,12 +302,6 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
             "processes images on the fly: those of examples with images are not known before. Leave it out."
         )
-    if options.memory_budget is not None:
-        raise ValueError(
-            f"`memory_budget={options.memory_budget}` is planned by the tokens of a micro-batch, and does not know "
-            "what the vision tower keeps of its images. Leave it out, and set `max_tokens_per_micro_batch` with "
-            "`oversized_examples='alone'`."
-        )
     if options.max_tokens_per_micro_batch and options.oversized_examples == "error":
         raise ValueError(
             f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}` with `oversized_examples='error'` goes "
