@@ -22,13 +22,15 @@ from .backends import ATTENTION_BACKENDS
 from .routes import Route
 
 # What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, query-key pairs (where
-# attention keeps its scores), those of branches (whose masks are kept), features and pixels of images, scored tokens
-LOADS = ("constant", "tokens", "keys", "pairs", "branches", "features", "pixels", "scored")
+# attention keeps its scores), those of branches (whose masks are kept), features and pixels of images, pairs of
+# features (whose mask some towers keep), scored tokens
+LOADS = ("constant", "tokens", "keys", "pairs", "branches", "features", "pixels", "feature_pairs", "scored")
 # Multiples of the chunks that layers with a state work in
 _SHORT, _MIDDLE, _LONG = 64, 128, 192
 # How TRL's trainers call the model
 _HEAD = {"fused_lm_head": True, "use_cache": False}
-# Bytes per query-key pair below this share are how kernels round sizes up
+# Loads that grow fastest. Bytes per pair below this share are how kernels round sizes up
+_GROWING = ("pairs", "branches", "feature_pairs")
 _NEGLIGIBLE = 0.002
 
 
@@ -51,14 +53,15 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
     >>> from trl_paddingfree.model.recompute import LOADS, load
     >>> from trl_paddingfree.model.routes import Route
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
-    >>> dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
-    {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 22, 'branches': 6, 'features': 0, 'pixels': 0, 'scored': 3}
+    >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
+    >>> {name: size for name, size in sizes.items() if size}
+    {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 22, 'branches': 6, 'scored': 3}
 
     ```
     """
     segments, tokens, images = batch.layout.segments, batch.counts.computed, batch.images
-    last = [0, 0] if images is None else [images.num_features, images.num_pixels]
-    last.append(len(batch.scored_index))
+    features, pixels = (0, 0) if images is None else (images.num_features, images.num_pixels)
+    last = [features, pixels, features**2, len(batch.scored_index)]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
         branches = (lengths * keys)[keys > lengths].sum()
@@ -196,12 +199,12 @@ class SavedBytes:
     def _enter(self, layer: int, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        for value in kwargs.values():
+        for value in (*args[1:], *kwargs.values()):
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     self.given.append(self._pack(tensor))
         self.current = layer
-        self.inputs[layer] = sum(x.numel() * x.element_size() for x in args if isinstance(x, torch.Tensor))
+        self.inputs[layer] = sum(x.numel() * x.element_size() for x in args[:1])  # the hidden states
         self.gathered = {_storage(tensor) for tensor in module.parameters()}
 
     def _leave(self) -> None:
@@ -273,7 +276,7 @@ def count_kept_bytes(
     layers = recomputable_layers(model, bool(with_images))
     if device is None:
         device = next(model.parameters()).device
-    loads, counts = [], []
+    loads, inside, outside = [], [], []
     with _as_in_training(model, layers):
         for inputs in [*map(_as_inputs, _batches(model, route)), *with_images]:
             counter = SavedBytes(model, layers)
@@ -281,16 +284,14 @@ def count_kept_bytes(
             with counter.counting():
                 output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
             loads.append(load(inputs["flat_batch"], route))
-            counts.append(
-                [
-                    [counter.total(i) for i in range(len(layers))] + [counter.total(-1)],
-                    [*counter.inputs, 0],
-                    [counter.largest(i) for i in range(len(layers))] + [0],
-                ]
-            )
+            totals, largest = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)
+            inside.append([totals, counter.inputs, largest])
+            outside.append(counter.total(-1))
             del output
-    kept, recomputed, largest = np.moveaxis(_per_load(np.array(loads), np.array(counts)), 0, -1)
-    return KeptBytes(kept[:-1], recomputed[:-1], largest[:-1], kept[-1])
+    # A mask over all patches of all images is made once, outside of the tower's layers
+    by_layer = _per_load(np.array(loads), np.array(inside), ("pairs", "branches"))
+    kept, recomputed, largest = np.moveaxis(by_layer, 0, -1)
+    return KeptBytes(kept, recomputed, largest, _per_load(np.array(loads), np.array(outside), _GROWING))
 
 
 def _as_inputs(batch: FlatBatch) -> dict[str, Any]:
@@ -300,23 +301,24 @@ def _as_inputs(batch: FlatBatch) -> dict[str, Any]:
     return {"input_ids": input_ids, "attention_mask": batch.row_mask.long(), "labels": labels, "flat_batch": batch}
 
 
-def _per_load(loads: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> np.ndarray:
     """
     Bytes per unit of each load: the least squares of `loads (N, F)` and `counts (N, ...)`, of shape `(F, ...)`.
 
     Loads that never differ from others, as keys and tokens do where nothing is shared, get their part of the minimum
-    norm; pairs that explain next to nothing get none, because they grow fastest beyond what was counted.
+    norm; of those that grow fastest beyond what was counted, only `growing` count, and not if they explain next to
+    nothing.
     """
     flat = counts.reshape(len(counts), -1).astype(np.float64)
     scale = np.maximum(loads.max(0), 1).astype(np.float64)
-    without = scale.copy()
-    without[[LOADS.index("pairs"), LOADS.index("branches")]] = np.inf
 
-    def fit(scale: np.ndarray) -> np.ndarray:
-        solution = np.linalg.lstsq(loads / scale, flat, rcond=1e-9)[0]
-        return solution / scale[:, None]
+    def fit(left_out: Sequence[str]) -> np.ndarray:
+        divisor = scale.copy()
+        divisor[[LOADS.index(name) for name in left_out]] = np.inf
+        solution = np.linalg.lstsq(loads / divisor, flat, rcond=1e-9)[0]
+        return solution / divisor[:, None]
 
-    plain, full = fit(without), fit(scale)
+    plain, full = fit(_GROWING), fit([name for name in _GROWING if name not in growing])
     off = np.abs(loads @ plain - flat).max(0)
     result = np.where(off > _NEGLIGIBLE * np.maximum(flat.max(0), 1), full, plain)
     return np.maximum(result, 0).reshape(loads.shape[1], *counts.shape[1:])
