@@ -143,22 +143,32 @@ def test_the_memory_that_vllm_leaves_is_not_guessed(data):
 # --- Allocations that fail -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("where", "splits"), [("forward", True), ("backward", False)])
-def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, where, splits, monkeypatch, caplog):
-    options = {"gradient_accumulation_steps": 2, "use_adaptive_entropy": True, "entropy_target": 4.0}
-    expected = train("grpo", "shared", plain, data, gradient_checkpointing=False, **options)
+def fail(monkeypatch, attempts, in_backward, prepare=lambda memory: None):
+    """Have allocations fail in the passes that train, once there is a plan."""
     begin = BudgetedPasses.plan_memory
 
     def plan(trainer):
         planned = trainer.flat.memory is not None
         begin(trainer)
         if not planned and (memory := trainer.flat.memory) is not None:
-            if not splits:  # so small a model is all head
-                memory.needs = replace(memory.needs, tile=(0, 0))
-            # In the second micro-batch, when there are gradients already
-            failing(trainer, {1}, where == "backward").__enter__()
+            prepare(memory)
+            failing(trainer, attempts, in_backward).__enter__()
 
     monkeypatch.setattr(BudgetedPasses, "plan_memory", plan)
+
+
+def without_head(memory):
+    """So small a model is all head."""
+    memory.needs = replace(memory.needs, tile=(0, 0))
+
+
+@pytest.mark.parametrize(("where", "splits"), [("forward", True), ("backward", False)])
+def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, where, splits, monkeypatch, caplog):
+    options = {"gradient_accumulation_steps": 2, "use_adaptive_entropy": True, "entropy_target": 4.0}
+    expected = train("grpo", "shared", plain, data, gradient_checkpointing=False, **options)
+    # In the second micro-batch, when there are gradients already
+    prepare = {} if splits else {"prepare": without_head}
+    fail(monkeypatch, {1}, where == "backward", **prepare)
     generated = []
 
     def counted(completions, **_):
@@ -170,3 +180,13 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, where, split
     assert sum("An allocation failed" in message for message in caplog.messages) == 1
     assert len(generated) == 2  # nothing is generated again
     (assert_same if splits else same)(expected, result)
+
+
+def test_parts_that_add_to_gradients_twice_are_not_computed_again(data, monkeypatch):
+    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
+    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    monkeypatch.setattr(MemoryBudget, "num_recomputed", lambda *_: 1)
+    fail(monkeypatch, {0}, True)
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "memory_budget": 8}
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose\nLayers that recompute within parts"):
+        train("grpo", "shared", plain, data, **kwargs)

@@ -37,7 +37,8 @@ class BudgetedPasses(PlannedMemory):
     attempted: Any = None
     counted: Any  # what had been counted before it
     # Of this pass: the part that needs most, how many layers recompute in it, and how many rows it has
-    largest: tuple[FlatBatch, int, int]
+    largest: tuple[FlatBatch, int, int] | None = None
+    recomputes_twice = False  # whether layers recompute within parts that are computed again
 
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
@@ -87,7 +88,7 @@ class BudgetedPasses(PlannedMemory):
         number, fits = self._agreed(memory.num_recomputed(whole), memory.can_hold(whole))
         if fits:
             memory.start(whole, number)
-            self.largest = whole, number, len(rows)
+            self.largest, self.recomputes_twice = (whole, number, len(rows)), False
             return [RowPart(torch.tensor(rows), whole, partial(recompute_first, memory.layers, number))]
         if reason := self._why_whole():
             raise memory.cannot_split(whole, reason)
@@ -100,7 +101,7 @@ class BudgetedPasses(PlannedMemory):
         numbers = [memory.num_recomputed(batch, beside) for _, batch in parts]
         peaks = [memory.peak(batch, number) for (_, batch), number in zip(parts, numbers, strict=True)]
         most = peaks.index(max(peaks))
-        self.largest = parts[most][1], numbers[most], len(parts[most][0])
+        self.largest, self.recomputes_twice = (parts[most][1], numbers[most], len(parts[most][0])), any(numbers)
         memory.start(parts[most][1], numbers[most], beside)
         memory.number = len(memory.layers)  # each of which is computed again with its part
         return [
@@ -124,6 +125,16 @@ class BudgetedPasses(PlannedMemory):
             return "where weights are sharded it cannot run in parts, because all processes gather them together"
         return ""
 
+    def _why_not_again(self, memory: MemoryBudget) -> str:
+        """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
+        kwargs: Any = self.args.gradient_checkpointing_kwargs or {}
+        if self.recomputes_twice and kwargs.get("use_reentrant"):
+            return (
+                "Layers that recompute within parts of a micro-batch add to the same gradients several times with "
+                "`use_reentrant=True`, so that it cannot be computed again. Leave `use_reentrant` out."
+            )
+        return memory.why_not_again(self.accelerator)
+
     # --- attempts ---------------------------------------------------------------------------------------------------
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -138,14 +149,16 @@ class BudgetedPasses(PlannedMemory):
         self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
         self.plan_memory()
         memory: MemoryBudget = self.flat.memory
+        self.largest = None
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
             memory.finish()
             return loss
         except RuntimeError as error:
-            if self.attempt is None or not is_allocation_failure(error):  # generation has memory of its own
+            # Generation and the reference have memory of their own
+            if self.attempt is None or self.largest is None or not is_allocation_failure(error):
                 raise
-            if advice := memory.why_not_again(self.accelerator):
+            if advice := self._why_not_again(memory):
                 raise type(error)(f"{error}\n{advice}") from error
             if not memory.shrink(*self.largest):
                 raise

@@ -53,7 +53,9 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
     if trainer.optimizer is None:
         optimizer, arguments = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     else:
-        own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
+        own = trainer.optimizer
+        while hasattr(own, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
+            own = own.optimizer
         optimizer, arguments = type(own), own.defaults
     needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments)), base)
     budget = budget_bytes(options.memory_budget, accelerator.device)
