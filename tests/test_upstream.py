@@ -84,7 +84,6 @@ PRIVATE = {
     "trl:KTOTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
     "trl:RewardTrainer._name": None,
     "trl:RewardTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
-    "trl:RLOOTrainer._tokenize_prompts": ("prompts",),
     **{
         f"trl:{trainer}.{name}": parameters
         for trainer in ("GRPOTrainer", "RLOOTrainer")
@@ -93,6 +92,7 @@ PRIVATE = {
             "_generate_single_turn": ("prompt_ids",),
             "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "pixel_values"),
             "_prepare_inputs": ("generation_batch",),
+            "_tokenize_prompts": ("prompts",),
         }.items()
     },
     "trl:DPOTrainer._set_signature_columns_if_needed": (),
@@ -115,8 +115,14 @@ INSTANCE = {
     "trl:RewardTrainer._total_train_tokens",
     "trl:GRPOTrainer._buffered_inputs",
     "trl:GRPOTrainer._step",
+    "trl:GRPOTrainer._entropy_window_stats",
+    "trl:GRPOTrainer._last_world_entropy",
+    "trl:GRPOTrainer._metrics",
+    "trl:GRPOTrainer._total_train_tokens",
     "trl:RLOOTrainer._buffered_inputs",
     "trl:RLOOTrainer._step",
+    "trl:RLOOTrainer._metrics",
+    "trl:RLOOTrainer._total_train_tokens",
     "transformers:Trainer._signature_columns",
     "trl:DPOTrainer._is_vision_dataset",
     "trl:SFTTrainer._is_vision_dataset",

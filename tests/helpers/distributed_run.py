@@ -5,6 +5,7 @@ import os
 import random
 import sys
 
+import numpy as np
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
@@ -13,6 +14,10 @@ from datasets import Dataset, load_from_disk
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree.batching.budget import MemoryNeeds
+from trl_paddingfree.model.recompute import LOADS
+from trl_paddingfree.trainers.budgeted import BudgetedSteps
+from trl_paddingfree.trainers.memory_budget import MemoryBudget
 
 
 def from_disk(dataset: Dataset, folder: str) -> Dataset:
@@ -31,12 +36,43 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
+def watch_decisions(budget: int) -> list[tuple[int, int]]:
+    """
+    Have a memory budget hold `budget` tokens, one for each layer that keeps its activations.
+
+    Returns:
+        `list[tuple[int, int]]`: For each forward pass that trains, how many layers this process alone would have
+        recompute, and how many do. Filled while training.
+    """
+    decisions: list[tuple[int, int]] = []
+    plan, start = BudgetedSteps.plan_memory, MemoryBudget.start
+
+    def plan_memory(trainer):
+        is_new = trainer.flat.memory is None
+        plan(trainer)
+        if is_new and (memory := trainer.flat.memory) is not None:
+            per_token = np.array(LOADS) == "tokens"
+            nothing, one = 0.0 * per_token, 1.0 * per_token
+            layers = len(memory.layers)
+            memory.needs = MemoryNeeds(0, [one] * layers, [nothing] * layers, nothing, nothing, (0, 0), nothing)
+            memory.budget = budget
+
+    def note(memory, batch, number):
+        start(memory, batch, number)
+        decisions.append((memory.num_recomputed(batch), number))
+
+    BudgetedSteps.plan_memory, MemoryBudget.start = plan_memory, note
+    return decisions
+
+
 def run(task: str, model: str, output: str, options: dict) -> None:
     settings = dict(options)
     peft = settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate = settings.pop("evaluate", 0)
     with_images = settings.pop("images", False)
+    tokens_in_memory = settings.pop("tokens_in_memory", None)
+    decisions = watch_decisions(tokens_in_memory) if tokens_in_memory else []
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     trainer_class, config_class, data = {
         "dpo": (PaddingFreeDPOTrainer, PaddingFreeDPOConfig, preference_data),
@@ -91,6 +127,8 @@ def run(task: str, model: str, output: str, options: dict) -> None:
         trainer.training_step = failing
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
+    with open(f"{output}.{trainer.accelerator.process_index}", "w") as file:
+        json.dump(decisions, file)
     if trainer.accelerator.is_main_process:
         with open(output, "w") as file:
             engine = trainer.accelerator.distributed_type.value

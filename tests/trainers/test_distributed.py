@@ -1,5 +1,6 @@
 """Several real processes on the CPU (gloo) train what one trains, and stop together."""
 
+import json
 import subprocess
 
 import pytest
@@ -8,6 +9,7 @@ from packaging.version import Version
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
+from tests.helpers.tiny import make_model
 
 # Before 5.23, FSDP2 does not fill the reference model of other processes, nor padded TRL's (cpu_ram_efficient_loading)
 FILLS_REFERENCE_MODELS = Version(transformers.__version__) >= Version("5.23")
@@ -28,7 +30,6 @@ FSDP2_CASES = {
     "dpo, LoRA, parts": ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
     "dpo, precomputed": ("dpo", {"precompute_ref_log_probs": True, "on_disk": True}),
     "sft": ("sft", {"prefix_sharing": True}),
-    "dpo, budget": ("dpo", {"lora": True, "memory_budget": 0.02}),
 }
 
 
@@ -113,6 +114,32 @@ def test_fsdp2_trains_on_images_what_trl_trains(vision_dir, tmp_path):
     runs = launch(2, *(("sft", vision_dir, *run) for run in zip(folders, settings, strict=True)), engine="fsdp")
     assert [(run["world"], run["engine"]) for run in runs] == [(2, "FSDP")] * 2
     assert_same_run(*runs, *folders, ignore=())
+
+
+def assert_agreement(engine, tokenizer, tmp_path):
+    """Processes that would choose differently recompute as many layers: each recomputation gathers weights of all."""
+    folder = str(tmp_path / "model")
+    make_model(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    options = {"max_steps": 4, "lora": True, "memory_budget": 1}
+    one = alone("dpo", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
+    options |= {"per_device_train_batch_size": 2, "tokens_in_memory": 180}
+    two = launch(2, ("dpo", folder, tmp_path / "2", options), engine=engine)
+    assert_same_run(one, two)
+    choices = [json.loads((tmp_path / "2" / f"result.json.{rank}").read_text()) for rank in range(2)]
+    assert any(0 < number < 4 for _, number in choices[0])
+    assert any(mine != its for (mine, _), (its, _) in zip(*choices, strict=True))
+    for (mine, number), (its, other) in zip(*choices, strict=True):
+        assert number == other == max(mine, its)
+
+
+def test_processes_of_fsdp2_agree_on_how_many_layers_recompute(tokenizer, tmp_path):
+    assert_agreement("fsdp", tokenizer, tmp_path)
+
+
+def test_processes_of_zero3_agree_on_how_many_layers_recompute(tokenizer, tmp_path):
+    pytest.importorskip("deepspeed")
+    assert_agreement("zero3", tokenizer, tmp_path)
 
 
 def test_fsdp2_trains_layers_that_carry_state(folder_of, tmp_path):

@@ -14,16 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import Trajectory, run
+from tests.helpers.memory import assert_predicted, failing, ready, step
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.model.recompute import SavedBytes, count_kept_bytes, load, recompute_first
+from trl_paddingfree.model.recompute import count_kept_bytes, load, recompute_first
 from trl_paddingfree.trainers.memory_needs import tensor_bytes
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-# What the prediction may be off by
-TOLERANCE = 0.1
 LAYERS = 3
 DPO, SFT = (PaddingFreeDPOTrainer, PaddingFreeDPOConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
 GIB = 2**30
@@ -52,15 +51,6 @@ def made(task, model, train_dataset, **options):
     return trainer(model=model, args=args, train_dataset=train_dataset, **kwargs)
 
 
-def ready(trainer):
-    """A trainer whose single steps can be called, as `train` leaves it."""
-    if trainer.args.gradient_checkpointing:
-        kwargs = trainer.args.gradient_checkpointing_kwargs
-        trainer.flat_base(trainer.model).activation_checkpointing_enable(kwargs)
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
-
-
 def same(a, b):
     """Whether two runs logged the same figures and ended with the same weights, to the last bit."""
     figures = ("loss", "grad_norm", "rewards/margins", "entropy", "num_tokens", "mean_token_accuracy")
@@ -70,49 +60,7 @@ def same(a, b):
         assert torch.equal(weight, b.weights[name]), name
 
 
-@contextmanager
-def failing(trainer, attempts, in_backward):
-    """Within this context, an allocation fails in the first layer, in forward passes `attempts` or their backward."""
-    layer, passes = trainer.flat.memory.layers[0], iter(range(1000))
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("no memory, on purpose")
-
-    def watch(module, args, output):
-        if torch.is_grad_enabled() and next(passes) in attempts:
-            hidden = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(fail) if in_backward else fail()
-
-    handle = layer.register_forward_hook(watch)
-    yield
-    handle.remove()
-
-
 # --- The prediction --------------------------------------------------------------------------------------------------
-
-
-def counted(trainer, batch, number):
-    """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
-    memory, base = trainer.flat.memory, trainer.flat_base(trainer.model)
-    counter = SavedBytes(base, memory.layers)
-    batch = {name: value for name, value in batch.items() if name != "examples"}
-    memory.number = number
-    trainer.model.train()
-    with counter.counting():
-        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-    memory.number = None
-    assert loss.requires_grad
-    # A checkpoint holds the input of its layer in a closure, where autograd does not see it
-    inside = sum(counter.total(i) for i in range(number, len(memory.layers)))
-    return inside + counter.total(-1) + sum(counter.inputs[:number])
-
-
-def assert_predicted(trainer):
-    memory = ready(trainer).flat.memory
-    for batch in trainer.get_train_dataloader():
-        saved = memory.needs.saved(load(batch["flat_batch"], memory.route))
-        for number in (0, 1, len(memory.layers)):
-            assert saved[number] == pytest.approx(counted(trainer, batch, number), rel=TOLERANCE), number
 
 
 @pytest.mark.parametrize(
@@ -180,16 +128,6 @@ def test_fixed_bytes_are_those_of_the_tensors(folder):
 
 
 # --- The decision ----------------------------------------------------------------------------------------------------
-
-
-def step(trainer, batch, number=None):
-    """Loss and gradients of one training step, with dropout from the same state."""
-    if number is not None:
-        trainer.flat.memory.num_recomputed = lambda _: number
-    torch.manual_seed(SEED)
-    trainer.model.zero_grad()
-    loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
-    return [loss, *(p.grad for p in trainer.model.parameters() if p.requires_grad)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

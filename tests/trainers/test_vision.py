@@ -229,11 +229,10 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
     [
         ({"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all examples"),
         ({"max_tokens_per_micro_batch": 90}, "Set `oversized_examples='alone'`"),
-        ({"memory_budget": 4}, "`memory_budget=4.0` is planned by the tokens of a micro-batch"),
         ({"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision datasets"),
         ({"task": "sft", "packing": True}, "Packing is not supported for vision datasets"),
     ],
-    ids=["arranging", "oversized", "budget", "precomputed", "packing"],
+    ids=["arranging", "oversized", "precomputed", "packing"],
 )
 def test_options_that_images_rule_out(options, message):
     with pytest.raises(ValueError, match=message):

@@ -18,7 +18,7 @@ from .. import upstream
 from ..batching.budget import MemoryNeeds
 from ..flat.batch import BatchCounts
 from ..model.forward import install
-from ..model.recompute import LOADS, KeptBytes, count_kept_bytes, recomputable_layers
+from ..model.recompute import LOADS, count_kept_bytes, recomputable_layers
 from ..model.routes import choose_route
 from ..trainers.memory_needs import WORKING_TENSORS
 from .kernel_bytes import keep_as_kernels
@@ -85,7 +85,7 @@ def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bo
     adapters = sum(added[i] for i in which)
     changed = weights if tuning == "full" else adapters
     fixed = round(weights * (1 + num_references * (tuning == "full")) + adapters + COPIES * changed)
-    every = KeptBytes(kept.kept[which], kept.recomputed[which], kept.largest[which], kept.outside)
+    every = kept.of(which)
     head = np.zeros(len(LOADS))
     head[LOADS.index("scored")] = 4 * text.hidden_size
     head[0] = 4 * text.vocab_size * text.hidden_size * (tuning == "full")

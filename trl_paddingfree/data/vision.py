@@ -150,6 +150,7 @@ class FlatVisionCollator(FlatCollator):
             copies=self.copies,
             blocks=None if blocks is None else np.isin(blocks.numpy(), rules.block_types),
             grids=grids,
+            num_pixels=sum(image.numel() for image in rows.get("pixel_values", ())),
         )
 
 

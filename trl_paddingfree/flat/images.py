@@ -57,6 +57,8 @@ class RowImages:
         grids (`Mapping[str, torch.Tensor]`, *optional*):
             What a model counts positions of image tokens by, on the CPU: rows of shape `(R, L)`, and the grids of the
             images. Empty, if positions are those of text.
+        num_pixels (`int`, *optional*, defaults to `0`):
+            How many numbers the images have, as the vision tower gets them.
 
     Examples:
     ```python
@@ -77,6 +79,7 @@ class RowImages:
     copies: int = 1
     blocks: np.ndarray | None = None
     grids: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_pixels: int = 0
 
     def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
         """The placeholders of each row counted from its entry in `firsts`, and -1 elsewhere."""
@@ -126,12 +129,15 @@ class FlatImages:
             How many times the images are there among the rows.
         grids (`Mapping[str, torch.Tensor]`):
             See [`RowImages`]. They stay on the CPU, where positions are counted.
+        num_pixels (`int`, *optional*, defaults to `0`):
+            See [`RowImages`].
     """
 
     num_features: int
     feature_index: torch.Tensor | None
     copies: int
     grids: Mapping[str, torch.Tensor]
+    num_pixels: int = 0
 
     @classmethod
     def from_rows(cls, images: RowImages, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int):
@@ -158,6 +164,7 @@ class FlatImages:
             feature_index=None if in_order else torch.from_numpy(index),
             copies=images.copies,
             grids=images.grids,
+            num_pixels=images.num_pixels,
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatImages":

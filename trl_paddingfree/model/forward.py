@@ -23,13 +23,14 @@ from .attention import register_attention, replaced_attention
 from .backends import ATTENTION_BACKENDS
 from .masks import backbone_mask, boundaries
 from .routes import Route
+from .row_parts import RowPart, compute_in_parts
 from .state_layers import carries_state, install_state_layers, state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions
 
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
 _ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin", *TYPE_ROWS)
-# Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
-Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
+# Makes a flat batch, or parts of one, from the `input_ids`, `attention_mask` and `labels` of a call
+Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch | list[RowPart]]
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,20 @@ def install(model: Any, route: Route) -> None:
     @torch.compiler.disable(recursive=False)
     def forward(self: Any, *args: Any, flat_batch: FlatBatch | None = None, **kwargs: Any) -> Any:
         flattener, flat = forward.flattener, forward.flat  # type: ignore[attr-defined]
+
+        def compute(batch: FlatBatch, **kwargs: Any) -> Any:
+            with _explained_if_long(self, batch):
+                return flat_forward(self, previous_forward, flat, batch, **kwargs)
+
         if flat_batch is None and flattener is not None and kwargs.get("fused_lm_head"):
-            flat_batch = flattener(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
-        elif flat_batch is None:
+            made = flattener(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+            return compute_in_parts(compute, made, **kwargs) if isinstance(made, list) else compute(made, **kwargs)
+        if flat_batch is None:
             return previous_forward(*args, **kwargs)
-        else:
-            flat.edits_found.ask(flat_batch, kwargs)
+        flat.edits_found.ask(flat_batch, kwargs)
         if args:
             raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
-        with _explained_if_long(self, flat_batch):
-            return flat_forward(self, previous_forward, flat, flat_batch, **kwargs)
+        return compute(flat_batch, **kwargs)
 
     forward.flat, forward.flattener = flat, None  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)

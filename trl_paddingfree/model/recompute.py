@@ -5,6 +5,7 @@ autograd tells what each layer saves. Adapters, 4-bit weights, dtypes, attention
 are then counted as they are. What is kept is a linear function of a few sizes of the batch, its [`load`].
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,11 +22,15 @@ from .backends import ATTENTION_BACKENDS
 from .routes import Route
 
 # What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, query-key pairs (where
-# attention keeps its scores), those of branches (whose masks are kept), scored tokens
-LOADS = ("constant", "tokens", "keys", "pairs", "branches", "scored")
+# attention keeps its scores), those of branches (whose masks are kept), features and pixels of images, pairs of
+# features (whose mask some towers keep), scored tokens
+LOADS = ("constant", "tokens", "keys", "pairs", "branches", "features", "pixels", "feature_pairs", "scored")
 # Multiples of the chunks that layers with a state work in
 _SHORT, _MIDDLE, _LONG = 64, 128, 192
-# Bytes per query-key pair below this share are how kernels round sizes up
+# How TRL's trainers call the model
+_HEAD = {"fused_lm_head": True, "use_cache": False}
+# Loads that grow fastest. Bytes per pair below this share are how kernels round sizes up
+_GROWING = ("pairs", "branches", "feature_pairs")
 _NEGLIGIBLE = 0.002
 
 
@@ -48,22 +53,32 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
     >>> from trl_paddingfree.model.recompute import LOADS, load
     >>> from trl_paddingfree.model.routes import Route
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
-    >>> dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
+    >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
+    >>> {name: size for name, size in sizes.items() if size}
     {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 22, 'branches': 6, 'scored': 3}
 
     ```
     """
-    segments, tokens = batch.layout.segments, batch.counts.computed
+    segments, tokens, images = batch.layout.segments, batch.counts.computed, batch.images
+    features, pixels = (0, 0) if images is None else (images.num_features, images.num_pixels)
+    last = [features, pixels, features**2, len(batch.scored_index)]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
         branches = (lengths * keys)[keys > lengths].sum()
-        return np.array([1, tokens, keys.sum(), (lengths * keys).sum(), branches, len(batch.scored_index)])
-    return np.array([1, tokens, tokens, tokens**2, 0, len(batch.scored_index)])
+        return np.array([1, tokens, keys.sum(), (lengths * keys).sum(), branches, *last])
+    return np.array([1, tokens, tokens, tokens**2, 0, *last])
 
 
-def recomputable_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """The layers of `model` that can recompute their activations, in the order in which they are computed."""
-    found = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
+    """
+    The layers of `model` that can recompute their activations, in the order in which they are computed.
+
+    With images, those of the vision tower come first.
+    """
+    decoder = [*model.get_decoder().modules()]
+    known = set(map(id, decoder))
+    tower = [module for module in model.base_model.modules() if id(module) not in known] if with_images else []
+    found = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
     return [layer for layer in found if id(layer) not in inner]
 
@@ -100,13 +115,40 @@ class KeptBytes:
     largest: np.ndarray
     outside: np.ndarray
 
+    def of(self, layers: Sequence[int]) -> "KeptBytes":
+        """The bytes of some of the layers."""
+        return KeptBytes(self.kept[layers], self.recomputed[layers], self.largest[layers], self.outside)
+
+
+class _Saved:
+    """
+    What autograd keeps of a tensor that it saves while bytes are counted: its storage.
+
+    The tensor itself would hold the node that computed it, and with that node this, and nothing would ever be freed.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self.storage = _local(tensor).untyped_storage()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A storage that was saved: in which layer (-1: outside of all), how large, and until when."""
+
+    storage: int
+    layer: int
+    size: int
+    saved: weakref.ref[_Saved]
+
 
 class SavedBytes:
     """
-    Bytes that a forward pass within [`SavedBytes.counting`] saves: distinct storages, without those of parameters.
+    Bytes that a forward pass within [`SavedBytes.counting`] keeps: distinct storages, without those of parameters.
+    No backward pass can follow.
 
     A storage that several layers save, or that all are given beside the hidden states (masks, rotary embeddings),
-    belongs to none of them: it stays whichever of them recompute.
+    belongs to none of them: it stays whichever of them recompute. What autograd has let go of is not counted, nor is
+    what a pass without gradients computes, such as that of a reference model; their memory serves other tensors.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -118,17 +160,28 @@ class SavedBytes:
     def __init__(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module]):
         self.layers = layers
         self.weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self.gathered: set[int] = set()  # weights of the layer that is being computed, if they are sharded
         self.current = -1  # the layer that is being computed; -1: none
-        self.saved: dict[int, tuple[int, int]] = {}  # of each storage: the layer, or -1, and its bytes
+        self.records: list[_Record] = []
+        self.given: list[_Saved] = []  # what layers are given stays for as long as any of them may recompute
         self.inputs = [0] * len(layers)
 
     def total(self, layer: int) -> int:
-        """Bytes that a layer saved; -1: everything outside of the layers."""
-        return sum(size for owner, size in self.saved.values() if owner == layer)
+        """Bytes that a layer keeps; -1: everything outside of the layers."""
+        return sum(size for owner, size in self._storages().values() if owner == layer)
 
     def largest(self, layer: int) -> int:
-        """Bytes of the largest tensor that a layer saved."""
-        return max((size for owner, size in self.saved.values() if owner == layer), default=0)
+        """Bytes of the largest tensor that a layer keeps."""
+        return max((size for owner, size in self._storages().values() if owner == layer), default=0)
+
+    def _storages(self) -> dict[int, tuple[int, int]]:
+        """Of each storage that is kept: the layer, or -1, and its bytes."""
+        found: dict[int, tuple[int, int]] = {}
+        for record in self.records:
+            if record.saved() is not None:
+                known, _ = found.get(record.storage, (record.layer, 0))
+                found[record.storage] = (record.layer if known == record.layer else -1), record.size
+        return found
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -140,30 +193,34 @@ class SavedBytes:
                 stack.callback(handle.remove)
                 handle = layer.register_forward_hook(lambda *_: self._leave())
                 stack.callback(handle.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse))
             yield
 
     def _enter(self, layer: int, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.current = -1
-        for value in kwargs.values():
+        if not torch.is_grad_enabled():
+            return
+        for value in (*args[1:], *kwargs.values()):
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    self._pack(tensor)
+                    self.given.append(self._pack(tensor))
         self.current = layer
-        self.inputs[layer] = sum(x.numel() * x.element_size() for x in args if isinstance(x, torch.Tensor))
-        self.weights |= {_storage(tensor) for tensor in module.parameters()}  # gathered by now, if they are sharded
+        self.inputs[layer] = sum(x.numel() * x.element_size() for x in args[:1])  # the hidden states
+        self.gathered = {_storage(tensor) for tensor in module.parameters()}
 
     def _leave(self) -> None:
-        self.current = -1
+        self.current, self.gathered = -1, set()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
         owner = tensor if tensor._base is None else tensor._base
-        storage = _storage(tensor)
-        if storage not in self.weights and not isinstance(owner, torch.nn.Parameter):
-            known, _ = self.saved.get(storage, (self.current, 0))
-            layer = self.current if known == self.current else -1
-            self.saved[storage] = layer, _local(tensor).untyped_storage().nbytes()
-        return tensor
+        storage, saved = _storage(tensor), _Saved(tensor)
+        is_weight = storage in self.weights or storage in self.gathered or isinstance(owner, torch.nn.Parameter)
+        if not is_weight:
+            self.records.append(_Record(storage, self.current, saved.storage.nbytes(), weakref.ref(saved)))
+        return saved
+
+
+def _refuse(saved: _Saved) -> torch.Tensor:
+    raise RuntimeError("A pass whose bytes are counted has no backward pass.")
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -196,6 +253,7 @@ def count_kept_bytes(
     route: Route,
     call: Callable[..., Any] | None = None,
     device: torch.device | None = None,
+    with_images: Sequence[dict[str, Any]] = (),
     **arguments: Any,
 ) -> KeptBytes:
     """
@@ -210,62 +268,57 @@ def count_kept_bytes(
             What to call in place of `model`: the same model under a wrapper that gathers its weights.
         device (`torch.device`, *optional*):
             Device of the batches. Defaults to that of the first weights.
+        with_images (`Sequence[dict[str, Any]]`, *optional*):
+            Arguments of further calls, whose flat batches have images. With them, the layers of the vision tower count.
         **arguments:
             What else training gives the model, such as `output_router_logits`.
     """
-    layers = recomputable_layers(model)
+    layers = recomputable_layers(model, bool(with_images))
     if device is None:
         device = next(model.parameters()).device
-    loads, counts = [], []
+    loads, inside, outside = [], [], []
     with _as_in_training(model, layers):
-        for batch in _batches(model, route):
+        for inputs in [*map(_as_inputs, _batches(model, route)), *with_images]:
             counter = SavedBytes(model, layers)
+            inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in inputs.items()}
             with counter.counting():
-                output = _forward(model if call is None else call, batch.to(device), **arguments)
-            loads.append(load(batch, route))
-            counts.append(
-                [
-                    [counter.total(i) for i in range(len(layers))] + [counter.total(-1)],
-                    [*counter.inputs, 0],
-                    [counter.largest(i) for i in range(len(layers))] + [0],
-                ]
-            )
+                output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
+            loads.append(load(inputs["flat_batch"], route))
+            totals, largest = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)
+            inside.append([totals, counter.inputs, largest])
+            outside.append(counter.total(-1))
             del output
-    kept, recomputed, largest = np.moveaxis(_per_load(np.array(loads), np.array(counts)), 0, -1)
-    return KeptBytes(kept[:-1], recomputed[:-1], largest[:-1], kept[-1])
+    # A mask over all patches of all images is made once, outside of the tower's layers
+    by_layer = _per_load(np.array(loads), np.array(inside), ("pairs", "branches"))
+    kept, recomputed, largest = np.moveaxis(by_layer, 0, -1)
+    return KeptBytes(kept, recomputed, largest, _per_load(np.array(loads), np.array(outside), _GROWING))
 
 
-def _forward(call: Callable[..., Any], batch: FlatBatch, **arguments: Any) -> Any:
-    """One forward pass as TRL's trainers make it."""
+def _as_inputs(batch: FlatBatch) -> dict[str, Any]:
+    """The arguments with which TRL's trainers call the model."""
     input_ids = batch.input_ids[0][batch.row_index]
-    return call(
-        input_ids=input_ids,
-        attention_mask=batch.row_mask.long(),
-        labels=torch.full_like(input_ids, IGNORE_INDEX),  # the flat batch says what the head computes
-        flat_batch=batch,
-        fused_lm_head=True,
-        use_cache=False,
-        **arguments,
-    )
+    labels = torch.full_like(input_ids, IGNORE_INDEX)  # the flat batch says what the head computes
+    return {"input_ids": input_ids, "attention_mask": batch.row_mask.long(), "labels": labels, "flat_batch": batch}
 
 
-def _per_load(loads: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> np.ndarray:
     """
     Bytes per unit of each load: the least squares of `loads (N, F)` and `counts (N, ...)`, of shape `(F, ...)`.
 
     Loads that never differ from others, as keys and tokens do where nothing is shared, get their part of the minimum
-    norm; pairs that explain next to nothing get none, because they grow fastest beyond what was counted.
+    norm; of those that grow fastest beyond what was counted, only `growing` count, and not if they explain next to
+    nothing.
     """
     flat = counts.reshape(len(counts), -1).astype(np.float64)
     scale = np.maximum(loads.max(0), 1).astype(np.float64)
-    without = scale.copy()
-    without[[LOADS.index("pairs"), LOADS.index("branches")]] = np.inf
 
-    def fit(scale: np.ndarray) -> np.ndarray:
-        solution = np.linalg.lstsq(loads / scale, flat, rcond=1e-9)[0]
-        return solution / scale[:, None]
+    def fit(left_out: Sequence[str]) -> np.ndarray:
+        divisor = scale.copy()
+        divisor[[LOADS.index(name) for name in left_out]] = np.inf
+        solution = np.linalg.lstsq(loads / divisor, flat, rcond=1e-9)[0]
+        return solution / divisor[:, None]
 
-    plain, full = fit(without), fit(scale)
+    plain, full = fit(_GROWING), fit([name for name in _GROWING if name not in growing])
     off = np.abs(loads @ plain - flat).max(0)
     result = np.where(off > _NEGLIGIBLE * np.maximum(flat.max(0), 1), full, plain)
     return np.maximum(result, 0).reshape(loads.shape[1], *counts.shape[1:])

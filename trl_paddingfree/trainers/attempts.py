@@ -9,7 +9,8 @@ import torch
 
 class Attempt:
     """
-    What a forward and backward pass changes, as it was before: gradients, metrics and the random state.
+    What a forward and backward pass changes, as it was before: gradients, metrics, the random state, and what the
+    trainer names in `changed_by_loss`.
 
     Nothing is copied. A gradient that the pass has added to is whole, because each parameter is added to once; it is
     kept, and what a repeated pass computes for it is dropped.
@@ -28,6 +29,7 @@ class Attempt:
         self.versions = [(p, None if p.grad is None else p.grad._version) for p in trained]
         self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
         self.tokens = trainer._total_train_tokens
+        self.state = {name: getattr(trainer, name) for name in trainer.changed_by_loss}
         self.random = torch.get_rng_state()
         self.device = trainer.accelerator.device
         self.device_random = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -39,6 +41,7 @@ class Attempt:
         self.trainer._metrics["train"].clear()
         self.trainer._metrics["train"].update(self.metrics)
         self.trainer._total_train_tokens = self.tokens
+        vars(self.trainer).update(self.state)
         if self.sums is not None:
             self.sums.clear()
             self.sums.update(self.sums_before)

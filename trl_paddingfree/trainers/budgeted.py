@@ -6,41 +6,29 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import Trainer
 
 from ..batching.lengths import example_tokens
 from .attempts import Attempt
 from .memory_budget import MemoryBudget, is_allocation_failure, is_sharded
-from .memory_needs import plan_memory
 from .micro_batches import Part, PartMetrics, weighted_parts
+from .planned import PlannedMemory
 
 Within = tuple[Part, PartMetrics]
 
 
-class BudgetedSteps(Trainer):
+class BudgetedSteps(PlannedMemory):
     """The part of the padding-free trainers that keeps to a `memory_budget`."""
 
-    flat: Any
     train_dataset: Any
+    _is_vision_dataset: Any
     coupled_by: Callable[[], list[str]]
     example_lengths: Callable[[], Any]
     part_sizes: Callable[[dict[str, Any]], dict[str, int]]
 
-    def plan_memory(self) -> None:
-        """Count what layers keep, and refuse a budget that an example does not fit into. Once, if there is a budget."""
-        flat = self.flat
-        if flat is None or flat.route is None or flat.memory is not None or flat.options.memory_budget is None:
-            return
-        flat.memory = memory = plan_memory(self, flat.route)
-        if flat.resumed_from is not None:
-            memory.load(flat.resumed_from)
-        if isinstance(self.train_dataset, Dataset):
-            self._refuse_small_budget(memory)
-
-    def _refuse_small_budget(self, memory: MemoryBudget) -> None:
+    def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
-        if memory.has_shrunk:
-            return
+        if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
+            return  # lengths are not known before an example comes, and then it is refused
         lengths = self.example_lengths()
         # Layers may need most for the most tokens, attention for the longest row, the head for the longest completions
         measures = (example_tokens(lengths, memory.route.prefix_sharing), lengths.max(1), lengths[:, -2:].sum(1))
@@ -62,7 +50,9 @@ class BudgetedSteps(Trainer):
             return [inputs]
         parts = memory.split(inputs["flat_batch"], inputs["examples"])
         if len(parts) > 1 and (coupled := self.coupled_by()):
-            raise memory.cannot_split(inputs["flat_batch"], coupled)
+            names = ", ".join(coupled)
+            reason = f"with {names} it cannot run in parts, because the loss of an example depends on the others"
+            raise memory.cannot_split(inputs["flat_batch"], reason)
         # An allocation that failed has made the budget smaller than the data was measured by
         for part in () if memory.has_shrunk else parts:
             if not memory.can_hold(part["flat_batch"]):

@@ -20,10 +20,8 @@ from ..model.answers import EditedRowsError, refuse_lost_batch
 from ..model.forward import ask_edits, read_edits
 from .base import FlatTrainer
 from .budgeted import BudgetedSteps
-from .memory_budget import is_sharded
 from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
 from .refusals import (
-    refuse_beside_budget,
     refuse_moving,
     refuse_oversized,
     refuse_rotary_padding,
@@ -59,20 +57,11 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     aux_loss_enabled: Any = False
     router_aux_loss_coef: Any = 0.0
 
-    def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        super().start(args, kwargs)
-        if self.flat is not None and not self.flat.awaits_weights and not is_sharded(self.accelerator):
-            self.plan_memory()
-
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
         assert self.flat is not None
         if has_images(arguments.get("train_dataset")):
             refuse_unseen(self.flat.options)
-        if self.flat.options.memory_budget is not None:
-            config = arguments["args"]
-            refuse_beside_budget(self.flat.options, config)
-            config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
 
     def start_flat(self) -> None:
         """Prove the models, and have the collator make flat batches. Once."""
@@ -85,6 +74,12 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     def images_to_try(self) -> ImageProbe | None:
         """The first examples with images, as the collator will get them; `None` for text."""
         return images_to_try(self, flat_collator(self))
+
+    def images_in_memory(self) -> list[dict[str, Any]]:
+        assert self.flat is not None
+        assert self.flat.check is not None
+        images = self.flat.check.images
+        return [] if images is None else images.to_count(self.data_collator.prefix_sharing)
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
@@ -252,20 +247,6 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
             return loss
         weight = self.flat.part[0].weight
         return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        if self.flat is not None and self.flat.memory is not None and self.args.should_save:
-            self.flat.memory.save(output_dir)
-        super()._save_rng_state(output_dir)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.flat is not None and checkpoint is not None:
-            self.flat.resumed_from = checkpoint
-            if self.flat.memory is not None:
-                self.flat.memory.load(checkpoint)
-        super()._load_rng_state(checkpoint)
 
     # --- figures ----------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     task = GRPO
     trl_trainer, trl_config = GRPOTrainer, GRPOConfig
     config_class = PaddingFreeGRPOConfig
+    changed_by_loss = ("entropy_coef", "_entropy_window_stats", "_last_world_entropy")
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any):

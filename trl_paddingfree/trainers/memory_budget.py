@@ -67,17 +67,25 @@ class MemoryBudget:
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
-    def num_recomputed(self, batch: FlatBatch) -> int:
-        """How many layers must recompute."""
-        return self.needs.num_recomputed(load(batch, self.route), self.budget)
+    def num_recomputed(self, batch: FlatBatch, beside: int = 0) -> int:
+        """How many layers must recompute, if `beside` bytes are needed besides."""
+        return self.needs.num_recomputed(load(batch, self.route), self.budget - beside)
+
+    def peak(self, batch: FlatBatch, number: int) -> int:
+        """Bytes at the peak if `number` layers recompute."""
+        return int(self.needs.peaks(load(batch, self.route))[number])
 
     def fits(self, batch: FlatBatch) -> bool:
         """Whether a batch need not be split."""
         return self.can_hold(batch) and (self.limit is None or batch.counts.computed <= self.limit)
 
-    def can_hold(self, batch: FlatBatch) -> bool:
+    def can_hold(self, batch: FlatBatch, beside: int = 0) -> bool:
         """Whether a batch fits if all activations are recomputed."""
-        return int(self.needs.peaks(load(batch, self.route)).min()) <= self.budget
+        return int(self.needs.peaks(load(batch, self.route)).min()) + beside <= self.budget
+
+    def keeps_all(self, batch: FlatBatch, beside: int = 0) -> bool:
+        """Whether a batch fits if nothing is recomputed."""
+        return self.peak(batch, 0) + beside <= self.budget
 
     def split(self, batch: FlatBatch, examples: Examples) -> list[dict[str, Any]]:
         """Parts of a batch, of which those of more than one example fit."""
@@ -93,27 +101,26 @@ class MemoryBudget:
                 return parts
             limit = int(AFTER_FAILURE * limit)  # examples of another kind than the rest
 
-    def least_gib(self, batch: FlatBatch) -> float:
+    def least_gib(self, batch: FlatBatch, beside: int = 0) -> float:
         """The least `memory_budget` for a batch, rounded up."""
-        return math.ceil(int(self.needs.peaks(load(batch, self.route)).min()) / GIB * 1000) / 1000
+        return math.ceil((int(self.needs.peaks(load(batch, self.route)).min()) + beside) / GIB * 1000) / 1000
 
-    def too_small_for(self, batch: FlatBatch, example: str) -> ValueError:
-        """The error of an example that does not fit."""
-        least = self.least_gib(batch)
+    def too_small_for(self, batch: FlatBatch, example: str, lower: str = "`max_length`", beside: int = 0) -> ValueError:
+        """The error of an example that does not fit; `lower` names what makes it smaller."""
+        least = self.least_gib(batch, beside)
         return ValueError(
             f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {example} needs: {least:.3f} "
             f"GiB for {batch.counts.computed} tokens with all activations recomputed, of which "
-            f"{self.needs.fixed / GIB:.3f} GiB are weights, gradients and the optimizer. Raise it to at least "
-            f"{least:.3f}, or lower `max_length`."
+            f"{(self.needs.fixed + beside) / GIB:.3f} GiB are weights, gradients and the optimizer. Raise it to at "
+            f"least {least:.3f}, or lower {lower}."
         )
 
-    def cannot_split(self, batch: FlatBatch, coupled: Sequence[str]) -> ValueError:
-        """The error of a micro-batch that does not fit, and that parts would change."""
+    def cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
+        """The error of a micro-batch that does not fit, and that cannot run in parts."""
         return ValueError(
             f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than a micro-batch of "
-            f"{batch.counts.computed} tokens needs, and with {', '.join(coupled)} it cannot run in parts, because the "
-            f"loss of an example depends on the others. Raise it to at least {self.least_gib(batch):.3f}, or lower "
-            "`per_device_train_batch_size`."
+            f"{batch.counts.computed} tokens needs, and {reason}. Raise it to at least {self.least_gib(batch):.3f}, "
+            "or lower `per_device_train_batch_size`."
         )
 
     def why_not_again(self, accelerator: Any) -> str:
@@ -138,10 +145,10 @@ class MemoryBudget:
 
     # --- account ----------------------------------------------------------------------------------------------------
 
-    def start(self, batch: FlatBatch, number: int) -> None:
+    def start(self, batch: FlatBatch, number: int, beside: int = 0) -> None:
         """Take note of a forward and backward pass that begins, in which `number` layers recompute."""
         self.number = number
-        self.expected = int(self.needs.peaks(load(batch, self.route))[number])
+        self.expected = self.peak(batch, number) + beside
         self.peak_before = self._peak()
 
     def finish(self) -> None:

@@ -35,7 +35,8 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
         `ValueError`: If the model has no layers that can recompute, or the memory of the device is not known.
     """
     accelerator, base, options = trainer.accelerator, trainer.flat_base(trainer.model), trainer.flat.options
-    layers = recomputable_layers(base)
+    images = trainer.images_in_memory()
+    layers = recomputable_layers(base, bool(images))
     if not layers:
         raise ValueError(
             f"`memory_budget={options.memory_budget}`: {type(base).__name__} has no layers that can recompute their "
@@ -45,11 +46,16 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
     call = trainer.model_wrapped if is_sharded(accelerator) else None
     with nullcontext() if accelerator.is_fsdp2 else accelerator.autocast():  # FSDP2 casts weights and inputs instead
         router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
-        kept = count_kept_bytes(base, route, call, accelerator.device, **router)
+        kept = count_kept_bytes(base, route, call, accelerator.device, images, **router)
+    if images:  # a tower that nothing trains keeps nothing
+        working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
+        layers, kept = [layers[i] for i in working], kept.of(working)
     if trainer.optimizer is None:
         optimizer, arguments = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     else:
-        own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
+        own = trainer.optimizer
+        while hasattr(own, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
+            own = own.optimizer
         optimizer, arguments = type(own), own.defaults
     needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments)), base)
     budget = budget_bytes(options.memory_budget, accelerator.device)

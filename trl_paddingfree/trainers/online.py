@@ -1,6 +1,8 @@
 """What the trainers that generate their own rows add to TRL's: rows become flat where the model is called."""
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +11,15 @@ from trl.trainer.utils import split_tensor_dict
 from ..batching.arrange import by_prefix, ranks_of
 from ..flat.batch import IGNORE_INDEX, BatchCounts, FlatBatch, row_spans
 from ..model.forward import attention_as_before, carry
+from ..model.row_parts import RowPart
 from .base import FlatTrainer
+from .budgeted_passes import BudgetedPasses
 
 # Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
 _PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
 
 
-class OnlineTrainer(FlatTrainer):
+class OnlineTrainer(BudgetedPasses, FlatTrainer):
     """
     Base of the trainers that generate completions and score them in several passes.
 
@@ -29,8 +33,14 @@ class OnlineTrainer(FlatTrainer):
     _buffered_inputs: Any
     _step: int
 
-    def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
-        """The flat batch of rows whose prompts are padded on the left and completions on the right."""
+    def flatten(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> FlatBatch | list[RowPart]:
+        """
+        The flat batch of rows whose prompts are padded on the left and completions on the right.
+
+        Of rows that do not fit into the memory budget, the parts in which they do.
+        """
         assert self.flat is not None
         assert self.flat.route is not None
         # One copy: each waits for the device
@@ -43,17 +53,28 @@ class OnlineTrainer(FlatTrainer):
                     f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave "
                     "out empty prompts, or set `padding_free=False`."
                 )
-        batch = FlatBatch.from_padded(
-            ids,
-            targets,
-            lengths,
-            starts,
+        make = partial(
+            FlatBatch.from_padded,
             prefix_sharing=self.flat.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
-        if torch.is_grad_enabled():  # the policy's pass, which trains; as for the other trainers
-            self.counts.add(batch.counts)
-        return batch.to(input_ids.device, non_blocking=True)
+        device, batch = input_ids.device, make(ids, targets, lengths, starts)
+        if not torch.is_grad_enabled():
+            return batch.to(device, non_blocking=True)
+        # The policy's pass, which trains
+
+        def made(rows: list[int]) -> FlatBatch:
+            return make(ids[rows], targets[rows], [lengths[row] for row in rows], [starts[row] for row in rows])
+
+        in_prompt = mask.bool() & (targets == IGNORE_INDEX)
+        prompts = [row[chosen].numpy().tobytes() for row, chosen in zip(ids, in_prompt, strict=True)]
+        parts = self.rows_in_memory(batch, prompts, made)
+        computed = sum((part.batch.counts for part in parts), BatchCounts())
+        self.counts.add(replace(batch.counts, computed=computed.computed, repeated=computed.repeated))
+        if len(parts) > 1:
+            return [part.to(device) for part in parts]
+        parts[0].prepare()
+        return parts[0].batch.to(device, non_blocking=True)
 
     def prove_placed(self, model: Any) -> None:
         if self.flat is None:
@@ -98,11 +119,10 @@ class OnlineTrainer(FlatTrainer):
                 "`per_device_train_batch_size`. Lower that, and raise `gradient_accumulation_steps`."
             )
         arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
-        if options.memory_budget is not None:
+        if options.memory_budget == "auto" and self.args.use_vllm and self.args.vllm_mode == "colocate":
             raise ValueError(
-                f"`memory_budget={options.memory_budget}`: {self.trl_trainer.__name__} takes its rows in micro-batches "
-                "of `per_device_train_batch_size`, and cannot split them to keep to a budget. Leave it out, and lower "
-                "`per_device_train_batch_size` if memory runs out."
+                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
+                "training may use."
             )
         if options.arrange_micro_batches == "tokens":
             raise ValueError(
@@ -116,6 +136,8 @@ class OnlineTrainer(FlatTrainer):
             )
 
     def _prepare_inputs(self, generation_batch):
+        if self.attempted is not None:  # the same rows again
+            return self.attempted
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.flat is None or self.flat.options.arrange_micro_batches == "none" or self._buffered_inputs is before:

@@ -178,9 +178,9 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
         `ValueError`: Naming the option, its value, and what to change.
     """
     kwargs = config.gradient_checkpointing_kwargs or {}
+    offloads = getattr(config, "activation_offloading", False)  # not all of TRL's configurations have it
     reasons = {
-        "`activation_offloading=True`": vars(config).get("activation_offloading")
-        and "it moves to the CPU what the budget counts",
+        "`activation_offloading=True`": offloads and "it moves to the CPU what the budget counts",
         "`torch_compile=True`": config.torch_compile
         and "every number of recomputed layers is another graph to compile",
         "`gradient_checkpointing_kwargs={'selective': True}`": kwargs.get("selective")
@@ -324,12 +324,6 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
         raise ValueError(
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
             "processes images on the fly: those of examples with images are not known before. Leave it out."
-        )
-    if options.memory_budget is not None:
-        raise ValueError(
-            f"`memory_budget={options.memory_budget}` is planned by the tokens of a micro-batch, and does not know "
-            "what the vision tower keeps of its images. Leave it out, and set `max_tokens_per_micro_batch` with "
-            "`oversized_examples='alone'`."
         )
     if options.max_tokens_per_micro_batch and options.oversized_examples == "error":
         raise ValueError(

@@ -1,0 +1,74 @@
+"""Trainers under a memory budget: what they count and predict, single steps, and allocations that fail on purpose."""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from trl_paddingfree.model.recompute import SavedBytes, load
+
+SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
+# What the prediction may be off by
+TOLERANCE = 0.1
+
+
+def ready(trainer):
+    """A trainer whose single steps can be called, as `train` leaves it."""
+    if trainer.args.gradient_checkpointing:
+        kwargs = trainer.args.gradient_checkpointing_kwargs
+        trainer.flat_base(trainer.model).activation_checkpointing_enable(kwargs)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def counted(trainer, batch, number):
+    """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
+    memory, base = trainer.flat.memory, trainer.flat_base(trainer.model)
+    counter = SavedBytes(base, memory.layers)
+    batch = {name: value for name, value in batch.items() if name != "examples"}
+    memory.number = number
+    trainer.model.train()
+    with counter.counting():
+        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+    memory.number = None
+    assert loss.requires_grad
+    # A checkpoint holds the input of its layer in a closure, where autograd does not see it
+    inside = sum(counter.total(i) for i in range(number, len(memory.layers)))
+    return inside + counter.total(-1) + sum(counter.inputs[:number])
+
+
+def assert_predicted(trainer):
+    memory = ready(trainer).flat.memory
+    for batch in trainer.get_train_dataloader():
+        saved = memory.needs.saved(load(batch["flat_batch"], memory.route))
+        for number in (0, 1, len(memory.layers)):
+            assert saved[number] == pytest.approx(counted(trainer, batch, number), rel=TOLERANCE), number
+
+
+def step(trainer, batch, number=None):
+    """Loss and gradients of one training step, with dropout from the same state."""
+    if number is not None:
+        trainer.flat.memory.num_recomputed = lambda _: number
+    torch.manual_seed(SEED)
+    trainer.model.zero_grad()
+    loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
+    return [loss, *(p.grad for p in trainer.model.parameters() if p.requires_grad)]
+
+
+@contextmanager
+def failing(trainer, attempts, in_backward):
+    """Within this context, an allocation fails in the first layer, in forward passes `attempts` or their backward."""
+    layer, passes = trainer.flat.memory.layers[0], iter(range(1000))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory, on purpose")
+
+    def watch(module, args, output):
+        if torch.is_grad_enabled() and next(passes) in attempts:
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden.register_hook(fail) if in_backward else fail()
+
+    handle = layer.register_forward_hook(watch)
+    yield
+    handle.remove()

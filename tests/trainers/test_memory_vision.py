@@ -1,0 +1,57 @@
+"""Training on images under a memory budget: the tower is predicted as well, and no decision changes a figure."""
+
+import os
+
+import pytest
+import torch
+from transformers.utils import is_torchvision_available
+
+from tests.helpers.equivalence import assert_same
+from tests.helpers.memory import assert_predicted, ready, step
+from tests.helpers.vision import vision_messages, vision_pairs
+from tests.helpers.vision_runs import train
+from trl_paddingfree.trainers.memory_budget import GIB, MemoryBudget
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# Qwen's images have sizes of their own
+KINDS = ["llava", *(["qwen2_5_vl"] if is_torchvision_available() else [])]
+
+
+def made(kind, task, data, **options):
+    """A trainer that has trained one step under a budget that holds everything."""
+    return train(kind, task, "shared", data, **{"memory_budget": 8, "steps": 1, **options}).trainer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("task", "lora"), [("dpo", True), ("sft", False)], ids=["dpo", "sft"])
+def test_predicted_bytes_are_counted_ones(kind, task, lora):
+    data = vision_pairs(16, SEED) if task == "dpo" else vision_messages(16, SEED)
+    assert_predicted(made(kind, task, data, lora=lora, per_device_train_batch_size=8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_recomputed_layers_computes_the_same(kind):
+    data = vision_pairs(8, SEED)
+    trainer = ready(made(kind, "dpo", data, lora=True))
+    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.memory.layers
+    assert len(layers) == {"llava": 3, "qwen2_5_vl": 4}[kind]  # LLaVA leaves out what the last of the tower gives
+    expected = step(trainer, batch, 0)
+    for number in range(1, len(layers) + 1):
+        for one, other in zip(expected, step(trainer, batch, number), strict=True):
+            assert one is other is None or torch.equal(one, other), number
+
+
+def test_micro_batches_in_parts_count_their_images(monkeypatch):
+    data = vision_pairs(8, SEED)
+    memory = made("llava", "dpo", data).flat.memory
+    least = memory.needs.fixed + 0.7 * (memory.predicted - memory.needs.fixed)
+    whole, numbers, split = train("llava", "dpo", "shared", data), [], MemoryBudget.split
+
+    def watch(*args):
+        parts = split(*args)
+        numbers.append(len(parts))
+        return parts
+
+    monkeypatch.setattr(MemoryBudget, "split", watch)
+    assert_same(whole, train("llava", "dpo", "shared", data, memory_budget=least / GIB))
+    assert max(numbers) > 1
