@@ -95,6 +95,16 @@ def test_the_longest_row_is_what_a_pair_starts_with_and_the_longer_rest(data):
     assert not trainer.exceeds(longest)
 
 
+def test_a_collator_that_pads_with_another_token_is_refused(data):
+    """The padded model would read a reward of padding."""
+
+    def make():
+        return {**plain()(), "data_collator": RewardCollator(pad_token_id=5)}
+
+    with pytest.raises(ValueError, match="`data_collator` pads with token 5"):
+        train("reward", "shared", make, data)
+
+
 def test_lora_for_language_models_is_refused(data):
     def make():
         return {**plain()(), "peft_config": LoraConfig(task_type="CAUSAL_LM")}

@@ -92,6 +92,15 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
                 "`task_type='SEQ_CLS'` (`--lora_task_type SEQ_CLS`), under which PEFT trains the head too."
             )
 
+    def start_flat(self) -> None:
+        super().start_flat()
+        pads, ends = self.data_collator.pad_token_id, self.model.config.get_text_config().pad_token_id
+        if pads != ends:
+            raise ValueError(
+                f"`data_collator` pads with token {pads}, and the model finds the end of a padded row by "
+                f"`config.pad_token_id={ends}`: set `pad_token_id={ends}` of the collator."
+            )
+
     def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
         return {"loss": len(inputs["input_ids"]) // 2}
 
