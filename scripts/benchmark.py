@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
 
     from trl_paddingfree.benchmark import report, tables
     from trl_paddingfree.benchmark.studies import commands
+    from trl_paddingfree.cli.agreement import agreement
 
     if args.readme:
         return tables.update(ROOT, check=args.check)
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     elif args.heads:
         commands.heads(args.model, args.heads, ROOT / "docs" / "benchmarks")
     elif args.agreement:
-        commands.agreement(args.model, args.agreement, ROOT / "docs" / "benchmarks")
+        agreement(args.model, args.agreement, ROOT / "docs" / "benchmarks")
     else:
         commands.packing(args.packing, ROOT / "docs" / "benchmarks")
     return 0

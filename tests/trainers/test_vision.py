@@ -2,13 +2,14 @@
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from unittest.mock import patch
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from torch.utils.data._utils.pin_memory import pin_memory
 from transformers.utils import is_torchvision_available
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
@@ -141,6 +142,29 @@ def test_images_whose_owners_lengths_do_not_tell_are_processed_again():
     assert take_images(rows, [0], [1, 1])["pixel_values"].tolist() == [[0.0]]
     assert take_images(rows, [1], [2, 0]) is None  # two images, or two examples
     assert take_rows({"input_ids": torch.arange(4)[:, None]}, [1], 2)["input_ids"].tolist() == [[1], [3]]
+
+
+def tensors_of(value):
+    """All tensors within a batch."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    held = vars(value).values() if is_dataclass(value) else held
+    return [tensor for each in held for tensor in tensors_of(each)]
+
+
+def test_a_batch_is_pinned_with_all_that_it_knows_of_its_images(monkeypatch):
+    """By a stand-in, as pages are locked for accelerators only."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self.clone()) or pinned[-1])
+    model, processor = make_vision("gemma3", seed=SEED)
+    collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model), max_tokens=60)
+    batch = collator([*vision_pairs(6, SEED)])
+    found = tensors_of(pin_memory(batch))
+    assert batch["parts"]
+    assert batch["flat_batch"].images is not None
+    assert len(found) == len(tensors_of(batch))
+    assert {id(tensor) for tensor in found} == {id(tensor) for tensor in pinned}
 
 
 # --- rows that somebody edits ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..environment import environment, machine_name, provenance
 from ..rows import task_of
-from .agreement import agreement_report, measure_agreement
 from .arranging import arranging_report, measure_imbalance, measure_meetings
 from .collators import collators_report, time_collators
 from .heads import Setup, heads_report, measure_heads
@@ -59,20 +58,6 @@ def heads(model: str, sources: Sequence[str], folder: Path) -> None:
         report = heads_report(measured, machine_name(found))
         name = "-".join(dict.fromkeys(("heads", *(task for task, _, _ in named))))
         write(name, arguments, {"environment": found, "measured": measured}, report, folder)
-
-
-def agreement(model: str, sources: Sequence[str], folder: Path) -> None:
-    """Write how far the commands that train are from TRL's: a source is TASK=DATA. Written after each, too."""
-    found, measured = environment("cpu"), []
-    named = [source.partition("=") for source in sources]
-    arguments = [
-        *("--agreement", *(f"{task}={Path(data).name}" for task, _, data in named)),
-        *("--model", Path(model).name),
-    ]
-    for task, _, data in named:
-        measured.append({**measure_agreement(task, data, model), "source": Path(data).name})
-        report = agreement_report(measured, machine_name(found))
-        write("agreement", arguments, {"environment": found, "measured": measured}, report, folder)
 
 
 def vision(folder: Path) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import set_seed
 
-from ...cli.train import main as train_main
-from ...data.load import load_rows
-from ..main import quiet
-from .heads import digits, prompts_of, unpaired
+from ..benchmark.environment import environment, machine_name
+from ..benchmark.main import quiet
+from ..benchmark.studies.commands import write
+from ..benchmark.studies.heads import digits, prompts_of, unpaired
+from ..data.load import load_rows
+from .train import main as train_main
 
 # Of values above 1 relative, else absolute. float32: a wrong layout differs in the first or second digit
 TOLERANCE = 1e-3
@@ -58,6 +60,30 @@ _SHORT = {
     "dataloader_pin_memory": "false",
     "disable_tqdm": "true",
 }
+
+
+def agreement(model: str, sources: Sequence[str], folder: Path) -> None:
+    """
+    Write how far the commands that train are from TRL's. Written after each source: what is measured is safe.
+
+    Args:
+        model (`str`):
+            Folder of a causal language model with its tokenizer.
+        sources (`Sequence[str]`):
+            TASK=DATA each.
+        folder (`Path`):
+            Where to write agreement.json and agreement.md.
+    """
+    found, measured = environment("cpu"), []
+    named = [source.partition("=") for source in sources]
+    arguments = [
+        *("--agreement", *(f"{task}={Path(data).name}" for task, _, data in named)),
+        *("--model", Path(model).name),
+    ]
+    for task, _, data in named:
+        measured.append({**measure_agreement(task, data, model), "source": Path(data).name})
+        report = agreement_report(measured, machine_name(found))
+        write("agreement", arguments, {"environment": found, "measured": measured}, report, folder)
 
 
 def measure_agreement(task: str, source: str, model: str, **flags: str) -> dict[str, Any]:
