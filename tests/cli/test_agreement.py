@@ -41,5 +41,8 @@ def test_differences_are_those_of_every_step_and_figure():
     padded = [{"loss": 0.5, "kl": None, "step_time": 3.0}, {"loss": -4.0, "reward": 1.0}]
     ours = [{"loss": 0.5, "kl": None}, {"loss": -4.2, "flat/computed_tokens": 3}]
     assert differences_of(padded, ours) == {"loss": pytest.approx(0.05), "kl": 0.0, "reward": math.inf}
-    assert differences_of([{"kl": 1.0}], [{"kl": None}]) == differences_of([{"kl": None}], [{"kl": 1.0}])
+    for nothing in (None, math.nan):
+        assert differences_of([{"kl": 1.0}], [{"kl": nothing}]) == {"kl": math.inf}
+        assert differences_of([{"kl": nothing}], [{"kl": 1.0}]) == {"kl": math.inf}
+        assert differences_of([{"kl": nothing}], [{"kl": nothing}]) == {"kl": 0.0}
     assert differences_of(padded, ours[:1])["loss"] == math.inf

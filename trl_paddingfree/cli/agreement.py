@@ -150,11 +150,11 @@ def differences_of(padded: Sequence[dict[str, Any]], ours: Sequence[dict[str, An
 
 
 def _difference(expected: float | None, actual: float | None) -> float:
-    if expected == actual:  # TRL's mean over nothing is null
+    one, other = (math.nan if value is None else value for value in (expected, actual))  # TRL's mean over nothing
+    if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
-    if expected is None or actual is None:
-        return math.inf
-    return abs(expected - actual) / max(1.0, abs(expected))
+    difference = abs(one - other) / max(1.0, abs(one))
+    return math.inf if math.isnan(difference) else difference
 
 
 def agreement_report(measured: Sequence[dict[str, Any]], machine: str) -> str:

@@ -1,6 +1,7 @@
 """Checkpoints that are whole, and runs that resume from the newest of them."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class WholeCheckpoints(Trainer):
             return
         self.names_differ = False
         loaded, found = type(model).from_pretrained(
-            checkpoint, config=model.config, dtype=model.dtype, output_loading_info=True
+            checkpoint, config=deepcopy(model.config), dtype=model.dtype, output_loading_info=True
         )
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
