@@ -136,7 +136,7 @@ def test_what_cannot_run_in_parts_is_refused(data):
 
 def test_the_memory_that_vllm_leaves_is_not_guessed(data):
     options = {"use_vllm": True, "vllm_mode": "colocate", "memory_budget": "auto"}
-    with pytest.raises((ValueError, ImportError), match="does not know what vLLM leaves|vLLM is not"):
+    with pytest.raises(ValueError, match="does not know what vLLM leaves"):
         train("grpo", "shared", plain, data, **options)
 
 
@@ -166,9 +166,9 @@ def without_head(memory):
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, where, splits, monkeypatch, caplog):
     options = {"gradient_accumulation_steps": 2, "use_adaptive_entropy": True, "entropy_target": 4.0}
     expected = train("grpo", "shared", plain, data, gradient_checkpointing=False, **options)
-    # In the second micro-batch, when there are gradients already
+    # In the second micro-batch, when there are gradients already; or in the third, for which rows have been generated
     prepare = {} if splits else {"prepare": without_head}
-    fail(monkeypatch, {1}, where == "backward", **prepare)
+    fail(monkeypatch, {1} if where == "backward" else {2}, where == "backward", **prepare)
     generated = []
 
     def counted(completions, **_):

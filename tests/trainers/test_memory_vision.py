@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from datasets import concatenate_datasets
 from transformers.utils import is_torchvision_available
 
 from tests.helpers.equivalence import assert_same
@@ -55,3 +56,12 @@ def test_micro_batches_in_parts_count_their_images(monkeypatch):
     monkeypatch.setattr(MemoryBudget, "split", watch)
     assert_same(whole, train("llava", "dpo", "shared", data, memory_budget=least / GIB))
     assert max(numbers) > 1
+
+
+def test_a_budget_wants_to_see_images_first():
+    data = vision_pairs(12, SEED)
+    without = data.filter(lambda row: not row["images"])
+    # More than are searched
+    data = concatenate_datasets([without] * (257 // len(without) + 1) + [data])
+    with pytest.raises(ValueError, match="the first examples have no images, so what the vision tower keeps"):
+        made("llava", "dpo", data)

@@ -64,9 +64,9 @@ class ImageProbe:
         return [variant for variant in (swapped, (changed, staying)) if variant[1] and variant[0] != names]
 
     def to_count(self, prefix_sharing: bool) -> list[dict[str, Any]]:
-        """Flat batches of one example with images and of several; none, if the data begins without images."""
-        seen = [name for name in ("first", "second") if name in self.examples and self.names]
-        return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*zip(seen), tuple(seen)]) if names]
+        """Flat batches with the images of one example, and of two if they have different ones."""
+        seen = [name for name in ("first", "second") if name in self.examples]
+        return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*((name,) for name in seen), (*seen,)])]
 
     def padded(self, names: Sequence[str]) -> dict[str, Any]:
         """TRL's batch of some examples, with all tokens scored."""

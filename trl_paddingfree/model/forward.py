@@ -105,15 +105,16 @@ def install(model: Any, route: Route) -> None:
             with _explained_if_long(self, batch):
                 return flat_forward(self, previous_forward, flat, batch, **kwargs)
 
-        if flat_batch is None and flattener is not None and kwargs.get("fused_lm_head"):
-            made = flattener(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
-            return compute_in_parts(compute, made, **kwargs) if isinstance(made, list) else compute(made, **kwargs)
-        if flat_batch is None:
+        makes_flat = flat_batch is None and flattener is not None and kwargs.get("fused_lm_head")
+        if flat_batch is None and not makes_flat:
             return previous_forward(*args, **kwargs)
-        flat.edits_found.ask(flat_batch, kwargs)
         if args:
             raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
-        return compute(flat_batch, **kwargs)
+        if flat_batch is not None:
+            flat.edits_found.ask(flat_batch, kwargs)
+            return compute(flat_batch, **kwargs)
+        made = flattener(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+        return compute_in_parts(compute, made, **kwargs) if isinstance(made, list) else compute(made, **kwargs)
 
     forward.flat, forward.flattener = flat, None  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from .. import upstream
 from ..batching.arrange import by_prefix, ranks_of
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..model.recompute import recompute_first
@@ -26,6 +27,7 @@ class BudgetedPasses(PlannedMemory):
     """
 
     model: Any
+    flat_base: Callable[[Any], Any]
     prove_placed: Callable[[Any], None]
     aux_loss_enabled: Any
     _tokenize_prompts: Any
@@ -39,6 +41,15 @@ class BudgetedPasses(PlannedMemory):
     # Of this pass: the part that needs most, how many layers recompute in it, and how many rows it has
     largest: tuple[FlatBatch, int, int] | None = None
     recomputes_twice = False  # whether layers recompute within parts that are computed again
+
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        super().refuse_arguments(arguments)
+        config = arguments["args"]
+        if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
+            raise ValueError(
+                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
+                "training may use."
+            )
 
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
@@ -90,9 +101,9 @@ class BudgetedPasses(PlannedMemory):
             memory.start(whole, number)
             self.largest, self.recomputes_twice = (whole, number, len(rows)), False
             return [RowPart(torch.tensor(rows), whole, partial(recompute_first, memory.layers, number))]
-        if reason := self._why_whole():
+        if reason := self._why_whole(whole):
             raise memory.cannot_split(whole, reason)
-        beside = self.beside_parts()
+        beside = self.beside_parts() if len(rows) > 1 else 0
         parts = divided(by_prefix(ranks_of(prompts))(rows), made, lambda batch: memory.keeps_all(batch, beside))
         for _, batch in parts:
             if not memory.can_hold(batch, beside):
@@ -117,10 +128,13 @@ class BudgetedPasses(PlannedMemory):
         number, too_large = self.accelerator.gather(mine).amax(0).tolist()
         return number, not too_large
 
-    def _why_whole(self) -> str:
+    def _why_whole(self, whole: FlatBatch) -> str:
         """Why rows cannot run in parts; empty if they can."""
         if self.aux_loss_enabled:
             return "with a router loss it cannot run in parts, because that is one of all tokens together"
+        limits = upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
+        if reached := [kind for kind, limit in limits.items() if int(whole.row_mask.sum(1).max()) > limit]:
+            return f"with `rope_type={reached[0]!r}` it cannot run in parts, because frequencies follow the longest row"
         if is_sharded(self.accelerator):
             return "where weights are sharded it cannot run in parts, because all processes gather them together"
         return ""

@@ -79,6 +79,11 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         assert self.flat is not None
         assert self.flat.check is not None
         images = self.flat.check.images
+        if images is not None and not images.names:
+            raise ValueError(
+                f"`memory_budget={self.flat.options.memory_budget}`: the first examples have no images, so what the "
+                "vision tower keeps of those that follow is not known. Shuffle the data, or leave `memory_budget` out."
+            )
         return [] if images is None else images.to_count(self.data_collator.prefix_sharing)
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------

@@ -119,11 +119,6 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
                 "`per_device_train_batch_size`. Lower that, and raise `gradient_accumulation_steps`."
             )
         arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
-        if options.memory_budget == "auto" and self.args.use_vllm and self.args.vllm_mode == "colocate":
-            raise ValueError(
-                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
-                "training may use."
-            )
         if options.arrange_micro_batches == "tokens":
             raise ValueError(
                 f"{arranging} needs rows of known length, and {self.trl_trainer.__name__} generates them: set "
