@@ -191,8 +191,8 @@ def test_a_message_that_calls_a_tool_needs_no_content(tokenizer, tmp_path):
     chosen = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     tokenizer = make_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ message['content'] }} <|im_end|> {% endgeneration %}",
-        "{{ message['content'] or message['tool_calls'][0]['function']['name'] }} <|im_end|> {% endgeneration %}",
+        "{{ message['content'] }} <|im_end|>{% endgeneration %}",
+        "{{ message['content'] or message['tool_calls'][0]['function']['name'] }} <|im_end|>{% endgeneration %}",
     )
     dataset = Dataset.from_list([{**GOOD_CHAT, "chosen": chosen}])
     trainer = build(tmp_path, dataset, model=make_model(), tokenizer=tokenizer, trainer_kwargs={"peft_config": lora()})

@@ -53,7 +53,7 @@ def _flat_states(query, key, value, layout: FlatLayout):
     return query, key, value
 
 
-def _runs_of_one_shape(layout: FlatLayout) -> list[tuple[int, int]]:
+def runs_of_one_shape(layout: FlatLayout) -> list[tuple[int, int]]:
     """`(first segment, number)` of consecutive segments that are as long as each other, and so are their keys."""
     segments = layout.segments
     shapes = list(zip(segments.lengths, segments.key_lengths, strict=True))
@@ -71,7 +71,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     """
     attend = upstream.attention_function(previous, module)
     window, outputs = kwargs.pop("sliding_window", None), []
-    runs = layout.derived("runs of one shape", lambda: _runs_of_one_shape(layout))
+    runs = layout.derived("runs of one shape", lambda: runs_of_one_shape(layout))
     lengths = [number * layout.segments.lengths[i] for i, number in runs]
     key_lengths = [number * layout.segments.key_lengths[i] for i, number in runs]
     query, key, value = _flat_states(query, key, value, layout)

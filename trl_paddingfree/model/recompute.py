@@ -18,13 +18,18 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch
+from .attention import runs_of_one_shape
 from .backends import ATTENTION_BACKENDS
 from .routes import Route
 
-# What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, query-key pairs (where
-# attention keeps its scores), those of branches (whose masks are kept), features and pixels of images, pairs of
-# features (whose mask some towers keep), scored tokens
-LOADS = ("constant", "tokens", "keys", "pairs", "branches", "features", "pixels", "feature_pairs", "scored")
+# What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, those of branches (whose
+# heads attention under a mask may repeat), query-key pairs (where attention keeps its scores), those of branches (whose
+# masks are kept, one for a run of one shape), features and pixels of images, pairs of features (whose mask some towers
+# keep), scored tokens
+LOADS = (
+    *("constant", "tokens", "keys", "branch_keys", "pairs", "branches"),
+    *("features", "pixels", "feature_pairs", "scored"),
+)
 # Multiples of the chunks that layers with a state work in
 _SHORT, _MIDDLE, _LONG = 64, 128, 192
 # How TRL's trainers call the model
@@ -55,7 +60,7 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
     >>> {name: size for name, size in sizes.items() if size}
-    {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 22, 'branches': 6, 'scored': 3}
+    {'constant': 1, 'tokens': 6, 'keys': 7, 'branch_keys': 3, 'pairs': 22, 'branches': 6, 'scored': 3}
 
     ```
     """
@@ -64,9 +69,10 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
     last = [features, pixels, features**2, len(batch.scored_index)]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
-        branches = (lengths * keys)[keys > lengths].sum()
-        return np.array([1, tokens, keys.sum(), (lengths * keys).sum(), branches, *last])
-    return np.array([1, tokens, tokens, tokens**2, 0, *last])
+        branches = sum(lengths[i] * keys[i] for i, _ in runs_of_one_shape(batch.layout) if keys[i] > lengths[i])
+        branch_keys = keys[keys > lengths].sum()
+        return np.array([1, tokens, keys.sum(), branch_keys, (lengths * keys).sum(), branches, *last])
+    return np.array([1, tokens, tokens, 0, tokens**2, 0, *last])
 
 
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
@@ -239,10 +245,10 @@ def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
     def tokens(number: int) -> list[int]:
         return rng.integers(0, size, number).tolist()
 
-    prompt = tokens(_SHORT)
+    prompt, context = tokens(_SHORT), tokens(_LONG)
     batches = [[tokens(_SHORT)], [tokens(_MIDDLE)], [tokens(_LONG)], [tokens(_SHORT), tokens(_SHORT)]]
-    batches.append([prompt + tokens(_SHORT), prompt + tokens(_SHORT)])
-    batches.append([prompt + tokens(_SHORT), prompt + tokens(_MIDDLE), prompt + tokens(_MIDDLE)])
+    batches += [[shared + tokens(_SHORT), shared + tokens(_SHORT)] for shared in (prompt, context)]
+    batches.append([prompt + tokens(_SHORT), prompt + tokens(_MIDDLE), prompt + tokens(_LONG)])
     flat = [FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in batches]
     unscored = [IGNORE_INDEX] * _MIDDLE + batches[2][0][_MIDDLE:]
     return [*flat, FlatBatch.from_rows(batches[2], [unscored], prefix_sharing=route.prefix_sharing)]
