@@ -368,6 +368,17 @@ def test_the_documentation_is_checked_against_the_results(tmp_path):
         tables.update(tmp_path, check=False)
 
 
+@pytest.mark.parametrize("newest", ["a", "b"])
+def test_the_readme_shows_the_newest_result(tmp_path, newest):
+    result = json.loads((Path(__file__).parents[2] / "docs/benchmarks/epyc-2-cores/sft.json").read_text())
+    for machine in "ab":
+        (tmp_path / machine).mkdir()
+        dated = {**result, "date": "2026-11-21" if machine == newest else "2026-11-20"}
+        (tmp_path / machine / "sft.json").write_text(json.dumps(dated))
+    assert f"docs/benchmarks/{newest}/sft.md" in tables.headline(tmp_path)
+    assert tables.headline(tmp_path).count("p3_flanlike_clear_5000") == 1
+
+
 def test_the_script_writes_what_a_study_measured_with_its_command(tmp_path):
     assert script().main(["--collators", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "collators.json").read_text())

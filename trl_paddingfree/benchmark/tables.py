@@ -42,8 +42,8 @@ def speedup(method: dict[str, Any], result: dict[str, Any]) -> str:
     return f"{method['speedup']:.2f}x{core}"
 
 
-def rows(folder: Path, link: str) -> list[tuple[str, tuple[str, str], str]]:
-    """For each measured set of rows: the name of its result, its task and rows, and its line of a table."""
+def rows(folder: Path, link: str) -> list[tuple[str, str, tuple[str, str], str]]:
+    """For each measured set of rows: the date and the name of its result, its task and rows, its line of a table."""
     lines = []
     for path, result in results(folder):
         settings, page = result["settings"], f"{link}{Path(path).with_suffix('.md').as_posix()}"
@@ -60,7 +60,8 @@ def rows(folder: Path, link: str) -> list[tuple[str, tuple[str, str], str]]:
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops_over_limit']:.3f}",
             ]
-            lines.append((Path(path).stem, (settings["task"], run["rows"]), f"| {' | '.join(cells)} |"))
+            key = (settings["task"], run["rows"])
+            lines.append((result.get("date", ""), Path(path).stem, key, f"| {' | '.join(cells)} |"))
     return lines
 
 
@@ -102,8 +103,9 @@ def chart(folder: Path) -> list[str]:
 
 
 def headline(folder: Path) -> str:
-    """What the README shows."""
-    found = {key: line for name, key, line in reversed(rows(folder, "docs/benchmarks/")) if name in ("dpo", "sft")}
+    """What the README shows: the newest result of each."""
+    by_date = sorted(rows(folder, "docs/benchmarks/"), key=lambda row: row[0])
+    found = {key: line for _, name, key, line in by_date if name in ("dpo", "sft")}
     return "\n".join(table([found[key] for key in HEADLINE if key in found]))
 
 
@@ -111,7 +113,7 @@ def everything(folder: Path) -> str:
     """What the page of all results shows: the claim, and the rows where there is little to gain."""
     claim: list[str] = []
     crossover: list[str] = []
-    for name, _, line in rows(folder, ""):
+    for _, name, _, line in rows(folder, ""):
         (crossover if name.startswith("crossover") else claim).append(line)
     return "\n".join(
         [
