@@ -105,3 +105,14 @@ def assert_layouts_agree(
         result = train(task, layout, make, data, **options)
         assert_same(padded, result, tolerance)
     return result
+
+
+def assert_padding_on_the_left_changes_nothing(trainer) -> None:
+    """A prompt after padding and the same prompt alone have the same log-probabilities."""
+    trainer.model.eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8], [4, 3, 5, 6, 7, 8]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        padded, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2)
+        alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids[:1, 2:], mask[:1, 2:], 2)
+    torch.testing.assert_close(padded[:1], alone)

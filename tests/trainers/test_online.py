@@ -8,7 +8,14 @@ from trl import GRPOConfig
 
 from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import TOLERANCE, assert_same, run
-from tests.helpers.head_runs import COMMON, assert_layouts_agree, prompts, score, train
+from tests.helpers.head_runs import (
+    COMMON,
+    assert_layouts_agree,
+    assert_padding_on_the_left_changes_nothing,
+    prompts,
+    score,
+    train,
+)
 from tests.helpers.tiny import make_model, make_tokenizer
 from trl_paddingfree import PaddingFreeGRPOTrainer
 from trl_paddingfree.model import forward
@@ -153,13 +160,7 @@ def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(d
     """TRL gives no `position_ids`: with learned positions its rows differ by the padding on their left."""
     model = make_model("gpt2")
     trainer = train("grpo", "shared", lambda: {**plain(), "model": model}, data, steps=1).trainer
-    trainer.model.eval()
-    ids = torch.tensor([[0, 0, 5, 6, 7, 8], [4, 3, 5, 6, 7, 8]])
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    with torch.no_grad():
-        padded, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2)
-        alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids[:1, 2:], mask[:1, 2:], 2)
-    torch.testing.assert_close(padded[:1], alone)
+    assert_padding_on_the_left_changes_nothing(trainer)
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,15 @@ class MemoryNeeds:
         before, after = np.cumsum([0, *recomputed]), np.cumsum([0, *kept[::-1]])[::-1]
         return np.rint(self.correction * (before + after + np.dot(self.outside, load))).astype(np.int64)
 
+    def _head(self, load: np.ndarray) -> float:
+        """Bytes that the LM head works with for a time."""
+        return np.dot(self.head, load) + self.tile[0] * min(load[-1], self.tile[1])
+
     def peaks(self, load: np.ndarray) -> np.ndarray:
         """`(layers + 1,)` int64: bytes at the peak of a micro-batch, if the first `n` layers recompute."""
         kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
         working, outside = np.dot(self.working, load), np.dot(self.outside, load)
-        head = np.dot(self.head, load) + self.tile[0] * min(load[-1], self.tile[1])
-        begin = self.saved(load) + self.correction * max(head, working)
+        begin = self.saved(load) + self.correction * max(self._head(load), working)
         redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
@@ -123,8 +126,7 @@ class MemoryNeeds:
         """
         kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
         working, outside = np.dot(self.working, load), np.dot(self.outside, load)
-        head = np.dot(self.head, load) + self.tile[0] * min(load[-1], self.tile[1])
-        on_device = outside + STASHED * recomputed.max() + max(head, kept.max() + working)
+        on_device = outside + STASHED * recomputed.max() + max(self._head(load), kept.max() + working)
         host = self.correction * (recomputed.sum() + outside)
         return self.fixed + round(self.correction * on_device), round(host)
 

@@ -55,12 +55,15 @@ def _flat_states(query, key, value, layout: FlatLayout):
 
 def runs_of_one_shape(layout: FlatLayout) -> list[tuple[int, int]]:
     """`(first segment, number)` of consecutive segments that are as long as each other, and so are their keys."""
-    segments = layout.segments
-    shapes = list(zip(segments.lengths, segments.key_lengths, strict=True))
-    if layout.blocks is not None:  # each segment has a mask of its own
-        return [(i, 1) for i in range(len(shapes))]
-    runs = (list(run) for _, run in groupby(range(len(shapes)), key=shapes.__getitem__))
-    return [(run[0], len(run)) for run in runs]
+
+    def find() -> list[tuple[int, int]]:
+        shapes = list(zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
+        if layout.blocks is not None:  # each segment has a mask of its own
+            return [(i, 1) for i in range(len(shapes))]
+        runs = (list(run) for _, run in groupby(range(len(shapes)), key=shapes.__getitem__))
+        return [(run[0], len(run)) for run in runs]
+
+    return layout.derived("runs of one shape", find)
 
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
@@ -71,7 +74,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     """
     attend = upstream.attention_function(previous, module)
     window, outputs = kwargs.pop("sliding_window", None), []
-    runs = layout.derived("runs of one shape", lambda: runs_of_one_shape(layout))
+    runs = runs_of_one_shape(layout)
     lengths = [number * layout.segments.lengths[i] for i, number in runs]
     key_lengths = [number * layout.segments.key_lengths[i] for i, number in runs]
     query, key, value = _flat_states(query, key, value, layout)

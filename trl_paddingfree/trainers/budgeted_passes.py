@@ -81,7 +81,7 @@ class BudgetedPasses(PlannedMemory):
         self, whole: FlatBatch, prompts: Sequence[bytes], made: Callable[[list[int]], FlatBatch]
     ) -> list[RowPart]:
         """
-        The rows of the pass that trains, in parts that fit into the memory budget. Without a budget, all in one.
+        The rows of the pass that trains, in parts that fit into the memory budget.
 
         Args:
             whole ([`~trl_paddingfree.FlatBatch`]):
@@ -91,10 +91,8 @@ class BudgetedPasses(PlannedMemory):
             made (`Callable`):
                 Gives the flat batch of some of them.
         """
-        memory: MemoryBudget | None = self.flat.memory
+        memory: MemoryBudget = self.flat.memory
         rows = list(range(len(prompts)))
-        if memory is None:
-            return [RowPart(torch.tensor(rows), whole)]
         # Where weights are sharded, all processes recompute as often
         number, fits = self._agreed(memory.num_recomputed(whole), memory.can_hold(whole))
         if fits:

@@ -62,6 +62,9 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
         if not torch.is_grad_enabled():
             return batch.to(device, non_blocking=True)
         # The policy's pass, which trains
+        if self.flat.memory is None:
+            self.counts.add(batch.counts)
+            return batch.to(device, non_blocking=True)
 
         def made(rows: list[int]) -> FlatBatch:
             return make(ids[rows], targets[rows], [lengths[row] for row in rows], [starts[row] for row in rows])
