@@ -301,8 +301,13 @@ def test_float32_states_are_brought_to_the_weights_dtype():
     assert upstream.flash_target_dtype(torch.zeros(1, dtype=torch.bfloat16), module) is None
 
 
+def test_a_configuration_without_a_limit_has_none():
+    assert upstream.position_limits(tiny_model("xlnet")) == []  # it says -1
+    assert upstream.position_limits(tiny_model("llama")) == [512]
+
+
 def test_llama4_scales_queries_by_their_place_on_the_axis():
-    """The defect that `rescale_by_position` undoes: without it, or with another formula, it must change too."""
+    """The defect that `position_over_place` undoes: without it, or with another formula, it must change too."""
     layer = tiny_model("llama4_text").model.layers[1].self_attn
     source = inspect.getsource(type(layer).forward)
     assert "torch.arange(hidden_states.shape[1]" in source

@@ -76,22 +76,34 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     """The most positions that a row may have, by every name that transformers has for it in this configuration."""
     config = model.config.get_text_config()
     values = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    return [value for value in values if isinstance(value, int)]
+    return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
 
 
-def rescale_by_position(query: torch.Tensor, module: Any, position_ids: np.ndarray) -> torch.Tensor:
+def scales_by_place(module: Any) -> bool:
     """
-    Undo a scale of queries by their place on the flat axis, and scale by `position_ids`, the place in their own row.
+    Whether an attention layer scales queries by their place on the axis, which is not their position in a flat batch.
 
-    The layers of Llama 4 without rotary positions count `torch.arange` of their input and take no `position_ids`
-    (`attn_temperature_tuning`). Below `floor_scale` tokens the scale is 1.
+    The layers of Llama 4 without rotary positions do (`attn_temperature_tuning`), and take no `position_ids`.
     """
-    tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-    if not tuned or query.size(2) < module.floor_scale:
-        return query
-    places = torch.stack([torch.arange(query.size(2)), torch.from_numpy(position_ids)]) + 1.0
+    return getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+
+
+def position_over_place(module: Any, position_ids: np.ndarray) -> torch.Tensor:
+    """
+    The scale of queries by their position in their own row, over their scale by their place on the flat axis.
+
+    Args:
+        module (`torch.nn.Module`):
+            An attention layer that [`scales_by_place`].
+        position_ids (`np.ndarray` of shape `(T,)`, int64):
+            Positions of the flat tokens.
+
+    Returns:
+        `torch.Tensor` of shape `(T, 1)`, float32, on the CPU. Below `floor_scale` tokens, all are 1.
+    """
+    places = torch.stack([torch.arange(len(position_ids)), torch.from_numpy(position_ids)]) + 1.0
     flat, row = torch.log1p(torch.floor(places / module.floor_scale)) * module.attn_scale + 1.0
-    return (query * (row / flat).to(query.device)[:, None]).to(query.dtype)
+    return (row / flat)[:, None]
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:

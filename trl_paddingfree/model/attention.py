@@ -176,12 +176,21 @@ ATTENTION: dict[BackendName, AttentionFunction] = {
 }
 
 
+def _position_over_place(layout: FlatLayout, module: Any) -> torch.Tensor:
+    """[`upstream.position_over_place`] on the device, copied there once per batch."""
+    return layout.derived(
+        ("position over place", module.floor_scale, module.attn_scale),
+        lambda: upstream.position_over_place(module, layout.segments.position_ids).to(layout.device),
+    )
+
+
 @torch.compiler.disable
 def _dispatch(attend: AttentionFunction, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        query = upstream.rescale_by_position(query, module, layout.segments.position_ids)
+        if upstream.scales_by_place(module):
+            query = (query * _position_over_place(layout, module)).to(query.dtype)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 

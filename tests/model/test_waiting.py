@@ -1,0 +1,64 @@
+"""The host never reads the device inside the flat model, and no tensor is left on another one.
+
+Tensors on PyTorch's meta device have no values and mix with those of no other device, so whatever makes a GPU wait
+raises here, forward and backward.
+"""
+
+import pytest
+import torch
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import tiny_model
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.model import answers
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.routes import choose_route
+
+# model types and what is special: windows, soft-capping, sinks, chunks, experts, compressed keys, layers with a state
+MODELS = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {},
+    "gpt_oss": {},
+    "llama4_text": {"no_rope_layers": [1, 0]},
+    "qwen3_moe": {},
+    "deepseek_v3": {},
+    "qwen3_next": {},
+    "falcon_h1": {},
+    "lfm2": {},
+    "mamba2": {},
+    "falcon": {},
+}
+ROWS = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 2], [5, 6, 7, 8, 3, 3, 3], [4], [11] * 20]
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """What the device says of edited rows is not read: on a GPU, the host asks and goes on."""
+    asked = []
+    monkeypatch.setattr(answers, "refuse_edits", asked.append)
+    return asked
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_inside_the_flat_model_needs_a_value(unread, name, prefix_sharing, checkpointing):
+    # On the CPU, experts compute in float32 by a route that meta tensors cannot take
+    model = tiny_model(name, dtype=torch.bfloat16, **MODELS[name]).train()
+    if name == "llama4_text":  # as docs/models.md says
+        model.base_model_prefix = "model"
+    add_fused_lm_head(model)
+    install(model, choose_route(model))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.to("meta")
+    batch = FlatBatch.from_rows(ROWS, ROWS, prefix_sharing=prefix_sharing).to("meta")
+    rows = {name: torch.zeros(len(ROWS), 20, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+
+    logits = model(**rows, flat_batch=batch, use_cache=False).logits
+    logits.sum().backward()
+
+    assert len(unread) == 1, "edits are asked of, once"
+    assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"meta"}
+    assert logits.shape == (len(ROWS), 20, model.config.vocab_size)
