@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Random draws over options, models and data: padded TRL beside ours, one line of JSON per draw.
 
-Run it again to go on where it stopped. `--report` prints what the lines say, for docs/random_comparison.md.
+Run it again to go on where it stopped. `--report` prints what the lines say, for docs/accuracy.md.
 """
 
 import argparse
@@ -20,6 +20,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+TASKS = {"dpo": "DPO", "sft": "SFT", "reward": "Reward", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO"}
 VERDICTS = ("same", "same in float64", "different", "failed", "refused", "TRL refuses")
 
 
@@ -33,7 +34,7 @@ def run(first: int, draws: int, output: Path) -> None:
     import datasets
     import torch
 
-    from tests.helpers.random_draws import outcome
+    from tests.helpers.random_runs import outcome
 
     datasets.disable_progress_bars()
     torch.set_num_threads(1)
@@ -57,9 +58,9 @@ def run(first: int, draws: int, output: Path) -> None:
 def report(output: Path) -> str:
     """A table of verdicts, and the versions."""
     results = sorted(read(output), key=lambda result: result["seed"])
-    counts = {task: Counter(r["verdict"] for r in results if r["task"] == task) for task in ("dpo", "sft")}
-    lines = ["| verdict | DPO | SFT |", "|-|-|-|"]
-    lines += [f"| {verdict} | {counts['dpo'][verdict]} | {counts['sft'][verdict]} |" for verdict in VERDICTS]
+    counts = {task: Counter(r["verdict"] for r in results if r["task"] == task) for task in TASKS}
+    lines = [f"| verdict | {' | '.join(TASKS.values())} |", "|-|" + "-|" * len(TASKS)]
+    lines += [f"| {verdict} | {' | '.join(str(counts[task][verdict]) for task in TASKS)} |" for verdict in VERDICTS]
     packages = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "torch", "accelerate", "peft"))
     seeds = f"{results[0]['seed']} to {results[-1]['seed']}"
     lines += ["", f"{len(results)} draws (seeds {seeds}), Python {platform.python_version()}, {packages}."]

@@ -11,6 +11,7 @@ from trl_paddingfree.model.recompute import SavedBytes, load
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 # What the prediction may be off by
 TOLERANCE = 0.1
+GIB = 2**30
 
 
 def ready(trainer):
@@ -44,6 +45,13 @@ def assert_predicted(trainer):
         saved = memory.needs.saved(load(batch["flat_batch"], memory.route))
         for number in (0, 1, len(memory.layers)):
             assert saved[number] == pytest.approx(counted(trainer, batch, number), rel=TOLERANCE), number
+
+
+def between(trainer, number):
+    """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
+    memory = trainer.flat.memory
+    peaks = [memory.needs.peaks(load(batch["flat_batch"], memory.route)) for batch in trainer.get_train_dataloader()]
+    return max(int(peak[number]) for peak in peaks) / GIB
 
 
 def step(trainer, batch, number=None):

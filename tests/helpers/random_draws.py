@@ -1,34 +1,14 @@
-"""Random draws over options, models and data: padded TRL and ours train the same, or ours refuses with a reason.
+"""Random draws over tasks, models, data and options.
 
-A draw is a dict of plain values that its seed alone decides, so that any of them can be repeated by its number.
+A draw is a dict of plain values that its seed alone decides, so that any of them can be repeated by its number;
+[`tests.helpers.random_runs`] trains it.
 """
 
 import random
-import tempfile
-import time
 from typing import Any
 
-import torch
-from datasets import Dataset
-from peft import get_peft_model
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
-from tests.helpers.architectures import tiny_model
-from tests.helpers.dpo_runs import ADAM_EPSILON, lora
-from tests.helpers.equivalence import INCOMPARABLE, TOLERANCE, Trajectory, run
-from tests.helpers.tiny import WORDS, make_tokenizer
-from trl_paddingfree import (
-    PaddingFreeDPOConfig,
-    PaddingFreeDPOTrainer,
-    PaddingFreeSFTConfig,
-    PaddingFreeSFTTrainer,
-    UnprovenModelError,
-)
-
-TASKS: dict[str, tuple[Any, Any, Any, Any]] = {
-    "dpo": (DPOTrainer, DPOConfig, PaddingFreeDPOTrainer, PaddingFreeDPOConfig),
-    "sft": (SFTTrainer, SFTConfig, PaddingFreeSFTTrainer, PaddingFreeSFTConfig),
-}
 MODEL_TYPES = [
     *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3"),
     *(
@@ -44,6 +24,11 @@ MODEL_TYPES = [
         "smollm3",
     ),
 ]
+# Layers that carry state, beside attention or alone
+HYBRIDS = ["qwen3_next", "falcon_h1", "lfm2", "mamba2", "zamba2"]
+# Those with positions of their own: padding on the left, which TRL puts before prompts, moves them in padded TRL
+ABSOLUTE = ("gpt2", "opt")
+TASKS = ["dpo", "sft", "reward", "kto", "grpo", "rloo"]
 # Where TRL itself keeps packed documents apart, so that there is something to compare with
 PACKABLE = ("llama", "qwen3", "olmo2", "starcoder2", "granite")
 LOSSES = [
@@ -52,24 +37,33 @@ LOSSES = [
 ]
 WITH_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 REFERENCES = ["itself", "given", "lora", "adapter", "precomputed given", "precomputed lora"]
-# Averaged over micro-batches: moving examples weighs their tokens anew
-_MOVED = ("entropy", "logits/", "mean_token_accuracy")
-FLOAT64_TOLERANCE = 2e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
 
 
 def draw(seed: int) -> dict[str, Any]:
     """The draw of a seed: `task`, `model`, `data`, `ours` (options of this package), `options` (those of TRL)."""
     rng = random.Random(seed)
-    task = rng.choice(["dpo", "sft"])
-    model = {"type": rng.choice(MODEL_TYPES), "attention": rng.choice(["sdpa", "eager"]), "seed": rng.randrange(1000)}
+    task = rng.choice(TASKS)
+    model = {"type": _model_type(rng, task), "attention": rng.choice(["sdpa", "eager"]), "seed": rng.randrange(1000)}
+    options = _common_options(rng)
+    data = {"rows": rng.randint(5, 14), "seed": rng.randrange(10**6), "conversational": rng.random() < 0.5}
+    data["pad_is_eos"] = rng.random() < 0.3
+    specific = _SPECIFIC[task](rng, model, options, data)
+    drawn = {"seed": seed, "task": task, "model": model, "data": data, "ours": _our_options(rng)}
+    return {**drawn, "options": {**options, **specific}}
+
+
+def _model_type(rng: random.Random, task: str) -> str:
+    known = [name for name in MODEL_TYPES + HYBRIDS if task != "reward" or name in CLASSIFIERS]
+    return rng.choice([name for name in known if task not in ("grpo", "rloo") or name not in ABSOLUTE])
+
+
+def _common_options(rng: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {
         "per_device_train_batch_size": rng.randint(1, 5),
         "gradient_accumulation_steps": rng.choice([1, 1, 2, 3]),
         "gradient_checkpointing": rng.random() < 0.4,
         "gradient_checkpointing_kwargs": {"use_reentrant": rng.random() < 0.3},
-        "max_length": rng.choice([None, 6, 12, 24, 40, 1024]),
         "pad_to_multiple_of": rng.choice([None, None, 8]),
-        "truncation_mode": rng.choice(["keep_start", "keep_end"]),
         "train_sampling_strategy": rng.choice(["random", "random", "sequential"]),
         "dataloader_drop_last": rng.random() < 0.2,
         "max_grad_norm": rng.choice([0.0, 1.0]),
@@ -78,17 +72,25 @@ def draw(seed: int) -> dict[str, Any]:
     }
     if rng.random() < 0.3:
         options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": rng.randint(1, 4)}
+    return options
+
+
+def _our_options(rng: random.Random) -> dict[str, Any]:
     ours: dict[str, Any] = {
         "prefix_sharing": rng.random() < 0.7,
         "flat_attention": rng.choice(["auto", "auto", "segment", "mask"]),
         "arrange_micro_batches": rng.choice(["none", "none", "none", "none", "tokens", "prefix"]),
-        "max_tokens_per_micro_batch": rng.choice([None, None, None, 40, 90]),
-        "oversized_examples": "alone",
     }
-    data = {"rows": rng.randint(5, 14), "seed": rng.randrange(10**6), "conversational": rng.random() < 0.5}
-    data["pad_is_eos"] = rng.random() < 0.3
-    specific = (_dpo_options if task == "dpo" else _sft_options)(rng, model, options, data)
-    return {"seed": seed, "task": task, "model": model, "data": data, "ours": ours, "options": {**options, **specific}}
+    if rng.random() < 0.25:  # in GiB, and a tiny model: from too little for one example to more than enough
+        return {**ours, "memory_budget": rng.choice([0.002, 0.004, 0.008, 1.0])}
+    return {**ours, "max_tokens_per_micro_batch": rng.choice([None, None, 40, 90]), "oversized_examples": "alone"}
+
+
+def _lengths(rng: random.Random) -> dict[str, Any]:
+    return {
+        "max_length": rng.choice([None, 6, 12, 24, 40, 1024]),
+        "truncation_mode": rng.choice(["keep_start", "keep_end"]),
+    }
 
 
 def _dpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
@@ -102,6 +104,7 @@ def _dpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
         # With these, TRL refuses weights, or multiplies what its gradient needs in place
         "use_weighting": rng.random() < 0.25 and not {"aot", "aot_unpaired", "hinge"} & set(losses),
         "precompute_ref_log_probs": model["reference"].startswith("precomputed"),
+        **_lengths(rng),
     }
     if len(losses) > 1:
         specific["loss_weights"] = [rng.choice([0.3, 1.0, 2.0]) for _ in losses]
@@ -115,220 +118,81 @@ def _sft_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
     data["format"] = rng.choice(["messages", "prompt", "text", "input_ids"])
     data["conversational"] = data["format"] in ("messages", "input_ids") or data["conversational"]
     options["label_smoothing_factor"] = rng.choice([0.0, 0.0, 0.0, 0.1])
-    specific: dict[str, Any] = {"loss_type": rng.choice(["nll", "nll", "dft"])}
+    specific: dict[str, Any] = {"loss_type": rng.choice(["nll", "nll", "dft"]), **_lengths(rng)}
     if data["format"] == "messages":
         specific["assistant_only_loss"] = rng.random() < 0.5
     elif data["format"] == "prompt":
         specific["completion_only_loss"] = rng.choice([None, True, False])
     if model["type"] in PACKABLE and rng.random() < 0.5:
         model["attention"] = "sdpa"
-        options["max_length"] = rng.choice([24, 40])
-        specific |= {"packing": True, "packing_strategy": rng.choice(["bfd", "bfd_split", "wrapped"])}
+        specific |= {
+            "packing": True,
+            "max_length": rng.choice([24, 40]),
+            "packing_strategy": rng.choice(["bfd", "bfd_split", "wrapped"]),
+        }
     return specific
 
 
-# --- Data ----------------------------------------------------------------------------------------------------------
-
-
-def _words(rng: random.Random, low: int, high: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
-
-
-def _said(role: str, words: str, conversational: bool) -> Any:
-    return [{"role": role, "content": words}] if conversational else words
-
-
-def make_data(drawn: dict[str, Any], offset: int = 0) -> Dataset:
-    """Rows of very different lengths, some with an edge that padding or sharing could stumble over."""
-    rng, data = random.Random(drawn["data"]["seed"] + offset), drawn["data"]
-    make = _pair if drawn["task"] == "dpo" else _instruction
-    rows: list[dict[str, Any]] = []
-    for _ in range(data["rows"]):
-        rows.append(make(rng, data, rows))
-    return Dataset.from_list(rows)
-
-
-def _pair(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
-    edge = rng.choice(
-        ["", "", "", "one word", "identical", "same prompt", "no prompt", "long prompt", "nothing chosen"]
-    )
-    prompt, chosen, rejected = _words(rng, 1, 15), _words(rng, 1, 20), _words(rng, 1, 9)
-    if edge == "one word":
-        chosen, rejected = rng.choice(WORDS), rng.choice(WORDS)
-    elif edge == "identical":
-        rejected = chosen
-    elif edge == "no prompt":
-        prompt = ""
-    elif edge == "long prompt":
-        prompt = _words(rng, 45, 60)
-    elif edge == "nothing chosen":
-        chosen = ""
-    space = "" if data["conversational"] else " "
-    row = {
-        "prompt": _said("user", prompt, data["conversational"]),
-        "chosen": _said("assistant", space + chosen, data["conversational"]),
-        "rejected": _said("assistant", space + rejected, data["conversational"]),
+def _reward_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+    model["reference"] = rng.choice(["itself", "lora"])
+    # A common shift of all rewards has no gradient: Adam would make steps of its rounding
+    options |= {"optim": "sgd", "learning_rate": 0.1}
+    return {
+        "center_rewards_coefficient": rng.choice([None, None, 0.01, 0.5]),
+        "max_length": rng.choice([None, 24, 40, 1024]),  # rows that are longer are left out
     }
-    if edge == "same prompt" and rows:
-        row["prompt"] = rng.choice(rows)["prompt"]
-    return row
 
 
-def _instruction(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
-    shape = data["format"]
-    if shape == "messages":
-        turns = rng.choice([1, 1, 2, 4])
-        return {
-            "messages": [
-                {"role": role, "content": _words(rng, 0 if role == "user" else 1, 12)}
-                for _ in range(turns)
-                for role in ("user", "assistant")
-            ]
-        }
-    if shape == "prompt":
-        row = {
-            "prompt": _said("user", _words(rng, *rng.choice([(0, 0), (1, 15), (45, 60)])), data["conversational"]),
-            "completion": _said("assistant", " " + _words(rng, 1, 15), data["conversational"]),
-        }
-        if rows and rng.random() < 0.3:
-            row["prompt"] = rng.choice(rows)["prompt"]
-        return row
-    if shape == "text":
-        return {"text": _words(rng, *rng.choice([(1, 1), (2, 30), (60, 60)]))}
-    ids = [rng.randrange(5, 69) for _ in range(rng.choice([1, 2, 8, 30, 50]))]
-    if rows and rng.random() < 0.3:
-        shared = rng.choice(rows)["input_ids"]
-        ids = [*shared[: rng.randint(1, len(shared))], *ids]
-    return {"input_ids": ids, "labels": [token if rng.random() < 0.7 else -100 for token in ids]}
+def _kto_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+    model["reference"] = rng.choice(REFERENCES)
+    return {
+        "loss_type": rng.choice(["kto", "apo_zero_unpaired"]),
+        "beta": rng.choice([0.01, 0.1, 0.5]),
+        "desirable_weight": rng.choice([1.0, 1.3]),
+        "undesirable_weight": rng.choice([1.0, 0.6]),
+        "max_length": rng.choice([None, 6, 12, 24, 40, 1024]),
+        "precompute_ref_log_probs": model["reference"].startswith("precomputed"),
+    }
 
 
-# --- Training ------------------------------------------------------------------------------------------------------
+def _online_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+    model["reference"] = rng.choice(["itself", "lora"])
+    generations = rng.choice([2, 2, 4])
+    options["per_device_train_batch_size"] = generations * rng.choice([1, 1, 2])
+    if "per_device_eval_batch_size" in options:
+        options["per_device_eval_batch_size"] = generations
+    options.pop("dataloader_drop_last")
+    return {
+        "num_generations": generations,
+        "max_completion_length": rng.choice([1, 5, 9]),
+        "temperature": rng.choice([1.0, 0.7]),
+        "beta": rng.choice([0.0, 0.05]),
+        "num_iterations": rng.choice([1, 1, 2]),
+        "mask_truncated_completions": rng.random() < 0.2,
+        "epsilon": rng.choice([0.2, 0.05]),
+    }
 
 
-def _arguments(drawn: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Fresh models and a tokenizer, the same each time."""
-    model, reference = drawn["model"], drawn["model"]["reference"].split()[-1]
-    tokenizer = make_tokenizer()
-    if drawn["data"]["pad_is_eos"]:
-        tokenizer.pad_token = tokenizer.eos_token
-    dropout = {"attention_dropout": 0.0, "dropout": 0.0}  # padded runs draw other masks
-
-    def make(seed: int) -> Any:
-        made = tiny_model(model["type"], attn_implementation=model["attention"], dtype=dtype, seed=seed)
-        if made.base_model is made:  # Llama 4, whose prefix is that of the model with images
-            made.base_model_prefix = "model"
-        for name, value in dropout.items():
-            if name in vars(made.config):
-                setattr(made.config, name, value)
-        return made.train()
-
-    given: dict[str, Any] = {"model": make(model["seed"]), "processing_class": tokenizer}
-    torch.manual_seed(model["seed"])
-    if reference == "lora":
-        given["peft_config"] = lora()
-    elif reference == "adapter":
-        given["model"] = get_peft_model(given["model"], lora())
-    elif drawn["task"] == "dpo":  # a model of tests has no name that a reference could be loaded from
-        given["ref_model"] = make(model["seed"] + (reference == "given"))
-    return given
+def _grpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+    return {
+        **_online_options(rng, model, options, data),
+        "loss_type": rng.choice(["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"]),
+        "importance_sampling_level": rng.choice(["token", "token", "sequence"]),
+        "scale_rewards": rng.choice(["group", "batch", "none"]),
+        "top_entropy_quantile": rng.choice([1.0, 1.0, 0.5]),
+        "delta": rng.choice([None, None, 1.5]),
+    }
 
 
-def _train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Trajectory:
-    trl_trainer, trl_config, our_trainer, our_config = TASKS[drawn["task"]]
-    arguments, options = _arguments(drawn, dtype), dict(drawn["options"])
-    arguments["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in options else None
-    with tempfile.TemporaryDirectory(prefix="random_draw_") as folder:
-        return run(
-            our_trainer if is_ours else trl_trainer,
-            our_config if is_ours else trl_config,
-            model=arguments.pop("model"),
-            train_dataset=make_data(drawn),
-            steps=2,
-            trainer_kwargs=arguments,
-            output_dir=folder,
-            learning_rate=5e-3,
-            adam_epsilon=ADAM_EPSILON,
-            disable_tqdm=True,
-            **options,
-            **(drawn["ours"] if is_ours else {}),
-        )
+def _rloo_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+    return {**_online_options(rng, model, options, data), "normalize_advantages": rng.random() < 0.5}
 
 
-def differences(padded: Trajectory, ours: Trajectory, tolerance: float, ignored: tuple[str, ...] = ()) -> dict:
-    """By how many tolerances each logged figure, and each weight, is off; those within the tolerance left out."""
-    off: dict[str, float] = {}
-
-    def compare(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        # What is not finite in padded TRL must not be in ours either
-        scale = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else torch.zeros(())
-        allowed = tolerance * (1 + scale)
-        same = (expected == actual) | (expected.isnan() & actual.isnan()) | ((expected - actual).abs() <= allowed)
-        if not same.all():
-            off[name] = float(((expected - actual).abs() / allowed).nan_to_num(1e9, 1e9).max())
-
-    if len(padded.log_history) != len(ours.log_history) or padded.weights.keys() != ours.weights.keys():
-        return {"number of logs or weights": 1e9}
-    for step, (expected, actual) in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
-        for name, value in expected.items():
-            if not any(part in name for part in (*INCOMPARABLE, *ignored)):
-                other = actual.get(name, float("inf"))
-                compare(
-                    f"{name} of log {step}", torch.tensor(float(value)).double(), torch.tensor(float(other)).double()
-                )
-    for name, weight in padded.weights.items():
-        compare(name, weight.double(), ours.weights[name].double())
-    return off
-
-
-def _ignored(drawn: dict[str, Any]) -> tuple[str, ...]:
-    ignored = _MOVED if drawn["ours"]["arrange_micro_batches"] != "none" else ()
-    if drawn["options"].get("packing"):  # TRL counts the padding of `pad_to_multiple_of` in packed rows
-        ignored = (*ignored, "num_tokens") if drawn["options"]["pad_to_multiple_of"] else ignored
-    # Rewards that are equal but for rounding: which is larger is nothing to compare
-    return (*ignored, "rewards/accuracies") if drawn["task"] == "dpo" else ignored
-
-
-def outcome(seed: int) -> dict[str, Any]:
-    """
-    Run the draw of a seed both ways.
-
-    Returns:
-        `dict[str, Any]`: The draw, and its `"verdict"`:
-        `"same"`, `"same in float64"` (rounding: the difference is gone with more digits), `"different"` with
-        `"differences"`, `"refused"` by us with the `"reason"`, `"TRL refuses"`, or `"failed"` (ours only, not by a
-        refusal).
-    """
-    drawn, started = draw(seed), time.perf_counter()
-    result = {**drawn, **_verdict(drawn)}
-    return {**result, "seconds": round(time.perf_counter() - started, 1)}
-
-
-def _verdict(drawn: dict[str, Any]) -> dict[str, Any]:
-    found = _compared(drawn, torch.float32, TOLERANCE)
-    if found["verdict"] != "different":
-        return found
-    again = _compared(drawn, torch.float64, FLOAT64_TOLERANCE)
-    if again["verdict"] == "same":
-        return {"verdict": "same in float64", "in_float32": found["differences"]}
-    return again
-
-
-def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
-    try:
-        padded = _train(drawn, False, dtype)
-    except Exception as error:  # noqa: BLE001 (whatever TRL cannot do is nothing to compare with)
-        return {"verdict": "TRL refuses", "reason": _said_by(error)}
-    try:
-        ours = _train(drawn, True, dtype)
-    except (ValueError, UnprovenModelError) as error:
-        return {"verdict": "refused", "reason": _said_by(error)}
-    except Exception as error:  # noqa: BLE001 (reported as a failure)
-        return {"verdict": "failed", "reason": _said_by(error)}
-    off = differences(padded, ours, tolerance, _ignored(drawn))
-    if off:
-        return {"verdict": "different", "dtype": str(dtype), "differences": off}
-    return {"verdict": "same", "method": ours.trainer.method}
-
-
-def _said_by(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+_SPECIFIC: dict[str, Any] = {
+    "dpo": _dpo_options,
+    "sft": _sft_options,
+    "reward": _reward_options,
+    "kto": _kto_options,
+    "grpo": _grpo_options,
+    "rloo": _rloo_options,
+}

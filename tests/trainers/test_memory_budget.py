@@ -14,18 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import Trajectory, run
-from tests.helpers.memory import assert_predicted, failing, ready, step
+from tests.helpers.memory import GIB, assert_predicted, between, failing, ready, step
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.model.recompute import count_kept_bytes, load, recompute_first
+from trl_paddingfree.model.recompute import count_kept_bytes, recompute_first
 from trl_paddingfree.trainers.memory_needs import tensor_bytes
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
 DPO, SFT = (PaddingFreeDPOTrainer, PaddingFreeDPOConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
-GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -157,13 +156,6 @@ def count_calls(layers):
     yield calls
     for handle in handles:
         handle.remove()
-
-
-def between(trainer, number):
-    """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
-    memory = trainer.flat.memory
-    peaks = [memory.needs.peaks(load(batch["flat_batch"], memory.route)) for batch in trainer.get_train_dataloader()]
-    return max(int(peak[number]) for peak in peaks) / GIB
 
 
 def test_a_budget_recomputes_only_what_it_must_and_splits_what_does_not_fit(folder):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.equivalence import Trajectory
-from tests.helpers.random_draws import MODEL_TYPES, differences, draw, outcome
+from tests.helpers.random_draws import HYBRIDS, MODEL_TYPES, TASKS, draw
+from tests.helpers.random_runs import differences, outcome
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
@@ -25,8 +26,8 @@ def test_a_random_draw_trains_as_padded_trl_does(seed):
 def test_draws_reach_every_model_and_repeat_by_their_seed():
     draws = [draw(seed) for seed in range(400)]
     assert draws == [draw(seed) for seed in range(400)]
-    assert {drawn["model"]["type"] for drawn in draws} == set(MODEL_TYPES)
-    assert {drawn["task"] for drawn in draws} == {"dpo", "sft"}
+    assert {drawn["model"]["type"] for drawn in draws} == {*MODEL_TYPES, *HYBRIDS}
+    assert {drawn["task"] for drawn in draws} == set(TASKS)
 
 
 @pytest.mark.parametrize("value", [1.001, float("nan"), float("inf")])

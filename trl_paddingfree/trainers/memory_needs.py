@@ -10,6 +10,7 @@ import torch
 
 from .. import upstream
 from ..batching.budget import MemoryNeeds
+from ..model.forward import is_pooled
 from ..model.recompute import LOADS, KeptBytes, count_kept_bytes, recomputable_layers
 from ..model.routes import Route
 from .memory_budget import GIB, MemoryBudget, is_sharded
@@ -145,17 +146,19 @@ def needs_of(kept: KeptBytes, fixed: int, model: Any) -> MemoryNeeds:
         fixed (`int`):
             Bytes that do not depend on the micro-batch.
         model ([`~transformers.PreTrainedModel`]):
-            The model: TRL's fused LM head works in tiles, and adds gradients up in float32.
+            The model: TRL's fused LM head works in tiles, and adds gradients up in float32. A pooled head, with one
+            value per row, needs nothing to speak of.
     """
-    head, size = model.get_output_embeddings().weight, model.config.get_text_config().hidden_size
-    rows, columns = upstream.lm_head_tile()
-    # Without Triton, a tile is made into log-probabilities step by step
-    copies = 1 if head.device.type == "cuda" else 3
-    summed = [0.0] * len(LOADS)
-    summed[LOADS.index("scored")] = 4 * size
-    summed[LOADS.index("constant")] = 4 * head.numel() * head.requires_grad
-    # TRL computes in the dtype of autocast, which is not wider than this
-    tile = copies * columns * model.dtype.itemsize, rows
+    summed, tile = [0.0] * len(LOADS), (0, 0)
+    if not is_pooled(model):
+        head = model.get_output_embeddings().weight
+        summed[LOADS.index("scored")] = 4 * model.config.get_text_config().hidden_size
+        summed[LOADS.index("constant")] = 4 * head.numel() * head.requires_grad
+        rows, columns = upstream.lm_head_tile()
+        # Without Triton, a tile is made into log-probabilities step by step
+        copies = 1 if head.device.type == "cuda" else 3
+        # TRL computes in the dtype of autocast, which is not wider than this
+        tile = copies * columns * model.dtype.itemsize, rows
     working = WORKING_TENSORS * kept.largest.max(0)
     return MemoryNeeds(fixed, kept.kept, kept.recomputed, kept.outside, summed, tile, working)
 

@@ -1,0 +1,265 @@
+"""Train a random draw with padded TRL and with this package: the same comes out, or ours refuses with a reason."""
+
+import random
+import tempfile
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.helpers.architectures import tiny_config
+from tests.helpers.dpo_runs import ADAM_EPSILON, lora
+from tests.helpers.equivalence import INCOMPARABLE, TOLERANCE, Trajectory, run
+from tests.helpers.random_draws import draw
+from tests.helpers.tiny import WORDS, make_tokenizer
+from trl_paddingfree import UnprovenModelError
+from trl_paddingfree.trainers.registry import TRAINERS
+
+# Averaged over micro-batches: moving examples weighs their tokens anew
+_MOVED = ("entropy", "logits/", "mean_token_accuracy")
+FLOAT64_TOLERANCE = 2e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
+
+
+# --- Data ----------------------------------------------------------------------------------------------------------
+
+
+def _words(rng: random.Random, low: int, high: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+
+
+def _said(role: str, words: str, conversational: bool) -> Any:
+    return [{"role": role, "content": words}] if conversational else words
+
+
+def make_data(drawn: dict[str, Any], offset: int = 0) -> Dataset:
+    """Rows of very different lengths, some with an edge that padding or sharing could stumble over."""
+    rng, data = random.Random(drawn["data"]["seed"] + offset), drawn["data"]
+    make = _ROWS[drawn["task"]]
+    rows: list[dict[str, Any]] = []
+    for _ in range(data["rows"]):
+        rows.append(make(rng, data, rows))
+    return Dataset.from_list(rows)
+
+
+def _pair(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+    edge = rng.choice(
+        ["", "", "", "one word", "identical", "same prompt", "no prompt", "long prompt", "nothing chosen"]
+    )
+    prompt, chosen, rejected = _words(rng, 1, 15), _words(rng, 1, 20), _words(rng, 1, 9)
+    if edge == "one word":
+        chosen, rejected = rng.choice(WORDS), rng.choice(WORDS)
+    elif edge == "identical":
+        rejected = chosen
+    elif edge == "no prompt":
+        prompt = ""
+    elif edge == "long prompt":
+        prompt = _words(rng, 45, 60)
+    elif edge == "nothing chosen":
+        chosen = ""
+    space = "" if data["conversational"] else " "
+    row = {
+        "prompt": _said("user", prompt, data["conversational"]),
+        "chosen": _said("assistant", space + chosen, data["conversational"]),
+        "rejected": _said("assistant", space + rejected, data["conversational"]),
+    }
+    if edge == "same prompt" and rows:
+        row["prompt"] = rng.choice(rows)["prompt"]
+    return row
+
+
+def _instruction(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+    shape = data["format"]
+    if shape == "messages":
+        turns = rng.choice([1, 1, 2, 4])
+        return {
+            "messages": [
+                {"role": role, "content": _words(rng, 0 if role == "user" else 1, 12)}
+                for _ in range(turns)
+                for role in ("user", "assistant")
+            ]
+        }
+    if shape == "prompt":
+        row = {
+            "prompt": _said("user", _words(rng, *rng.choice([(0, 0), (1, 15), (45, 60)])), data["conversational"]),
+            "completion": _said("assistant", " " + _words(rng, 1, 15), data["conversational"]),
+        }
+        if rows and rng.random() < 0.3:
+            row["prompt"] = rng.choice(rows)["prompt"]
+        return row
+    if shape == "text":
+        return {"text": _words(rng, *rng.choice([(1, 1), (2, 30), (60, 60)]))}
+    ids = [rng.randrange(5, 69) for _ in range(rng.choice([1, 2, 8, 30, 50]))]
+    if rows and rng.random() < 0.3:
+        shared = rng.choice(rows)["input_ids"]
+        ids = [*shared[: rng.randint(1, len(shared))], *ids]
+    return {"input_ids": ids, "labels": [token if rng.random() < 0.7 else -100 for token in ids]}
+
+
+def _unpaired(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+    pair = _pair(rng, data, rows)
+    return {
+        "prompt": pair["prompt"],
+        "completion": pair[rng.choice(["chosen", "rejected"])],
+        "label": rng.random() < 0.5,
+    }
+
+
+def _prompt(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+    if rows and rng.random() < 0.2:
+        return rng.choice(rows)
+    return {"prompt": _said("user", _words(rng, *rng.choice([(1, 1), (1, 15), (30, 40)])), data["conversational"])}
+
+
+_ROWS: dict[str, Any] = {
+    "dpo": _pair,
+    "sft": _instruction,
+    "reward": _pair,
+    "kto": _unpaired,
+    "grpo": _prompt,
+    "rloo": _prompt,
+}
+
+
+# --- Training ------------------------------------------------------------------------------------------------------
+
+
+def _arguments(drawn: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Fresh models and a tokenizer, the same each time."""
+    model, reference = drawn["model"], drawn["model"]["reference"].split()[-1]
+    tokenizer = make_tokenizer()
+    if drawn["data"]["pad_is_eos"]:
+        tokenizer.pad_token = tokenizer.eos_token
+    dropout = {"attention_dropout": 0.0, "dropout": 0.0}  # padded runs draw other masks
+
+    def make(seed: int) -> Any:
+        auto = AutoModelForSequenceClassification if drawn["task"] == "reward" else AutoModelForCausalLM
+        config = tiny_config(model["type"], **({"num_labels": 1} if drawn["task"] == "reward" else {}))
+        torch.manual_seed(seed)
+        made = auto.from_config(config, attn_implementation=model["attention"]).to(dtype)
+        if made.base_model is made:  # Llama 4, whose prefix is that of the model with images
+            made.base_model_prefix = "model"
+        for name, value in dropout.items():
+            if name in vars(made.config):
+                setattr(made.config, name, value)
+        return made.train()
+
+    given: dict[str, Any] = {"model": make(model["seed"]), "processing_class": tokenizer}
+    torch.manual_seed(model["seed"])
+    if reference == "lora":
+        given["peft_config"] = lora()
+    elif reference == "adapter":
+        given["model"] = get_peft_model(given["model"], lora())
+    elif drawn["task"] in ("dpo", "kto"):  # a model of tests has no name that a reference could be loaded from
+        given["ref_model"] = make(model["seed"] + (reference == "given"))
+    if drawn["task"] in ("grpo", "rloo"):
+        given["reward_funcs"] = _length_and_letters
+    return given
+
+
+def _length_and_letters(completions: list, **kwargs: Any) -> list[float]:
+    """A reward that says nothing, and says it of each completion anew."""
+    words = [said if isinstance(said, str) else said[0]["content"] for said in completions]
+    return [float(sum(map(ord, said)) % 7) for said in words]
+
+
+def _train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Trajectory:
+    trainer = TRAINERS[drawn["task"]]
+    arguments = _arguments(drawn, dtype)
+    options = {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "disable_tqdm": True, **drawn["options"]}
+    arguments["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in options else None
+    torch.manual_seed(0)  # completions are drawn alike
+    with tempfile.TemporaryDirectory(prefix="random_draw_") as folder:
+        return run(
+            trainer if is_ours else trainer.trl_trainer,
+            trainer.config_class if is_ours else trainer.trl_config,
+            model=arguments.pop("model"),
+            train_dataset=make_data(drawn),
+            steps=2,
+            trainer_kwargs=arguments,
+            output_dir=folder,
+            **options,
+            **(drawn["ours"] if is_ours else {}),
+        )
+
+
+def differences(padded: Trajectory, ours: Trajectory, tolerance: float, ignored: tuple[str, ...] = ()) -> dict:
+    """By how many tolerances each logged figure, and each weight, is off; those within the tolerance left out."""
+    off: dict[str, float] = {}
+
+    def compare(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
+        # What is not finite in padded TRL must not be in ours either
+        scale = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else torch.zeros(())
+        allowed = tolerance * (1 + scale)
+        same = (expected == actual) | (expected.isnan() & actual.isnan()) | ((expected - actual).abs() <= allowed)
+        if not same.all():
+            off[name] = float(((expected - actual).abs() / allowed).nan_to_num(1e9, 1e9).max())
+
+    if len(padded.log_history) != len(ours.log_history) or padded.weights.keys() != ours.weights.keys():
+        return {"number of logs or weights": 1e9}
+    for step, (expected, actual) in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
+        for name, value in expected.items():
+            if not any(part in name for part in (*INCOMPARABLE, *ignored)):
+                other = actual.get(name, float("inf"))
+                compare(
+                    f"{name} of log {step}", torch.tensor(float(value)).double(), torch.tensor(float(other)).double()
+                )
+    for name, weight in padded.weights.items():
+        compare(name, weight.double(), ours.weights[name].double())
+    return off
+
+
+def _ignored(drawn: dict[str, Any]) -> tuple[str, ...]:
+    ignored = _MOVED if drawn["ours"]["arrange_micro_batches"] != "none" else ()
+    if drawn["options"].get("packing"):  # TRL counts the padding of `pad_to_multiple_of` in packed rows
+        ignored = (*ignored, "num_tokens") if drawn["options"]["pad_to_multiple_of"] else ignored
+    # Rewards that are equal but for rounding: which is larger is nothing to compare
+    return (*ignored, "rewards/accuracies", "accuracy") if drawn["task"] in ("dpo", "reward") else ignored
+
+
+def outcome(seed: int) -> dict[str, Any]:
+    """
+    Run the draw of a seed both ways.
+
+    Returns:
+        `dict[str, Any]`: The draw, and its `"verdict"`:
+        `"same"`, `"same in float64"` (rounding: the difference is gone with more digits), `"different"` with
+        `"differences"`, `"refused"` by us with the `"reason"`, `"TRL refuses"`, or `"failed"` (ours only, not by a
+        refusal).
+    """
+    drawn, started = draw(seed), time.perf_counter()
+    result = {**drawn, **_verdict(drawn)}
+    return {**result, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def _verdict(drawn: dict[str, Any]) -> dict[str, Any]:
+    found = _compared(drawn, torch.float32, TOLERANCE)
+    if found["verdict"] != "different":
+        return found
+    again = _compared(drawn, torch.float64, FLOAT64_TOLERANCE)
+    if again["verdict"] == "same":
+        return {"verdict": "same in float64", "in_float32": found["differences"]}
+    return again
+
+
+def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
+    try:
+        padded = _train(drawn, False, dtype)
+    except Exception as error:  # noqa: BLE001 (whatever TRL cannot do is nothing to compare with)
+        return {"verdict": "TRL refuses", "reason": _said_by(error)}
+    try:
+        ours = _train(drawn, True, dtype)
+    except (ValueError, UnprovenModelError) as error:
+        return {"verdict": "refused", "reason": _said_by(error)}
+    except Exception as error:  # noqa: BLE001 (reported as a failure)
+        return {"verdict": "failed", "reason": _said_by(error)}
+    off = differences(padded, ours, tolerance, _ignored(drawn))
+    if off:
+        return {"verdict": "different", "dtype": str(dtype), "differences": off}
+    return {"verdict": "same", "method": ours.trainer.method}
+
+
+def _said_by(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
