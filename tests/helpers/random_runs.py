@@ -19,7 +19,7 @@ from trl_paddingfree import UnprovenModelError
 from trl_paddingfree.trainers.registry import TRAINERS
 
 # Averaged over micro-batches: moving examples weighs their tokens anew
-_MOVED = ("entropy", "logits/", "mean_token_accuracy")
+_MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward")
 FLOAT64_TOLERANCE = 2e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
 
 
@@ -189,6 +189,9 @@ def differences(padded: Trajectory, ours: Trajectory, tolerance: float, ignored:
     """By how many tolerances each logged figure, and each weight, is off; those within the tolerance left out."""
     off: dict[str, float] = {}
 
+    def number(value: float | None) -> torch.Tensor:
+        return torch.tensor(float("nan") if value is None else float(value)).double()  # TRL's mean over nothing
+
     def compare(name: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
         # What is not finite in padded TRL must not be in ours either
         scale = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else torch.zeros(())
@@ -202,10 +205,7 @@ def differences(padded: Trajectory, ours: Trajectory, tolerance: float, ignored:
     for step, (expected, actual) in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
         for name, value in expected.items():
             if not any(part in name for part in (*INCOMPARABLE, *ignored)):
-                other = actual.get(name, float("inf"))
-                compare(
-                    f"{name} of log {step}", torch.tensor(float(value)).double(), torch.tensor(float(other)).double()
-                )
+                compare(f"{name} of log {step}", number(value), number(actual.get(name, float("inf"))))
     for name, weight in padded.weights.items():
         compare(name, weight.double(), ours.weights[name].double())
     return off
