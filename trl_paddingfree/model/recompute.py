@@ -85,8 +85,8 @@ def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> li
     known = set(map(id, decoder))
     tower = [module for module in model.base_model.modules() if id(module) not in known] if with_images else []
     found = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
-    inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
-    return [layer for layer in found if id(layer) not in inner]
+    nested = {id(inner) for layer in found for inner in _checkpointing(layer)[1:]}
+    return [layer for layer in found if id(layer) not in nested]
 
 
 def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -> None:
@@ -94,10 +94,16 @@ def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -
     Have the first `number` layers recompute their activations in the backward pass, and the others keep them.
 
     The backward pass comes to the first layers last: what the others kept is free by then, and recomputing costs no
-    memory on top.
+    memory on top. Layers within them (in Zamba) recompute with them, and never by themselves.
     """
     for i, layer in enumerate(layers):
-        layer.gradient_checkpointing = i < number
+        for module in _checkpointing(layer):
+            module.gradient_checkpointing = module is layer and i < number
+
+
+def _checkpointing(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    """`module` and those within it that can recompute their activations, outer ones first."""
+    return [inner for inner in module.modules() if isinstance(inner, GradientCheckpointingLayer)]
 
 
 @dataclass(frozen=True)
@@ -334,7 +340,8 @@ def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> 
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
     """Training mode with gradients, nothing recomputed. Afterwards modes, flags and the random state are as before."""
     modes = [(module, module.training) for module in model.modules()]
-    flags = [layer.gradient_checkpointing for layer in layers]
+    checkpointing = _checkpointing(model)
+    flags = [layer.gradient_checkpointing for layer in checkpointing]
     devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
     model.train()
     recompute_first(layers, 0)
@@ -344,5 +351,5 @@ def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointi
     finally:
         for module, mode in modes:
             module.training = mode
-        for layer, flag in zip(layers, flags, strict=True):
+        for layer, flag in zip(checkpointing, flags, strict=True):
             layer.gradient_checkpointing = flag
