@@ -32,10 +32,11 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Every page that can be reached from the front pages, and every file that these link to."""
+    """Every page that can be reached from the front pages, every file that these link to, and what the theme brings."""
     names, waiting = set(), [name for start in START.values() for name in start]
     while waiting:
         names.add(name := waiting.pop())
         if name.endswith(".md"):
             waiting += links(name).keys() - names
-    return Files([File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)])
+    own = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)]
+    return Files([*own, *(file for file in files if file.src_dir != config.docs_dir)])

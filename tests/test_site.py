@@ -1,5 +1,6 @@
 """The pages as a site, and as a list for language models."""
 
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,9 @@ def test_the_site_builds_without_a_link_that_leads_nowhere(tmp_path):
     folders = [path.removesuffix("README.md").removesuffix(".md") for path in PAGES]
     assert [folder for folder in folders if not (tmp_path / folder / "index.html").is_file()] == []
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assets = re.findall(r'(?:href|src)="(assets/[^"]+)"', front)
+    assert assets, "the theme has stylesheets and scripts"
+    assert [path for path in assets if not (tmp_path / path).is_file()] == []
     assert 'href="docs/write_a_trainer/"' in front
     assert 'href="README.zh/"' in front
 
