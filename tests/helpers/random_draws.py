@@ -157,8 +157,12 @@ def _reward_options(rng: random.Random, model: dict, options: dict, data: dict) 
 
 def _kto_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
     model["reference"] = _reference(rng, model, REFERENCES)
+    loss_type = rng.choice(["kto", "apo_zero_unpaired"])
+    if loss_type == "kto":  # which compares the rows of a batch, as they lie in the data
+        options["train_sampling_strategy"] = "sequential"
+        options["per_device_train_batch_size"] = rng.randint(2, 5)
     return {
-        "loss_type": rng.choice(["kto", "apo_zero_unpaired"]),
+        "loss_type": loss_type,
         "beta": rng.choice([0.01, 0.1, 0.5]),
         "desirable_weight": rng.choice([1.0, 1.3]),
         "undesirable_weight": rng.choice([1.0, 0.6]),
