@@ -107,8 +107,14 @@ def test_an_unknown_option_is_answered_with_the_options_of_the_command(capsys):
 MISSING = {
     "no model": (["--dataset_name", "PAIRS"], "Name the model"),
     "no data": (["--model_name_or_path", "MODEL"], "Name the data"),
-    "no such file": (["--model_name_or_path", "MODEL", "--dataset_name", "pair.jsonl"], "'pair.jsonl' is no file or folder here"),
-    "no such folder": (["--model_name_or_path", "./model", "--dataset_name", "PAIRS"], "'./model' is no file or folder here"),
+    "no such file": (
+        ["--model_name_or_path", "MODEL", "--dataset_name", "pair.jsonl"],
+        "'pair.jsonl' is no file or folder here",
+    ),
+    "no such folder": (
+        ["--model_name_or_path", "./model", "--dataset_name", "PAIRS"],
+        "'./model' is no file or folder here",
+    ),
 }
 
 
@@ -129,7 +135,8 @@ def test_what_a_run_lacks_is_said_before_it_is_launched(capsys, monkeypatch, tmp
 
 def test_a_missing_file_is_not_looked_for_on_the_hub(capsys, model_dir):
     assert cli.main(["inspect", "pair.jsonl", "--tokenizer", model_dir]) == 2
-    assert capsys.readouterr().err == "trl-paddingfree inspect: 'pair.jsonl' is no file or folder here: is it misspelt?\n"
+    error = capsys.readouterr().err
+    assert error == "trl-paddingfree inspect: 'pair.jsonl' is no file or folder here: is it misspelt?\n"
 
 
 def test_images_need_a_model_that_sees_them(capsys, tmp_path, model_dir):

@@ -13,6 +13,7 @@ def print_waste(report: WasteReport) -> None:
     """The report as a table."""
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
+    sequence = "sequence" if report.task.truncates else "prompt"  # those of completions are the user's
     table = Table(
         title=f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
         title_justify="left",
@@ -33,7 +34,7 @@ def print_waste(report: WasteReport) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"Tokens per {'sequence' if report.task.truncates else 'prompt'}: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
+        f"Tokens per {sequence}: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
         f"{lengths['p90']:.0f}, 99% under {lengths['p99']:.0f}, longest {lengths['max']}."
     )
     if report.max_length is not None:
