@@ -270,6 +270,9 @@ def test_bench_is_small_unless_asked_for_more(monkeypatch):
     assert called[1] == ["sft", "--rounds", "9"]
 
 
+NAMED = ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The arguments that `accelerate launch` would run with."""
@@ -281,7 +284,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("script", ["dpo", "sft"])
 def test_launch_options_go_to_accelerate_and_the_others_to_the_script(launched, tmp_path, script):
     config = tmp_path / "config.yaml"
-    config.write_text("num_machines: 1\nmax_length: 99\n")
+    config.write_text("num_machines: 1\nmax_length: 99\nmodel_name_or_path: org/model\ndataset_name: org/data\n")
     options = ["--config", str(config), "--seed", "2", "--prefix_sharing", "false", *ON_CPU]
     assert main([script, "--num_processes", "2", *options[:2], "--mixed_precision", "bf16", *options[2:]]) == 0
     (args,) = launched
@@ -292,10 +295,10 @@ def test_launch_options_go_to_accelerate_and_the_others_to_the_script(launched, 
 
 
 def test_accelerate_config_names_one_of_trls(launched):
-    assert main(["dpo", "--accelerate_config", "zero2", "--beta", "0.2", *ON_CPU]) == 0
+    assert main(["dpo", "--accelerate_config", "zero2", "--beta", "0.2", *NAMED, *ON_CPU]) == 0
     (args,) = launched
     assert args.config_file.endswith("zero2.yaml")
-    assert args.training_script_args == ["dpo", "--beta", "0.2", *ON_CPU]
+    assert args.training_script_args == ["dpo", "--beta", "0.2", *NAMED, *ON_CPU]
 
 
 def test_options_that_a_script_refuses_exit_2_with_one_message(capsys, launched):
@@ -309,7 +312,7 @@ def test_a_script_that_fails_gives_its_exit_code(monkeypatch):
         raise subprocess.CalledProcessError(7, ["python"])
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
-    assert main(["sft", *ON_CPU]) == 7
+    assert main(["sft", *NAMED, *ON_CPU]) == 7
 
 
 def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):

@@ -1,6 +1,7 @@
 """Bad input stops before anything is computed and says what to change, or is counted and said."""
 
 import logging
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+import trl_paddingfree
 from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import assert_layouts_agree, lora, train
 from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data
@@ -161,6 +163,43 @@ ROWS = {
     "text beside messages": ([{**GOOD_CHAT, "prompt": "w1"}], "`prompt` is a str, `chosen` is a list"),
     "images": ([{**GOOD, "image": [1]}], "appears to be vision-related"),
 }
+
+
+UNREAD = {
+    "SFT": (
+        [{"question": "w1", "answer": "w2"}],
+        "SFT",
+        "`prompt` and `completion`, or `input_ids`, or `messages`, or `text`",
+    ),
+    "SFT, pairs": ([GOOD], "SFT", "`prompt` and `completion`, or `input_ids`"),
+    "reward model": ([{"prompt": "w1", "chosen": "w2"}], "a reward model", "`chosen` and `rejected`"),
+    "KTO": ([{"prompt": "w1", "completion": "w2"}], "KTO", "`prompt` and `completion` and `label`"),
+}
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+@pytest.mark.parametrize("name", UNREAD)
+def test_data_without_the_columns_of_a_trainer_is_refused(name, as_stream, untouched, tokenizer, tmp_path):
+    rows, task, reads = UNREAD[name]
+    kind = {"a reward model": "Reward"}.get(task, task)
+    trainer_class = getattr(trl_paddingfree, f"PaddingFree{kind}Trainer")
+    args = trainer_class.config_class(output_dir=str(tmp_path), **COMMON)
+    untouched.config.num_labels = 1  # what TRL's reward trainer looks at first
+    data = Dataset.from_list(rows)
+    message = f"The train data has no columns that {task} reads, only {list(rows[0])}. It reads "
+    with pytest.raises(ValueError, match=re.escape(message) + ".*" + reads):
+        trainer_class(
+            model=untouched,
+            args=args,
+            train_dataset=data.to_iterable_dataset() if as_stream else data,
+            processing_class=tokenizer,
+        )
+
+
+def test_text_by_another_name_is_read(tokenizer, tmp_path):
+    data = Dataset.from_list([{"words": "w1 w2 w3"}] * 2)
+    args = PaddingFreeSFTConfig(output_dir=str(tmp_path), dataset_text_field="words", **COMMON)
+    PaddingFreeSFTTrainer(model=make_model(), args=args, train_dataset=data, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -3,11 +3,12 @@
 import subprocess
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from accelerate.commands import launch as accelerate_launch
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-from .train import make_parser
+from .train import check_names, make_parser
 
 SCRIPT = "trl_paddingfree.cli.train"
 
@@ -27,12 +28,15 @@ def launch(task: str, argv: list[str]) -> int:
 
     Returns:
         `int`: Exit code of the script.
+
+    Raises:
+        `ValueError`: If an option has a value that it cannot have, or model or data are missing.
     """
     parser = make_parser(task, prog=f"trl-paddingfree {task}")
-    *_, from_config, from_command_line = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    parsed: Any = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
+    script_args, _, model_args, dataset_args, from_config, from_command_line = parsed
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
+    check_names(script_args, model_args, dataset_args)
     script_args = without(argv, from_command_line)
     try:
         accelerate_launch.launch_command(

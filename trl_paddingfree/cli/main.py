@@ -76,7 +76,9 @@ def run(given: list[str]) -> int:
         return train(given[0], given[1:])
     if given and given[0] == "bench":
         return bench(given[1:])
-    args = make_parser().parse_args(given)
+    args, unknown = make_parser().parse_known_args(spelled(given, "_"))
+    if unknown:  # argparse would show how all commands are called, not this one
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return args.run(args)
     except BrokenPipeError:  # an `OSError`, of which the user need not hear
@@ -85,6 +87,27 @@ def run(given: list[str]) -> int:
         if args.traceback:
             raise
         return refuse(args.command, error)
+
+
+def spelled(argv: Sequence[str], dash: str) -> list[str]:
+    """
+    The arguments, with names of options in one spelling: `--batch_size` and `--batch-size` are the same, as in TRL.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree.cli.main import spelled
+    >>> spelled(["bench", "dpo", "--batch_size=4", "--name", "my_run"], "-")
+    ['bench', 'dpo', '--batch-size=4', '--name', 'my_run']
+
+    ```
+    """
+    parts = (given.partition("=") for given in argv)
+    return [
+        f"--{name[2:].translate({ord('_'): dash, ord('-'): dash})}{equals}{value}"
+        if name.startswith("--")
+        else name + equals + value
+        for name, equals, value in parts
+    ]
 
 
 def refuse(command: str, error: Exception) -> int:
@@ -116,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
             epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, parser=command)
         command.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
         return command
 
@@ -238,7 +261,7 @@ def inspect(args: argparse.Namespace) -> int:
     """`trl-paddingfree inspect`."""
     from rich.console import Console
     from rich.progress import track
-    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
     from ..charts import plot_waste
     from ..data.images import has_images
@@ -275,7 +298,7 @@ def inspect(args: argparse.Namespace) -> int:
         in_order=args.one_sample_per_turn,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
-        image_token_id=AutoConfig.from_pretrained(args.tokenizer).image_token_id if with_images else None,
+        image_token_id=image_token(args.tokenizer) if with_images else None,
         track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
     memory = _memory(args, report)
@@ -292,6 +315,19 @@ def inspect(args: argparse.Namespace) -> int:
         except ImportError as error:
             progress.print(f"No chart: {error}", markup=False, soft_wrap=True)
     return OK
+
+
+def image_token(model: str) -> int:
+    """The placeholder of an image in the rows of a model."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model).image_token_id
+    except AttributeError as error:
+        raise ValueError(
+            f"The data has images, and {model!r} is no model that reads them as tokens of its rows. Name one that does "
+            "in `--tokenizer`, or remove the column of images."
+        ) from error
 
 
 def _memory(args: argparse.Namespace, report: Any) -> dict[str, Any] | None:
@@ -359,7 +395,7 @@ def bench(argv: list[str]) -> int:
 
     one_gpu()
     try:
-        return benchmark(argv or SMALL_BENCHMARK, prog="trl-paddingfree bench")
+        return benchmark(spelled(argv or SMALL_BENCHMARK, "-"), prog="trl-paddingfree bench")
     except LOADING as error:
         return refuse("bench", error)
 

@@ -13,10 +13,13 @@ def print_waste(report: WasteReport) -> None:
     """The report as a table."""
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
+    sequence = "sequence" if report.task.truncates else "prompt"  # those of completions are the user's
     table = Table(
-        title=f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}", title_justify="left"
+        title=f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
+        title_justify="left",
+        padding=0,  # as wide as a terminal
     )
-    for column in ("batch size", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"):
+    for column in ("batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"):
         table.add_column(column, justify="right")
     for row in figures["batch_sizes"]:
         totals = (row[name] / row["num_batches"] for name in ("padded_slots", "real_tokens", "computed_tokens"))
@@ -31,13 +34,13 @@ def print_waste(report: WasteReport) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"Tokens per sequence: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
+        f"Tokens per {sequence}: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
         f"{lengths['p90']:.0f}, 99% under {lengths['p99']:.0f}, longest {lengths['max']}."
     )
     if report.max_length is not None:
         console.print(
-            f"max_length {report.max_length}: {report.num_truncated:,} {unit} truncated, {report.num_dropped:,} "
-            "dropped for having nothing left to learn from."
+            f"max_length {report.max_length} truncates {report.num_truncated:,} of {report.num_sampled:,} {unit} and "
+            f"drops {report.num_dropped:,}, which would have nothing left to learn from."
         )
     console.print(
         "slots, tokens, computed: of a mean batch, with padding, without, and with shared prefixes. padding: share of "

@@ -15,7 +15,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, g
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
-from ..data.load import load_data
+from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
 from ..trainers.peak_memory import peak_memory
 from ..trainers.quiet import silence
@@ -137,8 +137,26 @@ def main(task: str, args: Sequence[str] | None = None, strict: bool = True) -> N
     train(TRAINERS[task], *parsed)
 
 
+def check_names(script_args: Any, model_args: Any, dataset_args: Any) -> None:
+    """
+    Look for the model and the data before anything is launched or loaded.
+
+    Raises:
+        `ValueError`: If one is not named, or is a path with nothing there.
+    """
+    if not model_args.model_name_or_path:
+        raise ValueError("Name the model: `--model_name_or_path` (hub name or folder).")
+    refuse_missing(model_args.model_name_or_path)
+    if dataset_args.datasets:
+        return
+    if not script_args.dataset_name:
+        raise ValueError(NAME_THE_DATA)
+    refuse_missing(script_args.dataset_name)
+
+
 def train(trainer_class: type, script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> None:
     """Load, train, save and summarise, with the arguments of TRL's scripts."""
+    check_names(script_args, model_args, dataset_args)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
@@ -146,8 +164,6 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    if not model_args.model_name_or_path:
-        raise ValueError("Name the model: `--model_name_or_path` (hub name or folder).")
     generates = isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments)
     rewards = {"reward_funcs": load_rewards(script_args)} if generates else {}
     dataset = load_data(script_args, dataset_args, training_args.seed)

@@ -8,6 +8,24 @@ from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 # What `datasets` calls the loader of each kind of file
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+NAME_THE_DATA = "Name the data: `--dataset_name` (hub name, folder or file), or `datasets` in the YAML file."
+
+
+def refuse_missing(name: str) -> None:
+    """
+    Refuse the path of a data file, or of any folder, that is not here, instead of looking for it on the hub.
+
+    Args:
+        name (`str`):
+            Hub name, folder or file.
+
+    Raises:
+        `ValueError`: If it can only be a path, and nothing is there.
+    """
+    path = Path(name)
+    is_data_file = any(suffix in LOADERS for suffix in path.suffixes) and path.parent.is_dir()
+    if (is_data_file or name.startswith(("/", ".", "~"))) and not path.exists():
+        raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
 
 
 def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
@@ -21,12 +39,16 @@ def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
             `test_split_size` also splits a data set that has no test split of its own.
         seed (`int`):
             Seed of that split.
+
+    Raises:
+        `ValueError`: If nothing is named, or what is named is not here or cannot be read.
     """
     if dataset_args.datasets:
         return get_dataset(dataset_args)
     name, streaming = script_args.dataset_name, script_args.dataset_streaming
     if not name:
-        raise ValueError("Name the data: `--dataset_name` (hub name, folder or file), or `datasets` in the YAML file.")
+        raise ValueError(NAME_THE_DATA)
+    refuse_missing(name)
     file = Path(name)
     if file.is_file():
         loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)

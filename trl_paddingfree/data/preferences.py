@@ -1,5 +1,6 @@
 """Preference data as the user gave it: what is refused, with the row and the fix, and what is counted and said."""
 
+from collections.abc import Sequence
 from reprlib import repr as short
 from typing import Any
 
@@ -14,6 +15,30 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 def column_names(dataset: Any) -> list[str]:
     """A streaming data set may know its columns from its first example only."""
     return dataset.column_names or list(next(iter(dataset), {}))
+
+
+def refuse_unread(dataset: Any, name: str, task: str, *formats: Sequence[str]) -> None:
+    """
+    Refuse data in which TRL would miss a column.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`), name (`str`):
+            As for [`check_preferences`].
+        task (`str`):
+            What reads the data.
+        *formats (`Sequence[str]`):
+            The columns of each format that it reads.
+
+    Raises:
+        `ValueError`: If the data has the columns of none.
+    """
+    columns = column_names(dataset)
+    if not any(set(needed) <= set(columns) for needed in formats):
+        reads = ", or ".join(" and ".join(f"`{column}`" for column in needed) for needed in formats)
+        raise ValueError(
+            f"The {name} data has no columns that {task} reads, only {columns}. It reads {reads}. Rename yours with "
+            "`dataset.rename_column`."
+        )
 
 
 def check_preferences(dataset: Any, tokenizer: Any, name: str, num_proc: int | None = None) -> Any:

@@ -8,6 +8,7 @@ from trl import KTOConfig, KTOTrainer
 
 from .. import upstream
 from ..data.collate_heads import UnpairedPreferenceCollator
+from ..data.preferences import refuse_unread
 from ..data.task import Task
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
@@ -92,6 +93,11 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     def example_lengths(self) -> np.ndarray:
         lengths = super().example_lengths().sum(1, keepdims=True)
         return lengths if self.args.max_length is None else np.minimum(lengths, self.args.max_length)
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        if self.flat is not None:
+            refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def _compute_kl_logps(self, model, batch):
         # TRL hands what it does not know to the model: the mismatched rows would be computed as the matched ones

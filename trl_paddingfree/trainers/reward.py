@@ -11,7 +11,7 @@ from trl import RewardConfig, RewardTrainer
 from .. import upstream
 from ..batching.lengths import pair_lengths
 from ..data.collate_heads import RewardCollator
-from ..data.preferences import check_preferences, column_names
+from ..data.preferences import check_preferences, column_names, refuse_unread
 from ..data.prepare import log_dropped
 from ..data.task import Task
 from .collated import CollatedTrainer
@@ -110,6 +110,8 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if self.flat is None:
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        prepared_before = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
+        refuse_unread(dataset, dataset_name, "a reward model", ("chosen", "rejected"), *prepared_before)
         if {"chosen", "rejected"} <= set(column_names(dataset)):
             with args.main_process_first(desc=f"checking the {dataset_name} data"):
                 dataset = check_preferences(dataset, processing_class, dataset_name, args.dataset_num_proc)

@@ -7,7 +7,7 @@ from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
 from ..data.collate import LanguageModelingCollator
-from ..data.preferences import refuse_bad_messages
+from ..data.preferences import column_names, refuse_bad_messages, refuse_unread
 from ..data.prepare import log_dropped
 from ..data.task import Task
 from ..data.tokens import refuse_unknown_tokens, without_lengths
@@ -110,6 +110,11 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if self.flat is not None:
             refuse_bad_messages(dataset, dataset_name)
+            if formatting_func is None:
+                formats = [("prompt", "completion"), ("input_ids",)]
+                if "prompt" not in column_names(dataset):  # for TRL, a prompt needs a completion
+                    formats += [("messages",), (args.dataset_text_field,), ("conversations",)]
+                refuse_unread(dataset, dataset_name, "SFT", *formats)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if packing:
             return prepared
