@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from .backends import ATTENTION_BACKENDS
 from .masks import backbone_mask, boundaries
 from .routes import Route
 from .row_parts import RowPart, compute_in_parts
-from .state_layers import carries_state, install_state_layers, state_arguments
+from .state_layers import carries_state, install_state_layers, rebound, state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions
 
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
@@ -91,15 +92,17 @@ def install(model: Any, route: Route) -> None:
     upstream.set_attn_implementation(model, attention)
     install_state_layers(model)
     flat = FlatForward(route, carries_state(model))
-    if (earlier := _installed(model)) is not None:
+    earlier = _installed(model)
+    if earlier is not None and earlier.model() is model:
         earlier.flat = flat
         return
-    previous_forward = model.forward
+    own_forward = model.forward if earlier is None else earlier.previous  # a copy of a model comes with its functions
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
     @torch.compiler.disable(recursive=False)
     def forward(self: Any, *args: Any, flat_batch: FlatBatch | None = None, **kwargs: Any) -> Any:
         flattener, flat = forward.flattener, forward.flat  # type: ignore[attr-defined]
+        previous_forward = rebound(own_forward, self)
 
         def compute(batch: FlatBatch, **kwargs: Any) -> Any:
             with _explained_if_long(self, batch):
@@ -117,6 +120,7 @@ def install(model: Any, route: Route) -> None:
         return compute_in_parts(compute, made, **kwargs) if isinstance(made, list) else compute(made, **kwargs)
 
     forward.flat, forward.flattener = flat, None  # type: ignore[attr-defined]
+    forward.model, forward.previous = weakref.ref(model), own_forward  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 
