@@ -79,19 +79,30 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     return [value for value in values if isinstance(value, int)]
 
 
-def rescale_by_position(query: torch.Tensor, module: Any, position_ids: np.ndarray) -> torch.Tensor:
+def scales_by_place(module: Any, length: int) -> bool:
     """
-    Undo a scale of queries by their place on the flat axis, and scale by `position_ids`, the place in their own row.
+    Whether a layer scales its queries by their place on an axis of `length` tokens, whatever their `position_ids`.
 
-    The layers of Llama 4 without rotary positions count `torch.arange` of their input and take no `position_ids`
-    (`attn_temperature_tuning`). Below `floor_scale` tokens the scale is 1.
+    The layers of Llama 4 without rotary positions do (`attn_temperature_tuning`): they count `torch.arange` of their
+    input. Below `floor_scale` tokens the scale is 1.
     """
-    tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-    if not tuned or query.size(2) < module.floor_scale:
-        return query
-    places = torch.stack([torch.arange(query.size(2)), torch.from_numpy(position_ids)]) + 1.0
-    flat, row = torch.log1p(torch.floor(places / module.floor_scale)) * module.attn_scale + 1.0
-    return (query * (row / flat).to(query.device)[:, None]).to(query.dtype)
+    is_tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    return is_tuned and length >= module.floor_scale
+
+
+def scale_of_rows(module: Any, position_ids: np.ndarray) -> np.ndarray:
+    """
+    `(T,)` float32: what turns the scale of such a layer by the place on the flat axis into that by the place in a row.
+
+    Args:
+        module (`torch.nn.Module`):
+            The layer, see [`scales_by_place`].
+        position_ids (`np.ndarray` of shape `(T,)`, int64):
+            Place of each flat token in its row.
+    """
+    places = np.stack([np.arange(len(position_ids)), position_ids]) + 1
+    flat, row = np.log1p(places // module.floor_scale) * module.attn_scale + 1
+    return (row / flat).astype(np.float32)
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:

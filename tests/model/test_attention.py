@@ -322,6 +322,14 @@ def test_calls_without_a_layout_go_to_the_previous_implementation():
     assert AttentionMaskInterface()[name] is AttentionMaskInterface()["sdpa"]
 
 
+def test_layers_that_do_not_count_places_ask_for_no_positions(monkeypatch):
+    """Positions are an array as long as the batch: not once per layer, for models that never look at them."""
+    layout = FlatLayout.from_segments(SEGMENTS["nested"])
+    monkeypatch.setattr(Segments, "position_ids", property(lambda self: pytest.fail("positions were counted")))
+    attend = AttentionInterface()[register_attention("sdpa", "segment")]
+    attend(Attention(1), *states(SEGMENTS["nested"]), FlatMask.carrying(layout))
+
+
 def test_flat_mask_keeps_its_layout_where_models_touch_it():
     mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
     for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu")):

@@ -185,12 +185,24 @@ ATTENTION: dict[BackendName, AttentionFunction] = {
 }
 
 
+def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> torch.Tensor:
+    """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
+    if not upstream.scales_by_place(module, query.size(2)):
+        return query
+
+    def make() -> torch.Tensor:
+        return layout.tensor(upstream.scale_of_rows(module, layout.segments.position_ids))
+
+    scale = layout.derived(("scale of rows", module.floor_scale, module.attn_scale), make)
+    return (query * scale[:, None]).to(query.dtype)
+
+
 @torch.compiler.disable
 def _dispatch(attend: AttentionFunction, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        query = upstream.rescale_by_position(query, module, layout.segments.position_ids)
+        query = _scaled_in_rows(query, module, layout)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 

@@ -222,7 +222,7 @@ def key_boundaries(layout: FlatLayout) -> dict[str, Any]:
 
     def make() -> dict[str, Any]:
         numbers = np.repeat(np.arange(len(layout.segments.lengths), dtype=np.int32), layout.segments.key_lengths)
-        seq_idx = torch.from_numpy(numbers)[None].to(layout.device)
+        seq_idx = layout.tensor(numbers)[None]
         longest = layout.segments.max_seqlen_k
         values = (layout.cu_seqlens_k, layout.cu_seqlens_k, longest, longest, seq_idx)
         return dict(zip(BOUNDARIES, values, strict=True))
