@@ -270,6 +270,11 @@ def test_an_allocation_that_always_fails_ends_the_run(folder):
     trainer = made(DPO, folder, preference_data(16, SEED))
     with failing(trainer, range(1000), False), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         trainer.train()
+    # Who trains the model next decides for himself which layers recompute
+    layers = trainer.flat.memory.layers
+    recompute_first(layers, 0)
+    trainer.flat_base(trainer.model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
+    assert not any(layer.gradient_checkpointing for layer in layers)
 
 
 def test_other_processes_wait_so_nothing_is_computed_again(folder):
