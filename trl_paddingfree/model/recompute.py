@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -286,7 +287,7 @@ def count_kept_bytes(
     with _as_in_training(model, layers):
         for inputs in [*map(_as_inputs, _batches(model, route)), *with_images]:
             counter = SavedBytes(model, layers)
-            inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in inputs.items()}
+            inputs = send_to_device(inputs, device)
             with counter.counting():
                 output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
             loads.append(load(inputs["flat_batch"], route))
