@@ -26,7 +26,7 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
     The plan of a trainer under its `memory_budget`.
 
     Args:
-        trainer ([`PaddingFreeTrainer`]):
+        trainer ([`~trl_paddingfree.trainers.base.FlatTrainer`]):
             The trainer, whose models have their weights.
         route ([`~trl_paddingfree.model.routes.Route`]):
             How its models compute flat batches.
