@@ -94,6 +94,7 @@ class Runner:
         def timed_backward(*args: Any, **kwargs: Any) -> None:
             self.clock.mark("forward")
             backward(*args, **kwargs)
+            self.clock.mark("backward")  # another part of the micro-batch may follow, with a forward pass of its own
 
         trainer.accelerator.backward = timed_backward
 
