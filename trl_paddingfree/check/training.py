@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from ..model.restored import modes_restored, random_state_restored
+
 # Spread of adapter weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
 # Parameters of at most this many entries are small: norms, biases, routers, adapters
@@ -29,9 +31,8 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
     Afterwards training modes, weights, buffers and the random state are as before.
     """
     modules = _parts(model, call)
-    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(sorted(devices)))
+        stack.enter_context(random_state_restored(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks on compiled modules would not run
         if isinstance(call, DistributedDataParallel):
@@ -43,14 +44,10 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
 
 @contextmanager
 def _in_training_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    modes = [(module, module.training) for module in modules]
-    for module in modules:
-        module.training = True
-    try:
+    with modes_restored(modules):
+        for module in modules:
+            module.training = True
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from .attention import runs_of_one_shape
 from .backends import ATTENTION_BACKENDS
+from .restored import modes_restored, random_state_restored
 from .routes import Route
 
 # What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, those of branches (whose
@@ -334,16 +335,12 @@ def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> 
 @contextmanager
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
     """Training mode with gradients, nothing recomputed. Afterwards modes, flags and the random state are as before."""
-    modes = [(module, module.training) for module in model.modules()]
     flags = [layer.gradient_checkpointing for layer in layers]
-    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
-    model.train()
-    recompute_first(layers, 0)
     try:
-        with torch.enable_grad(), torch.random.fork_rng(sorted(devices)):
+        with modes_restored(model.modules()), random_state_restored(model), torch.enable_grad():
+            model.train()
+            recompute_first(layers, 0)
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         for layer, flag in zip(layers, flags, strict=True):
             layer.gradient_checkpointing = flag

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import psutil
@@ -13,6 +12,7 @@ from ..batching.budget import MemoryNeeds
 from ..model.recompute import LOADS, KeptBytes, count_kept_bytes, recomputable_layers
 from ..model.routes import Route
 from .memory_budget import GIB, MemoryBudget, is_sharded
+from .proving import in_precision
 
 # What `"auto"` leaves to CUDA's context, to kernels that need room of their own, and to fragmentation
 MARGIN = 0.1
@@ -44,7 +44,7 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
         )
     # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
     call = trainer.model_wrapped if is_sharded(accelerator) else None
-    with nullcontext() if accelerator.is_fsdp2 else accelerator.autocast():  # FSDP2 casts weights and inputs instead
+    with in_precision(accelerator):
         router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
         kept = count_kept_bytes(base, route, call, accelerator.device, images, **router)
     if images:  # a tower that nothing trains keeps nothing
