@@ -215,7 +215,7 @@ class Benchmark:
     def _tree_batches(self, batches: list[Any]) -> list[Any]:
         """Flat batches with shared prefixes."""
         collator = [runner for runner in self.runners if runner.method.ours][-1].trainer.data_collator
-        sharing = type(collator)(**{**vars(collator), "prefix_sharing": True})
+        sharing = replace(collator, prefix_sharing=True)
         return [sharing(batch)["flat_batch"] for batch in batches]
 
     def _limits(self, batches: list[Any]) -> tuple[Work, Work]:
