@@ -266,14 +266,15 @@ class FlatBatch:
 
         Args:
             values (`torch.Tensor` of shape `(1, P)`):
-                A value for each scored token, in the order of `scored_index`.
+                A value for each scored token, in the order of `scored_index`, on whatever device.
 
         Returns:
             `torch.Tensor` of shape `(R, L-1)`: Entry `l` of row `r` belongs to the prediction of the row's token
             `l+1`. Positions that nothing scores, or that lie beyond the end of the row, are 0.
         """
-        flat = values.new_zeros(self.input_ids.size(1)).index_put((self.scored_index,), values[0])
-        return flat[self.row_index[:, :-1]] * (self.row_mask[:, :-1] & self.row_mask[:, 1:])
+        index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
+        flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values[0])
+        return flat[index[:, :-1]] * (mask[:, :-1] & mask[:, 1:])
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """
@@ -281,12 +282,12 @@ class FlatBatch:
 
         Args:
             values (`torch.Tensor` of shape `(1, T, D)`):
-                A vector for each token.
+                A vector for each token, on whatever device.
 
         Returns:
             `torch.Tensor` of shape `(R, L, D)`, 0 beyond the end of each row.
         """
-        return values[0][self.row_index] * self.row_mask[..., None]
+        return values[0][self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatBatch":
         """The same batch on another device."""

@@ -194,7 +194,7 @@ def flat_forward(
     per_token = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     values = {name: getattr(outputs, name) for name in per_token}
     rows: dict[str, Any] = {name: None if x is None else batch.scored_to_rows(x) for name, x in values.items()}
-    label_mask = labels[:, 1:] != IGNORE_INDEX
+    label_mask = (labels[:, 1:] != IGNORE_INDEX).to(rows["log_probs"].device)
     rows = {name: None if x is None else x * label_mask for name, x in rows.items()}
     num_items = kwargs.get("num_items_in_batch")
     loss = -rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
@@ -220,7 +220,9 @@ def _model_output(
     with in_rows, _noise_of_rows(model, batch):
         outputs = previous_forward(**flat_kwargs, attention_mask=batch.token_rows, labels=labels)
     aux_loss = {name: outputs[name] for name in ("aux_loss",) if name in outputs}
-    return type(outputs)(loss=outputs.loss, logits=outputs.logits * batch.row_mask[..., None], **aux_loss)
+    return type(outputs)(
+        loss=outputs.loss, logits=outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None], **aux_loss
+    )
 
 
 def _pooled(
