@@ -156,15 +156,15 @@ class MemoryBudget:
         self.micro_batches += 1
         self.recomputed += self.number or 0
         self.number, self.predicted = None, max(self.predicted, self.expected)
-        if self._is_cuda and self.observed < CORRECTED:
+        if self._device.type == "cuda" and self.observed < CORRECTED:
             self._correct()
 
     @property
-    def _is_cuda(self) -> bool:
-        return next(self.layers[0].parameters()).is_cuda
+    def _device(self) -> torch.device:
+        return next(self.layers[0].parameters()).device
 
     def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self._is_cuda else 0
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _correct(self) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""
