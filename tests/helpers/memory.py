@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from trl_paddingfree.model.recompute import SavedBytes, load
+from trl_paddingfree.model.recompute import load
+from trl_paddingfree.model.saved_bytes import SavedBytes
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 # What the prediction may be off by

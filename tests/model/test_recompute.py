@@ -3,7 +3,8 @@
 import torch
 
 from tests.helpers.tiny import make_model
-from trl_paddingfree.model.recompute import SavedBytes, recomputable_layers
+from trl_paddingfree.model.recompute import recomputable_layers
+from trl_paddingfree.model.saved_bytes import SavedBytes
 
 
 def test_only_what_the_backward_pass_still_needs_is_counted():

@@ -12,9 +12,9 @@ from datasets import Dataset
 
 from .. import upstream
 from ..batching.lengths import longest_row, token_lengths
-from ..data.collate import KeepingExamples
 from ..data.image_probe import ImageProbe
 from ..data.images import has_images
+from ..data.parts import KeepingExamples
 from ..flat.batch import BatchCounts
 from ..model.answers import EditedRowsError, refuse_lost_batch
 from ..model.forward import ask_edits, read_edits

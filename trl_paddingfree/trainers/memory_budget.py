@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..batching.budget import MemoryNeeds
-from ..data.collate import Examples
+from ..data.parts import Examples
 from ..flat.batch import FlatBatch
 from ..model.recompute import load, recompute_first
 from ..model.routes import Route
