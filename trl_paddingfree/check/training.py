@@ -5,11 +5,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..model.restored import modes_restored, random_state_restored
+from ..model.saved_bytes import local_part
 
 # Spread of adapter weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
@@ -92,8 +92,7 @@ def _moved_off_zero(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """
     generator, zeros = torch.Generator().manual_seed(0), []
     for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
-        weight = parameter.detach()
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        weight = local_part(parameter.detach())
         if parameter.requires_grad and weight.is_floating_point() and weight.numel() and not weight.any():
             zeros.append((weight, weight.clone()))
             weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
@@ -19,7 +20,7 @@ class _Saved:
     """
 
     def __init__(self, tensor: torch.Tensor):
-        self.storage = _local(tensor).untyped_storage()
+        self.storage = local_part(tensor).untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ def _refuse(saved: _Saved) -> torch.Tensor:
     raise RuntimeError("A pass whose bytes are counted has no backward pass.")
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """The part of a sharded tensor that lies on this device."""
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that lies on this device; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return _local(tensor).untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()

@@ -256,7 +256,7 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def _count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-        """Take note of a micro-batch and of the parts that it is computed in."""
+        """Add the counts of a micro-batch, which is computed in `parts`."""
         if self.flat is None:
             slots = inputs["input_ids"].numel()
             self.counts.add(BatchCounts(slots, 0, slots, 0))

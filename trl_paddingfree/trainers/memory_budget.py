@@ -146,13 +146,13 @@ class MemoryBudget:
     # --- account ----------------------------------------------------------------------------------------------------
 
     def start(self, batch: FlatBatch, number: int, beside: int = 0) -> None:
-        """Take note of a forward and backward pass that begins, in which `number` layers recompute."""
+        """Record that a forward and backward pass begins, in which `number` layers recompute."""
         self.number = number
         self.expected = self.peak(batch, number) + beside
         self.peak_before = self._peak()
 
     def finish(self) -> None:
-        """Take note that it ended well."""
+        """Record that it ended well."""
         self.micro_batches += 1
         self.recomputed += self.number or 0
         self.number, self.predicted = None, max(self.predicted, self.expected)

@@ -11,6 +11,7 @@ from .. import upstream
 from ..batching.budget import MemoryNeeds
 from ..model.recompute import LOADS, KeptBytes, count_kept_bytes, recomputable_layers
 from ..model.routes import Route
+from ..model.saved_bytes import local_part
 from .memory_budget import GIB, MemoryBudget, is_sharded
 from .proving import in_precision
 
@@ -93,7 +94,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of distinct storages on this device: of a sharded tensor its own part."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        own = tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+        own = local_part(tensor)
         own = getattr(own, "ds_tensor", own)  # ZeRO-3
         storages[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
     return sum(storages.values())
