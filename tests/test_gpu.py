@@ -15,6 +15,7 @@ from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
 from trl_paddingfree.benchmark.baseline import baseline_attention
 from trl_paddingfree.benchmark.measure import count_syncs
+from trl_paddingfree.model import attention
 from trl_paddingfree.model.forward import install
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
@@ -186,7 +187,9 @@ def test_the_baseline_of_the_benchmark_computes_what_padded_sdpa_computes(seed):
     assert (actual - expected).abs().max() <= budget(low, expected)
 
 
-def test_dpo_follows_padded_trl_in_bfloat16(tokenizer):
+def test_dpo_follows_padded_trl_in_bfloat16(tokenizer, monkeypatch):
+    calls, kernel = [], attention.torch_varlen()
+    monkeypatch.setattr(attention, "torch_varlen", lambda: lambda *args: calls.append(len(args)) or kernel(*args))
     model = make_model(**{**SIZES, "vocab_size": len(tokenizer)})
     data = preference_data(16, SEEDS[0])
     options = {"bf16": True, "use_cpu": False, "learning_rate": 1e-4}
@@ -204,6 +207,7 @@ def test_dpo_follows_padded_trl_in_bfloat16(tokenizer):
     padded = train(DPOTrainer, DPOConfig)
     ours = train(PaddingFreeDPOTrainer, PaddingFreeDPOConfig)
     assert ours.trainer.flat.route.backend == "varlen"
+    assert calls, "the kernel was chosen and never called"
     for expected, actual in zip(padded.log_history[:-1], ours.log_history[:-1], strict=True):
         for name in ("loss", "logps/chosen", "logps/rejected"):
             # Sums of up to a hundred log-probabilities, each off by a rounding or two

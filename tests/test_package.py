@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,26 @@ def test_star_import_gives_the_exports():
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_imports_and_says_what_it_is(name):
     assert importlib.import_module(name).__doc__
+
+
+def exists(path: str) -> bool:
+    """Whether a dotted name leads to something."""
+    try:
+        pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_names_that_docstrings_refer_to_exist():
+    modules = [importlib.import_module(name) for name in MODULES]
+    known = {name for module in modules for name in vars(module)}
+    missing = []
+    for module in modules:
+        for tilde, name in re.findall(r"\[`(~?)([\w.]+)`\]", Path(module.__file__).read_text()):
+            if not (exists(name) if tilde else name.split(".")[0] in known):
+                missing.append(f"{module.__name__}: {name}")
+    assert missing == []
 
 
 def test_the_package_says_that_it_is_typed():

@@ -307,7 +307,7 @@ def test_a_configuration_without_a_limit_has_none():
 
 
 def test_llama4_scales_queries_by_their_place_on_the_axis():
-    """The defect that `position_over_place` undoes: without it, or with another formula, it must change too."""
+    """The defect that `scale_of_rows` undoes: without it, or with another formula, it must change too."""
     layer = tiny_model("llama4_text").model.layers[1].self_attn
     source = inspect.getsource(type(layer).forward)
     assert "torch.arange(hidden_states.shape[1]" in source

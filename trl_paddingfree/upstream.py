@@ -79,31 +79,30 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
 
 
-def scales_by_place(module: Any) -> bool:
+def scales_by_place(module: Any, length: int) -> bool:
     """
-    Whether an attention layer scales queries by their place on the axis, which is not their position in a flat batch.
+    Whether a layer scales its queries by their place on an axis of `length` tokens, whatever their `position_ids`.
 
-    The layers of Llama 4 without rotary positions do (`attn_temperature_tuning`), and take no `position_ids`.
+    The layers of Llama 4 without rotary positions do (`attn_temperature_tuning`): they count `torch.arange` of their
+    input. Below `floor_scale` tokens the scale is 1.
     """
-    return getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    is_tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    return is_tuned and length >= module.floor_scale
 
 
-def position_over_place(module: Any, position_ids: np.ndarray) -> torch.Tensor:
+def scale_of_rows(module: Any, position_ids: np.ndarray) -> np.ndarray:
     """
-    The scale of queries by their position in their own row, over their scale by their place on the flat axis.
+    `(T,)` float32: what turns the scale of such a layer by the place on the flat axis into that by the place in a row.
 
     Args:
         module (`torch.nn.Module`):
-            An attention layer that [`scales_by_place`].
+            The layer, see [`scales_by_place`].
         position_ids (`np.ndarray` of shape `(T,)`, int64):
-            Positions of the flat tokens.
-
-    Returns:
-        `torch.Tensor` of shape `(T, 1)`, float32, on the CPU. Below `floor_scale` tokens, all are 1.
+            Place of each flat token in its row.
     """
-    places = torch.stack([torch.arange(len(position_ids)), torch.from_numpy(position_ids)]) + 1.0
-    flat, row = torch.log1p(torch.floor(places / module.floor_scale)) * module.attn_scale + 1.0
-    return (row / flat)[:, None]
+    places = np.stack([np.arange(len(position_ids)), position_ids]) + 1
+    flat, row = np.log1p(places // module.floor_scale) * module.attn_scale + 1
+    return (row / flat).astype(np.float32)
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:

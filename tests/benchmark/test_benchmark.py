@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tests.helpers.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.benchmark import baseline, main, tables
 from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
-from trl_paddingfree.benchmark.measure import interleave, tolerances
+from trl_paddingfree.benchmark.measure import Runner, interleave, tolerances
 from trl_paddingfree.benchmark.methods import Settings
 from trl_paddingfree.benchmark.rows import Rows, make_rows, read_lengths
 from trl_paddingfree.benchmark.run import Benchmark
@@ -468,3 +470,11 @@ def test_a_data_set_is_measured_with_the_tokenizer_of_a_folder(task, tokenizer, 
     sizes = ["--batch-size", "4", "--max-length", "40", "--batches", "1", "--rounds", "1"]
     assert main([task, *source, *sizes, "--methods", "trl", "flat", "shared"]) == 0
     assert "| rows, batch 4 |" in capsys.readouterr().out
+
+
+def test_backward_passes_of_all_parts_of_a_micro_batch_count_as_backward():
+    accelerator = SimpleNamespace(backward=lambda: time.sleep(0.05))
+    runner = Runner(None, SimpleNamespace(accelerator=accelerator), SimpleNamespace(device="cpu"), False)
+    for _ in range(2):
+        accelerator.backward()
+    assert runner.clock.seconds["backward"] >= 0.1 > 0.05 > runner.clock.seconds["forward"]

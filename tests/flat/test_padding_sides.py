@@ -46,6 +46,15 @@ def test_padding_within_a_row_is_refused():
         row_spans(torch.tensor([[0, 1, 1], [1, 0, 1]]))
 
 
+def test_values_come_back_to_rows_on_the_device_that_they_lie_on():
+    """The head of a model that is split across devices answers on another one than its embeddings are on."""
+    batch = FlatBatch.from_rows([[1, 2, 3], [1, 4]], [[-100, 2, 3], [-100, 4]])
+    scored = batch.scored_to_rows(torch.zeros(1, len(batch.scored_index), device="meta"))
+    tokens = batch.tokens_to_rows(torch.zeros(1, batch.counts.computed, 5, device="meta"))
+    assert (scored.shape, scored.device.type) == ((2, 2), "meta")
+    assert (tokens.shape, tokens.device.type) == ((2, 3, 5), "meta")
+
+
 def test_a_companion_moves_with_its_batch():
     companion = FlatBatch.from_rows([[1, 2]], [[1, 2]])
     batch = FlatBatch(**{**vars(FlatBatch.from_rows([[3]], [[3]])), "companion": companion})

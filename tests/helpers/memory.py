@@ -6,12 +6,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from trl_paddingfree.model.recompute import SavedBytes, load
+from trl_paddingfree.model.recompute import load
+from trl_paddingfree.model.saved_bytes import SavedBytes
+from trl_paddingfree.trainers.memory_budget import GIB
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 # What the prediction may be off by
 TOLERANCE = 0.1
-GIB = 2**30
 
 
 def ready(trainer):

@@ -17,6 +17,7 @@ from trl_paddingfree import upstream
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.prefix_tree import share_prefixes
 from trl_paddingfree.flat.segments import Segments
+from trl_paddingfree.model import attention
 from trl_paddingfree.model.attention import ATTENTION, GatherKeyValue, register_attention, varlen_reasons
 from trl_paddingfree.model.masks import FlatMask, dense_mask
 
@@ -286,6 +287,32 @@ def test_what_the_varlen_kernel_lacks_goes_to_segments():
     compare("varlen", "sdpa", Attention(1), states(segments), segments, FLOAT64, {"scaling": 8**-0.5}, {})
 
 
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_sharing, monkeypatch):
+    """Rotary embeddings of float32 weights make float32 queries and keys, which autocast hands to SDPA in bfloat16."""
+    given = []
+
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
+        given.append((query, key, value))
+        return flash_attn_varlen_func(query, key, value, cu_q, cu_k, max_q, max_k, 0.0, scale, True)
+
+    reasons = varlen_reasons
+    on_gpu = lambda query, kwargs: [reason for reason in reasons(query, kwargs) if "CUDA" not in reason]  # noqa: E731
+    monkeypatch.setattr(attention, "varlen_reasons", on_gpu)
+    monkeypatch.setattr(attention, "torch_varlen", lambda: kernel)
+    segments = SEGMENTS["nested" if prefix_sharing else "flat"]
+    query, key, value = states(segments, dtype=torch.float32)
+    layout, low = FlatLayout.from_segments(segments), value.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = ATTENTION["varlen"](layout, "sdpa", Attention(1), query, key, low, scaling=8**-0.5)
+    assert [x.dtype for x in given[0]] == [torch.bfloat16] * 3
+    expected = oracle(*(x.detach().bfloat16().float() for x in (query, key, value)), segments)
+    assert output.dtype == torch.bfloat16
+    assert (output - expected).abs().max() <= torch.finfo(torch.bfloat16).eps * expected.abs().max()
+    output.sum().backward()
+    assert all(x.grad.dtype == x.dtype and x.grad.isfinite().all() for x in (query, key, low))
+
+
 def test_calls_without_a_layout_go_to_the_previous_implementation():
     name = register_attention("sdpa", "segment")
     inputs = [x.detach() for x in states(SEGMENTS["flat"])]
@@ -293,6 +320,14 @@ def test_calls_without_a_layout_go_to_the_previous_implementation():
     theirs = AttentionInterface()["sdpa"](Attention(1), *inputs, None, scaling=0.3)[0]
     assert torch.equal(ours, theirs)
     assert AttentionMaskInterface()[name] is AttentionMaskInterface()["sdpa"]
+
+
+def test_layers_that_do_not_count_places_ask_for_no_positions(monkeypatch):
+    """Positions are an array as long as the batch: not once per layer, for models that never look at them."""
+    layout = FlatLayout.from_segments(SEGMENTS["nested"])
+    monkeypatch.setattr(Segments, "position_ids", property(lambda self: pytest.fail("positions were counted")))
+    attend = AttentionInterface()[register_attention("sdpa", "segment")]
+    attend(Attention(1), *states(SEGMENTS["nested"]), FlatMask.carrying(layout))
 
 
 def test_flat_mask_keeps_its_layout_where_models_touch_it():

@@ -126,6 +126,28 @@ def test_installing_again_changes_the_route_and_nothing_else():
         assert model.forward == before
 
 
+def test_a_copy_of_a_model_computes_with_its_own_weights_and_on_its_own_route():
+    model = make_model()
+    add_fused_lm_head(model)
+    route = choose_route(model)
+    install(model, route)
+    clone = copy.deepcopy(model)
+    rows = [[1, 2, 3, 4], [1, 2, 6]]
+    padded_rows, batch = padded(rows, rows) | {"fused_lm_head": True}, FlatBatch.from_rows(rows, rows)
+    with torch.no_grad():
+        before = model(**padded_rows).log_probs
+        for parameter in clone.parameters():
+            parameter.mul_(1.5)
+        for inputs in (padded_rows, {**padded_rows, "flat_batch": batch}):
+            assert not torch.allclose(clone(**inputs).log_probs, before)
+        assert torch.allclose(clone(**inputs).log_probs, clone(**padded_rows).log_probs, atol=FLOAT32)
+        install(clone, choose_route(clone, "mask"))
+        assert installed(model).route == route
+        assert installed(clone).route.backend == "mask"
+        assert torch.allclose(clone(**inputs).log_probs, clone(**padded_rows).log_probs, atol=FLOAT32)
+        assert torch.allclose(model(**inputs).log_probs, before, atol=FLOAT32)
+
+
 def test_a_backend_that_was_asked_for_is_used_or_refused_with_every_reason():
     model = make_model()
     assert choose_route(model, "mask").backend == "mask"

@@ -5,7 +5,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
-from trl_paddingfree.model.recompute import SavedBytes, recomputable_layers, recompute_first
+from trl_paddingfree.model.recompute import recomputable_layers, recompute_first
+from trl_paddingfree.model.saved_bytes import SavedBytes
 
 
 def test_only_what_the_backward_pass_still_needs_is_counted():

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import types
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -122,8 +123,11 @@ def test_lora_on_the_projections_of_a_layer_learns_as_with_padding(model_type):
         assert_equals_padded(model, route, SEED)
 
 
-def test_calls_without_a_layout_and_copies_are_untouched():
+@pytest.mark.parametrize("is_patched", [False, True], ids=["plain", "patched"])
+def test_calls_without_a_layout_and_copies_are_untouched(is_patched):
     model = make("lfm2").eval()
+    for layer in state_layers.state_layers(model) if is_patched else ():  # as Liger does it
+        layer.forward = types.MethodType(type(layer).forward, layer)
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     generate = {"input_ids": ids[:1], "max_new_tokens": 5, "do_sample": False}

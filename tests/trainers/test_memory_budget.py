@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import Trajectory, run
-from tests.helpers.memory import GIB, assert_predicted, between, failing, ready, step
+from tests.helpers.memory import assert_predicted, between, failing, ready, step
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.model.recompute import count_kept_bytes, recompute_first
+from trl_paddingfree.trainers.memory_budget import GIB
 from trl_paddingfree.trainers.memory_needs import tensor_bytes
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -262,6 +263,11 @@ def test_an_allocation_that_always_fails_ends_the_run(folder):
     trainer = made(DPO, folder, preference_data(16, SEED))
     with failing(trainer, range(1000), False), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         trainer.train()
+    # Who trains the model next decides for himself which layers recompute
+    layers = trainer.flat.memory.layers
+    recompute_first(layers, 0)
+    trainer.flat_base(trainer.model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
+    assert not any(layer.gradient_checkpointing for layer in layers)
 
 
 def test_other_processes_wait_so_nothing_is_computed_again(folder):

@@ -7,8 +7,9 @@ import pytest
 from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import assert_same
 from tests.helpers.head_runs import reward_model, train, unpaired
-from tests.helpers.memory import GIB, assert_predicted, between
+from tests.helpers.memory import assert_predicted, between
 from tests.helpers.tiny import make_model, make_tokenizer, preference_data
+from trl_paddingfree.trainers.memory_budget import GIB
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..model.attention import torch_varlen
+from ..model.attention import sdpa_dtype, torch_varlen
 
 UNPADDED = "unpadded_varlen"
 
@@ -52,7 +52,7 @@ def unpadded_varlen(
     else:
         unpadding = Unpadding.of(attention_mask)
         cu_seqlens, longest, index = unpadding.cu_seqlens, unpadding.max_length, unpadding.index
-    states = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    states = [x.transpose(1, 2).flatten(0, 1).to(sdpa_dtype(query)) for x in (query, key, value)]
     if index is not None:
         states = [x.index_select(0, index) for x in states]
     output = torch_varlen()(*states, cu_seqlens, cu_seqlens, longest, longest, scaling, sliding_window)

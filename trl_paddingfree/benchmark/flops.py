@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..flat.batch import FlatBatch
 from ..flat.prefix_tree import adjacent_prefixes
+from .clock import now
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,6 @@ def matmul_rate(device: str, dtype: torch.dtype, sizes: tuple[int, ...], seconds
         seconds (`float`, *optional*, defaults to `0.5`):
             Time to spend on each size.
     """
-    from .clock import now
-
     best = 0.0
     for n in sizes:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))

@@ -13,8 +13,7 @@ from trl import pack_dataset
 
 from ..flat.batch import IGNORE_INDEX
 from ..model.state_layers import carries_state, slots_of_state_layers
-from ..trainers.configs import PaddingFreeOptions
-from ..trainers.proving import StartUpCheck
+from ..trainers.proving import base_of
 from .clock import Clock
 from .flops import StepCost, Work, count_flops
 from .methods import Settings
@@ -94,6 +93,7 @@ class Runner:
         def timed_backward(*args: Any, **kwargs: Any) -> None:
             self.clock.mark("forward")
             backward(*args, **kwargs)
+            self.clock.mark("backward")  # another part of the micro-batch may follow, with a forward pass of its own
 
         trainer.accelerator.backward = timed_backward
 
@@ -163,7 +163,7 @@ class Runner:
     @property
     def base(self) -> Any:
         """The transformers model under its wrappers."""
-        return StartUpCheck(self.trainer.accelerator, PaddingFreeOptions()).base(self.trainer.model)
+        return base_of(self.trainer.accelerator, self.trainer.model)
 
     def _work_of_trl(self, batch: dict[str, Any]) -> Work:
         """What TRL's own methods compute of a collated batch."""

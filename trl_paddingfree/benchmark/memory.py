@@ -20,12 +20,11 @@ from ..flat.batch import BatchCounts
 from ..model.forward import install
 from ..model.recompute import LOADS, count_kept_bytes, recomputable_layers
 from ..model.routes import choose_route
+from ..trainers.memory_budget import GIB
 from ..trainers.memory_needs import WORKING_TENSORS
 from .kernel_bytes import keep_as_kernels
 from .shapes import SHAPES
 
-GIB = 2**30
-TUNINGS = ("full", "lora", "qlora")
 # Weights and activations are bfloat16, as on GPUs; of 4-bit weights, an eighth of a bit per weight are scales
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
 # Adam's moments, and a gradient, in the dtype of what is trained

@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..trainers.memory_budget import GIB
 from .chart import chart
 from .environment import machine_name
 from .shapes import display_name
 from .tasks import BENCHMARKED
-
-GIB = 2**30
 
 
 def conditions(result: dict[str, Any]) -> str:

@@ -110,12 +110,12 @@ class Benchmark:
         batches = self._typical(every, num_batches)
         if self.settings.precomputed_reference:
             batches = [self.runners[-1].reference(batch) for batch in batches]
-        everyone, self.runners = self.runners, [runner for runner in self.runners if runner.fits(batches)]
+        every_runner, self.runners = self.runners, [runner for runner in self.runners if runner.fits(batches)]
         try:
             measured = self._measure(rows, every, batches, rounds, warmup, profile)
         finally:
-            fitting, self.runners = self.runners, everyone
-        return {**measured, "do_not_fit": [runner.method.label for runner in everyone if runner not in fitting]}
+            fitting, self.runners = self.runners, every_runner
+        return {**measured, "do_not_fit": [runner.method.label for runner in every_runner if runner not in fitting]}
 
     def _measure(
         self, rows: Rows, every: list[Any], batches: list[Any], rounds: int, warmup: int, profile: bool
@@ -215,7 +215,7 @@ class Benchmark:
     def _tree_batches(self, batches: list[Any]) -> list[Any]:
         """Flat batches with shared prefixes."""
         collator = [runner for runner in self.runners if runner.method.ours][-1].trainer.data_collator
-        sharing = type(collator)(**{**vars(collator), "prefix_sharing": True})
+        sharing = replace(collator, prefix_sharing=True)
         return [sharing(batch)["flat_batch"] for batch in batches]
 
     def _limits(self, batches: list[Any]) -> tuple[Work, Work]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..model.forward import is_pooled
+from ..model.restored import modes_restored, random_state_restored
 from ..model.state_layers import is_state_layer
 
 # Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
@@ -34,16 +35,10 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
     Layers that carry state are in training mode, where some of them take another kernel, and draw nothing.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = upstream.spoilt_by_evaluation(module) or is_state_layer(module)
-    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with modes_restored(model.modules()), random_state_restored(model), torch.no_grad():
+        for module in model.modules():
+            module.training = upstream.spoilt_by_evaluation(module) or is_state_layer(module)
+        yield
 
 
 @contextmanager

@@ -5,9 +5,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+
+from ..model.restored import modes_restored, random_state_restored
+from ..model.saved_bytes import local_part
 
 # Spread of adapter weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
@@ -29,9 +31,8 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
     Afterwards training modes, weights, buffers and the random state are as before.
     """
     modules = _parts(model, call)
-    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(sorted(devices)))
+        stack.enter_context(random_state_restored(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks on compiled modules would not run
         if isinstance(call, DistributedDataParallel):
@@ -43,14 +44,10 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
 
 @contextmanager
 def _in_training_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    modes = [(module, module.training) for module in modules]
-    for module in modules:
-        module.training = True
-    try:
+    with modes_restored(modules):
+        for module in modules:
+            module.training = True
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager
@@ -95,8 +92,7 @@ def _moved_off_zero(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """
     generator, zeros = torch.Generator().manual_seed(0), []
     for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
-        weight = parameter.detach()
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        weight = local_part(parameter.detach())
         if parameter.requires_grad and weight.is_floating_point() and weight.numel() and not weight.any():
             zeros.append((weight, weight.clone()))
             weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)

@@ -9,15 +9,17 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
+from ..flat.batch import IGNORE_INDEX
 from ..model.forward import install
 from ..model.routes import Route
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, compute_dtype, root_mean_square, undisturbed
 from .prove import CheckResult, UnprovenModelError
 
 
-class Examples(Protocol):
+class ImageExamples(Protocol):
     """The examples to try, and how they become batches in which all tokens are scored."""
 
     @property
@@ -39,14 +41,16 @@ def _log_probs(
 ) -> dict[str, torch.Tensor]:
     """Log-probabilities of all tokens of each example, over its one or two rows."""
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
-    inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
+    inputs = send_to_device(batch, device)
     output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
-    scored = batch["labels"][:, 1:] != -100
+    scored = batch["labels"][:, 1:] != IGNORE_INDEX
     rows = [row[mask] for row, mask in zip(output, scored, strict=True)]
     return {name: torch.cat(rows[i :: len(names)]) for i, name in enumerate(names)}
 
 
-def check_images(model: PreTrainedModel, route: Route, examples: Examples, call: Call | None = None) -> CheckResult:
+def check_images(
+    model: PreTrainedModel, route: Route, examples: ImageExamples, call: Call | None = None
+) -> CheckResult:
     """
     Run `model` on examples flat, and one by one. Leaves `route` installed, and the model otherwise as it was.
 
@@ -55,7 +59,7 @@ def check_images(model: PreTrainedModel, route: Route, examples: Examples, call:
             Vision-language model with TRL's fused LM head.
         route (`Route`):
             How to compute the flat batch.
-        examples ([`Examples`]):
+        examples ([`ImageExamples`]):
             What to try.
         call (`Callable`, *optional*):
             What to call in place of `model`: the same model under a wrapper that gathers its weights.
@@ -92,7 +96,7 @@ def check_images(model: PreTrainedModel, route: Route, examples: Examples, call:
 def prove_images(
     model: PreTrainedModel,
     route: Route,
-    examples: Examples,
+    examples: ImageExamples,
     *,
     call: Call | None = None,
     agree: Callable[[bool], bool] = bool,
@@ -105,7 +109,7 @@ def prove_images(
             Vision-language model with TRL's fused LM head.
         route (`Route`):
             A route that is exact on text.
-        examples ([`Examples`]):
+        examples ([`ImageExamples`]):
             What to try.
         call (`Callable`, *optional*):
             See [`check_images`].

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(given: list[str]) -> int:
     """Run the command that the arguments name, and give its exit code."""
-    # These have parsers of their own, with options of the hundreds
+    # These have parsers of their own, with hundreds of options
     if given and given[0] in TRAINING:
         return train(given[0], given[1:])
     if given and given[0] == "bench":

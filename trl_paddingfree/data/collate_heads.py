@@ -116,10 +116,6 @@ class PromptGroups:
     What will be generated is not known: every completion has the same length, and none starts like another.
 
     Args:
-        pad_token_id (`int`):
-            Not used: there are no rows to pad.
-        padding_free (`bool`, *optional*, defaults to `True`):
-            Not used: there is nothing but a flat batch.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether prompts are computed once.
         num_generations (`int`, *optional*, defaults to `8`):
@@ -128,8 +124,6 @@ class PromptGroups:
             Tokens of each completion.
     """
 
-    pad_token_id: int
-    padding_free: bool = True
     prefix_sharing: bool = True
     num_generations: int = 8
     max_completion_length: int = 256

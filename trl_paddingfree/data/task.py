@@ -66,8 +66,8 @@ class Task:
     def make_collator(self, **options: Any) -> Any:
         """A collator that gives flat batches. Options that it lacks are left out: preparation has applied them."""
         known = {field.name for field in fields(self.collator)}
-        given = {name: value for name, value in options.items() if name in known}
-        return self.collator(pad_token_id=0, padding_free=True, **given)
+        given = {"pad_token_id": 0, "padding_free": True, **options}
+        return self.collator(**{name: value for name, value in given.items() if name in known})
 
     def sequence_lengths(self, rows: Dataset) -> list[list[int]]:
         """For each prepared row, the length of each of its sequences, in tokens."""

@@ -22,8 +22,8 @@ _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_
 
 class ImagesOnce:
     """
-    A processor to whom TRL gives each prompt twice, for the chosen and for the rejected row: it processes the first
-    half of images and prompts, and doubles the rows only.
+    A processor that processes each image once, though TRL gives it each prompt twice, for the chosen and for the
+    rejected row: it processes the first half of images and prompts, and doubles the rows only.
 
     Args:
         processor ([`~transformers.ProcessorMixin`]):

@@ -154,7 +154,7 @@ class FlatBatch:
             pad_token_id (`int`, *optional*, defaults to `0`):
                 Token to pad with.
             width (`int`, *optional*):
-                `L`, if the padded rows that the batch stands for are wider than the width row.
+                `L`, if the padded rows that the batch stands for are wider than the longest row.
             starts (`Sequence[int]`, *optional*):
                 Column in which each row begins, if the padded rows that the batch stands for have padding on the left.
             images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
@@ -167,14 +167,8 @@ class FlatBatch:
         own_labels = all(((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True))
         known = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
-        row_segments = dict(enumerate([-1] * len(tokens)))
-        if prefix_sharing and own_labels and filled:
-            segments, last_segments, flat = share_prefixes([known[r] for r in filled])
-            row_segments.update(zip(filled, last_segments, strict=True))
-        else:
-            segments = Segments.from_lengths([len(tokens[r]) for r in filled])
-            row_segments.update((r, i) for i, r in enumerate(filled))
-            flat = np.concatenate([np.zeros(0, np.int64), *known])
+        segments, last_segments, flat = _on_one_axis([known[r] for r in filled], prefix_sharing and own_labels)
+        segment_of = dict(zip(filled, last_segments, strict=True))
 
         starts = starts or [0] * len(tokens)
         ends = [start + len(row) for start, row in zip(starts, tokens, strict=True)]
@@ -195,8 +189,7 @@ class FlatBatch:
         flat_labels = np.full(len(flat), IGNORE_INDEX)
         nowhere = np.zeros(0, dtype=np.int64)
         paths = [
-            nowhere if (segment := row_segments[r]) == -1 else segments.path(segment)[: len(target)]
-            for r, target in enumerate(targets)
+            segments.path(segment_of[r])[: len(row)] if r in segment_of else nowhere for r, row in enumerate(tokens)
         ]
         for r, (path, target) in enumerate(zip(paths, targets, strict=True)):
             row_index[r, starts[r] : ends[r]] = path
@@ -273,14 +266,15 @@ class FlatBatch:
 
         Args:
             values (`torch.Tensor` of shape `(1, P)`):
-                A value for each scored token, in the order of `scored_index`.
+                A value for each scored token, in the order of `scored_index`, on whatever device.
 
         Returns:
             `torch.Tensor` of shape `(R, L-1)`: Entry `l` of row `r` belongs to the prediction of the row's token
             `l+1`. Positions that nothing scores, or that lie beyond the end of the row, are 0.
         """
-        flat = values.new_zeros(self.input_ids.size(1)).index_put((self.scored_index,), values[0])
-        return flat[self.row_index[:, :-1]] * (self.row_mask[:, :-1] & self.row_mask[:, 1:])
+        index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
+        flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values[0])
+        return flat[index[:, :-1]] * (mask[:, :-1] & mask[:, 1:])
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """
@@ -288,12 +282,12 @@ class FlatBatch:
 
         Args:
             values (`torch.Tensor` of shape `(1, T, D)`):
-                A vector for each token.
+                A vector for each token, on whatever device.
 
         Returns:
             `torch.Tensor` of shape `(R, L, D)`, 0 beyond the end of each row.
         """
-        return values[0][self.row_index] * self.row_mask[..., None]
+        return values[0][self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatBatch":
         """The same batch on another device."""
@@ -306,6 +300,14 @@ class FlatBatch:
     def _map(self, fn) -> "FlatBatch":
         moved = {f.name: fn(value) for f in fields(self) if hasattr(value := getattr(self, f.name), "to")}
         return replace(self, **moved)
+
+
+def _on_one_axis(rows: Sequence[np.ndarray], prefix_sharing: bool) -> tuple[Segments, Sequence[int], np.ndarray]:
+    """The segments of rows that are not empty, the segment that each row ends in, and the `(T,)` int64 flat tokens."""
+    if prefix_sharing and rows:
+        return share_prefixes(rows)
+    segments = Segments.from_lengths([len(row) for row in rows])
+    return segments, range(len(rows)), np.concatenate([np.zeros(0, np.int64), *rows])
 
 
 def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -84,6 +84,10 @@ class FlatLayout:
         moved: dict[str, Any] = {name: fn(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved, _derived={})
 
+    def tensor(self, values: np.ndarray) -> torch.Tensor:
+        """`values` on the layout's device. The host does not wait for the copy."""
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
         if key not in self._derived:
@@ -103,7 +107,7 @@ class FlatLayout:
         """
 
         def cut() -> FlatLayout:
-            return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device)
+            return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)
 
         return self.derived(("chunked", size), cut)
 

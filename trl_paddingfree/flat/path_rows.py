@@ -86,17 +86,15 @@ class PathRows:
                 row[: segments.key_lengths[i]] = np.arange(keys[i], keys[i + 1])
             shapes.append((len(group), longest))
             slots.append(rows.ravel())
-        return cls(
-            tuple(shapes), torch.from_numpy(np.concatenate(slots)).to(layout.device), _own_slots(layout, first_slots)
-        )
+        return cls(tuple(shapes), layout.tensor(np.concatenate(slots)), _own_slots(layout, first_slots))
 
 
 def _own_slots(layout: FlatLayout, first_slots: np.ndarray) -> torch.Tensor:
     """`(T,)` int64: slot of each flat token, from the first slot of each segment's path."""
     segments = layout.segments
     paths = zip(first_slots.tolist(), segments.starts, segments.lengths, strict=True)
-    own = np.concatenate([np.arange(first + start, first + start + length) for first, start, length in paths])
-    return torch.from_numpy(own).to(layout.device)
+    own = [np.arange(first + start, first + start + length) for first, start, length in paths]
+    return layout.tensor(np.concatenate(own))
 
 
 def groups_of_like_length(lengths: Sequence[int], step_cost: float) -> list[list[int]]:

@@ -74,9 +74,8 @@ class EditsFound:
             return
         answer = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         answer.copy_(found, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self.pending.append((answer, arrived))
+        # By the stream of the copy: the model may lie on another device than the current one
+        self.pending.append((answer, torch.cuda.current_stream(found.device).record_event()))
 
     def read(self) -> None:
         """Refuse edits that the device has answered of."""

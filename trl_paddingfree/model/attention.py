@@ -45,9 +45,13 @@ class GatherKeyValue(torch.autograd.Function):
         return total.reshape(-1, *grad.shape[1:]), None
 
 
-def _flat_states(query, key, value, layout: FlatLayout):
-    """`(1, heads, T, D)` states as the `(tokens, heads, D)` that varlen kernels read, with keys and values gathered."""
-    query, key, value = (x.transpose(1, 2)[0] for x in (query, key, value))
+def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None = None):
+    """
+    `(1, heads, T, D)` states as the `(tokens, heads, D)` that varlen kernels read, with keys and values gathered.
+
+    They are brought to `dtype` first, if one is given: fewer bytes to gather.
+    """
+    query, key, value = (x.transpose(1, 2)[0].to(x.dtype if dtype is None else dtype) for x in (query, key, value))
     if layout.kv_index is not None:
         key, value = GatherKeyValue.apply(key, layout), GatherKeyValue.apply(value, layout)
     return query, key, value
@@ -91,8 +95,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
     head_dim, value_dim = query.size(-1), value.size(-1)
-    target_dtype = upstream.flash_target_dtype(query, module)
-    query, key, value = _flat_states(query, key, value, layout)
+    query, key, value = _flat_states(query, key, value, layout, upstream.flash_target_dtype(query, module))
     if value_dim != head_dim:  # MLA: the kernels want values as wide as queries
         value = torch.nn.functional.pad(value, [0, head_dim - value_dim])
     kwargs = {**kwargs, "is_causal": True}
@@ -109,7 +112,6 @@ def flash_attention(layout: FlatLayout, previous: str, module, query, key, value
         cu_seq_lens_k=layout.cu_seqlens_k,
         max_length_q=layout.segments.max_seqlen_q,
         max_length_k=layout.segments.max_seqlen_k,
-        target_dtype=target_dtype,
         attn_implementation=previous,
         **kwargs,
     )
@@ -132,13 +134,20 @@ def torch_varlen() -> Callable:
     return attend
 
 
+def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
+    """The dtype in which SDPA would compute: autocast brings its states to another one, and knows no varlen kernel."""
+    device = query.device.type
+    is_cast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if is_cast else query.dtype
+
+
 def varlen_reasons(query: torch.Tensor, kwargs: dict[str, Any]) -> list[str]:
     """Why PyTorch's varlen kernel cannot take this call; empty if it can."""
-    reasons = []
+    reasons, dtype = [], sdpa_dtype(query)
     if query.device.type != "cuda":
         reasons.append(f"the tensors are on {query.device.type}, the kernel needs CUDA")
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"the dtype is {query.dtype}, the kernel needs float16 or bfloat16")
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"the dtype is {dtype}, the kernel needs float16 or bfloat16")
     if query.size(-1) > 256 or query.size(-1) % 8:
         reasons.append(f"the head size is {query.size(-1)}, the kernel needs a multiple of 8 up to 256")
     reasons += [f"it has no `{name}`" for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
@@ -152,7 +161,7 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     if varlen_reasons(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     value_dim = value.size(-1)
-    query, key, value = _flat_states(query, key, value, layout)
+    query, key, value = _flat_states(query, key, value, layout, sdpa_dtype(query))
     if value_dim != query.size(-1):
         value = torch.nn.functional.pad(value, [0, query.size(-1) - value_dim])
     output = torch_varlen()(
@@ -176,12 +185,16 @@ ATTENTION: dict[BackendName, AttentionFunction] = {
 }
 
 
-def _position_over_place(layout: FlatLayout, module: Any) -> torch.Tensor:
-    """[`upstream.position_over_place`] on the device, copied there once per batch."""
-    return layout.derived(
-        ("position over place", module.floor_scale, module.attn_scale),
-        lambda: upstream.position_over_place(module, layout.segments.position_ids).to(layout.device),
-    )
+def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> torch.Tensor:
+    """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
+    if not upstream.scales_by_place(module, query.size(2)):
+        return query
+
+    def make() -> torch.Tensor:
+        return layout.tensor(upstream.scale_of_rows(module, layout.segments.position_ids))
+
+    scale = layout.derived(("scale of rows", module.floor_scale, module.attn_scale), make)
+    return (query * scale[:, None]).to(query.dtype)
 
 
 @torch.compiler.disable
@@ -189,8 +202,7 @@ def _dispatch(attend: AttentionFunction, previous: str, module, query, key, valu
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        if upstream.scales_by_place(module):
-            query = (query * _position_over_place(layout, module)).to(query.dtype)
+        query = _scaled_in_rows(query, module, layout)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from .backends import ATTENTION_BACKENDS
 from .masks import backbone_mask, boundaries
 from .routes import Route
 from .row_parts import RowPart, compute_in_parts
-from .state_layers import carries_state, install_state_layers, state_arguments
+from .state_layers import carries_state, install_state_layers, rebound, state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions
 
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
@@ -91,15 +92,17 @@ def install(model: Any, route: Route) -> None:
     upstream.set_attn_implementation(model, attention)
     install_state_layers(model)
     flat = FlatForward(route, carries_state(model))
-    if (earlier := _installed(model)) is not None:
+    earlier = _installed(model)
+    if earlier is not None and earlier.model() is model:
         earlier.flat = flat
         return
-    previous_forward = model.forward
+    own_forward = model.forward if earlier is None else earlier.previous  # a copy of a model comes with its functions
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
     @torch.compiler.disable(recursive=False)
     def forward(self: Any, *args: Any, flat_batch: FlatBatch | None = None, **kwargs: Any) -> Any:
         flattener, flat = forward.flattener, forward.flat  # type: ignore[attr-defined]
+        previous_forward = rebound(own_forward, self)
 
         def compute(batch: FlatBatch, **kwargs: Any) -> Any:
             with _explained_if_long(self, batch):
@@ -117,6 +120,7 @@ def install(model: Any, route: Route) -> None:
         return compute_in_parts(compute, made, **kwargs) if isinstance(made, list) else compute(made, **kwargs)
 
     forward.flat, forward.flattener = flat, None  # type: ignore[attr-defined]
+    forward.model, forward.previous = weakref.ref(model), own_forward  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 
@@ -190,7 +194,7 @@ def flat_forward(
     per_token = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     values = {name: getattr(outputs, name) for name in per_token}
     rows: dict[str, Any] = {name: None if x is None else batch.scored_to_rows(x) for name, x in values.items()}
-    label_mask = labels[:, 1:] != IGNORE_INDEX
+    label_mask = (labels[:, 1:] != IGNORE_INDEX).to(rows["log_probs"].device)
     rows = {name: None if x is None else x * label_mask for name, x in rows.items()}
     num_items = kwargs.get("num_items_in_batch")
     loss = -rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
@@ -216,7 +220,9 @@ def _model_output(
     with in_rows, _noise_of_rows(model, batch):
         outputs = previous_forward(**flat_kwargs, attention_mask=batch.token_rows, labels=labels)
     aux_loss = {name: outputs[name] for name in ("aux_loss",) if name in outputs}
-    return type(outputs)(loss=outputs.loss, logits=outputs.logits * batch.row_mask[..., None], **aux_loss)
+    return type(outputs)(
+        loss=outputs.loss, logits=outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None], **aux_loss
+    )
 
 
 def _pooled(

@@ -92,7 +92,7 @@ def segment_mask(
         k = torch.arange(start + length, device=layout.device)[None]
         mask = k <= q
         if layout.blocks is not None:
-            blocks = layout.blocks[torch.from_numpy(layout.segments.path(i)).to(layout.device)]
+            blocks = layout.blocks[layout.tensor(layout.segments.path(i))]
             mask = mask | ((blocks[start:, None] == blocks[None]) & (blocks[start:, None] >= 0))
         if window is not None:
             mask = mask & (k > q - window)

@@ -112,8 +112,7 @@ def _install(layer: torch.nn.Module, rows: RowsForward) -> None:
     @functools.wraps(type(layer).forward)
     @torch.compiler.disable(recursive=False)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Looked up anew: a copy of the layer computes with its own weights
-        call = rows.previous or functools.partial(type(self).forward, self)
+        call = rebound(rows.previous, self) if rows.previous else types.MethodType(type(self).forward, self)
         mask = next(filter(_is_layout, (*args, *kwargs.values())), None)
         if mask is None:
             return call(*args, **kwargs)
@@ -121,6 +120,11 @@ def _install(layer: torch.nn.Module, rows: RowsForward) -> None:
 
     forward.rows = rows  # type: ignore[attr-defined]
     layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
+
+
+def rebound(method: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """`method` as that of `module`, where it was another's: a copy of a module computes with its own weights."""
+    return types.MethodType(method.__func__, module) if isinstance(method, types.MethodType) else method
 
 
 class _NoCache:
@@ -218,7 +222,7 @@ def key_boundaries(layout: FlatLayout) -> dict[str, Any]:
 
     def make() -> dict[str, Any]:
         numbers = np.repeat(np.arange(len(layout.segments.lengths), dtype=np.int32), layout.segments.key_lengths)
-        seq_idx = torch.from_numpy(numbers)[None].to(layout.device)
+        seq_idx = layout.tensor(numbers)[None]
         longest = layout.segments.max_seqlen_k
         values = (layout.cu_seqlens_k, layout.cu_seqlens_k, longest, longest, seq_idx)
         return dict(zip(BOUNDARIES, values, strict=True))

@@ -120,7 +120,7 @@ def flat_positions(model: Any, batch: FlatBatch) -> torch.Tensor:
         ]
         positions = torch.zeros(3, batch.input_ids.size(1) + 1, dtype=torch.long, device=device)
         index = batch.row_index.masked_fill(~batch.row_mask, batch.input_ids.size(1))
-        positions[:, index.flatten()] = torch.cat(per_copy, dim=1).to(device).flatten(1)
+        positions[:, index.flatten()] = torch.cat(per_copy, dim=1).to(device, non_blocking=True).flatten(1)
         return positions[:, None, :-1]
 
     return batch.layout.derived("grid positions", count)

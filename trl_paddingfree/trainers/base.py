@@ -145,7 +145,7 @@ class FlatTrainer(WholeCheckpoints):
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
         models = self.flat_models()
-        flat.bases = [flat.check.base(model) for model in models]
+        flat.bases = [self.flat_base(model) for model in models]
         if all(flat.check.can_call(model, model is self.model) for model in models):
             flat.route = flat.check.prove_all(models)
         else:  # the engine shards and places the weights when training starts: the check waits for it

@@ -93,6 +93,8 @@ class BudgetedSteps(PlannedMemory):
                 raise type(error)(f"{error}\n{advice}") from error
             if not memory.shrink(batch, number, len(inputs["examples"].examples)):
                 raise
+        finally:
+            memory.number = None  # whatever happened: the model may go on under another trainer
         # Here the error is gone, and with it all that its frames held
         with attempt.undone():
             return self._again(model, inputs, num_items_in_batch, within)

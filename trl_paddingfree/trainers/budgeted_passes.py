@@ -176,7 +176,7 @@ class BudgetedPasses(PlannedMemory):
                 raise
             attempt, again = self.attempt, self.attempted
         finally:
-            self.attempt = self.attempted = None
+            self.attempt = self.attempted = memory.number = None
         # Here the error is gone, and with it all that its frames held
         self.attempted, self.counts.new = again, self.counted
         with attempt.undone():

@@ -12,9 +12,9 @@ from datasets import Dataset
 
 from .. import upstream
 from ..batching.lengths import longest_row, token_lengths
-from ..data.collate import KeepingExamples
 from ..data.image_probe import ImageProbe
 from ..data.images import has_images
+from ..data.parts import KeepingExamples
 from ..flat.batch import BatchCounts
 from ..model.answers import EditedRowsError, refuse_lost_batch
 from ..model.forward import ask_edits, read_edits
@@ -126,11 +126,11 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
             return
         options = self.flat.options
         refuse_unsized(self, options, knows_sizes=type(self).part_sizes is not CollatedTrainer.part_sizes)
-        if options.arrange_micro_batches != "none" or options.max_tokens_per_micro_batch:
+        limit = options.max_tokens_per_micro_batch
+        if options.arrange_micro_batches != "none" or limit:
             refuse_moving(options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch())
         refuse_rotary_padding(self.args.pad_to_multiple_of, self.rotary_limits(), self.exceeds)
-        limit, rule = self.flat.options.max_tokens_per_micro_batch, self.flat.options.oversized_examples
-        if limit and rule == "error" and isinstance(self.train_dataset, Dataset):
+        if limit and options.oversized_examples == "error" and isinstance(self.train_dataset, Dataset):
             refuse_oversized(self.example_lengths(), self.flat.route.prefix_sharing, limit)
 
     def _get_train_sampler(self, *args, **kwargs):
@@ -256,7 +256,7 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def _count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-        """Take note of a micro-batch and of the parts that it is computed in."""
+        """Add the counts of a micro-batch, which is computed in `parts`."""
         if self.flat is None:
             slots = inputs["input_ids"].numel()
             self.counts.add(BatchCounts(slots, 0, slots, 0))

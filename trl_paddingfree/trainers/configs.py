@@ -111,11 +111,9 @@ class PaddingFreeOptions:
     def __post_init__(self):
         silence()
         refuse_wrong_options(self)
-        of_trl: Any = getattr(
-            super(), "__post_init__", None
-        )  # where one of TRL's configurations comes after this class
-        if of_trl is not None:
-            of_trl()
+        # One of TRL's configurations comes after this class, unless its options stand alone
+        of_trl: Any = getattr(super(), "__post_init__", lambda: None)
+        of_trl()
 
 
 def refuse_wrong_options(config: Any) -> None:

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..batching.budget import MemoryNeeds
-from ..data.collate import Examples
+from ..data.parts import Examples
 from ..flat.batch import FlatBatch
 from ..model.recompute import load, recompute_first
 from ..model.routes import Route
@@ -146,25 +146,25 @@ class MemoryBudget:
     # --- account ----------------------------------------------------------------------------------------------------
 
     def start(self, batch: FlatBatch, number: int, beside: int = 0) -> None:
-        """Take note of a forward and backward pass that begins, in which `number` layers recompute."""
+        """Record that a forward and backward pass begins, in which `number` layers recompute."""
         self.number = number
         self.expected = self.peak(batch, number) + beside
         self.peak_before = self._peak()
 
     def finish(self) -> None:
-        """Take note that it ended well."""
+        """Record that it ended well."""
         self.micro_batches += 1
         self.recomputed += self.number or 0
         self.number, self.predicted = None, max(self.predicted, self.expected)
-        if self._is_cuda and self.observed < CORRECTED:
+        if self._device.type == "cuda" and self.observed < CORRECTED:
             self._correct()
 
     @property
-    def _is_cuda(self) -> bool:
-        return next(self.layers[0].parameters()).is_cuda
+    def _device(self) -> torch.device:
+        return next(self.layers[0].parameters()).device
 
     def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self._is_cuda else 0
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _correct(self) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import psutil
@@ -13,7 +12,9 @@ from ..batching.budget import MemoryNeeds
 from ..model.forward import is_pooled
 from ..model.recompute import LOADS, KeptBytes, count_kept_bytes, recomputable_layers
 from ..model.routes import Route
+from ..model.saved_bytes import local_part
 from .memory_budget import GIB, MemoryBudget, is_sharded
+from .proving import in_precision
 
 # What `"auto"` leaves to CUDA's context, to kernels that need room of their own, and to fragmentation
 MARGIN = 0.1
@@ -27,7 +28,7 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
     The plan of a trainer under its `memory_budget`.
 
     Args:
-        trainer ([`PaddingFreeTrainer`]):
+        trainer ([`~trl_paddingfree.trainers.base.FlatTrainer`]):
             The trainer, whose models have their weights.
         route ([`~trl_paddingfree.model.routes.Route`]):
             How its models compute flat batches.
@@ -45,7 +46,7 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
         )
     # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
     call = trainer.model_wrapped if is_sharded(accelerator) else None
-    with nullcontext() if accelerator.is_fsdp2 else accelerator.autocast():  # FSDP2 casts weights and inputs instead
+    with in_precision(accelerator):
         router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
         kept = count_kept_bytes(base, route, call, accelerator.device, images, **router)
     if images:  # a tower that nothing trains keeps nothing
@@ -94,7 +95,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of distinct storages on this device: of a sharded tensor its own part."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        own = tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+        own = local_part(tensor)
         own = getattr(own, "ds_tensor", own)  # ZeRO-3
         storages[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
     return sum(storages.values())

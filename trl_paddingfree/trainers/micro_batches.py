@@ -39,9 +39,8 @@ def arranged_sampler(
         use_seedable_sampler (`bool`, *optional*, defaults to `True`):
             Whether accelerate would put a sampler of its own in the place of a random one.
     """
-    if (
-        isinstance(sampler, RandomSampler) and use_seedable_sampler
-    ):  # what accelerate would put in its place, had it found it
+    if isinstance(sampler, RandomSampler) and use_seedable_sampler:
+        # What accelerate would put in its place, had it found it
         sampler = SeedableRandomSampler(sampler.data_source, data_seed=data_seed)
     return StepSampler(sampler, step_size, arrange)
 

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,11 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
     return unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped  # type: ignore
 
 
+def in_precision(accelerator: Accelerator) -> AbstractContextManager:
+    """The context in which the trainer calls its models: autocast, but FSDP2 casts weights and inputs instead."""
+    return nullcontext() if accelerator.is_fsdp2 else accelerator.autocast()
+
+
 class StartUpCheck:
     """
     Plans and proves the routes of a trainer's models.
@@ -54,20 +59,16 @@ class StartUpCheck:
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
 
-    def base(self, model: Any) -> PreTrainedModel:
-        """See [`base_of`]."""
-        return base_of(self.accelerator, model)
-
     def can_call(self, model: Any, is_trained: bool) -> bool:
         """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
         plugin = self.accelerator.state.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
             return not is_trained
-        return self.base(model).device.type == self.accelerator.device.type
+        return self._base(model).device.type == self.accelerator.device.type
 
     def plan(self, model: Any) -> Route:
         """The route to try first."""
-        base = self.base(model)
+        base = self._base(model)
         return choose_route(
             base,
             self.options.flat_attention,
@@ -91,7 +92,7 @@ class StartUpCheck:
         for model, route in zip(models, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
             if self.options.prefix_sharing and reason:
-                logger.warning(f"{type(self.base(model)).__name__} trains without shared prefixes: {reason}.")
+                logger.warning(f"{type(self._base(model)).__name__} trains without shared prefixes: {reason}.")
         results = list(map(self._prove, models, routes))
         sharing = {result.prefix_sharing for result in results}
         if len(sharing) > 1:
@@ -102,14 +103,13 @@ class StartUpCheck:
             logger.warning(
                 f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
             )
-            if said := describe_state_layers(self.base(models[0])):
+            if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
         return results[0].route
 
     def _prove(self, model: Any, route: Route) -> CheckResult:
-        base = self.base(model)
-        # FSDP2 casts weights and inputs instead
-        with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast(), self._checkpointing(base):
+        base = self._base(model)
+        with in_precision(self.accelerator), self._checkpointing(base):
             fallback = self.options.flat_attention == "auto"
             no_gradients = self._why_no_gradients(model)
             result, failed = prove(
@@ -158,18 +158,18 @@ class StartUpCheck:
         if images is None or not images.names:
             logger.warning("The first examples have no images: nothing was there to try the model's images on.")
             return results
-        if results[0].route.backend in ("flash", "positions") and sees_both_ways(self.base(models[0])):
+        if results[0].route.backend in ("flash", "positions") and sees_both_ways(self._base(models[0])):
             logger.warning(
                 f"`attn_implementation={results[0].route.previous!r}` lets image tokens of "
-                f"{type(self.base(models[0])).__name__} see only what precedes them, with padding and without. The "
+                f"{type(self._base(models[0])).__name__} see only what precedes them, with padding and without. The "
                 "model was made to let them see their whole image: load it with 'sdpa'."
             )
 
         def prove_each(routes: Sequence[Route]) -> list[CheckResult]:
             found = []
             for model, route in zip(models, routes, strict=True):
-                with nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast():
-                    found.append(prove_images(self.base(model), route, images, call=model, agree=self._all_agree))
+                with in_precision(self.accelerator):
+                    found.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
             return found
 
         found = prove_each([result.route for result in results])
@@ -181,6 +181,9 @@ class StartUpCheck:
             for model, text, image in zip(models, results, found, strict=True)
         ]
         return [replace(image, gradients=text.gradients) for image, text in zip(found, texts, strict=True)]
+
+    def _base(self, model: Any) -> PreTrainedModel:
+        return base_of(self.accelerator, model)
 
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""

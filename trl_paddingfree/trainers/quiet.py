@@ -6,9 +6,9 @@ import warnings
 
 def silence() -> None:
     """
-    Keep out what is said of names that TRL calls and transformers has renamed, and of kernels that nobody asked for.
+    Silence warnings about names that TRL calls and transformers has renamed, and about kernels that nobody asked for.
 
-    Other messages stay.
+    All other messages stay.
     """
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -179,22 +179,20 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     """
     kwargs = config.gradient_checkpointing_kwargs or {}
     offloads = getattr(config, "activation_offloading", False)  # not all of TRL's configurations have it
-    reasons = {
-        "`activation_offloading=True`": offloads and "it moves to the CPU what the budget counts",
-        "`torch_compile=True`": config.torch_compile
-        and "every number of recomputed layers is another graph to compile",
-        "`gradient_checkpointing_kwargs={'selective': True}`": kwargs.get("selective")
-        and "it keeps results of attention that no count of saved tensors shows",
-        "`gradient_checkpointing_kwargs={'offload': True}`": kwargs.get("offload")
-        and "it moves to the CPU what the budget counts",
-        f"`gradient_checkpointing_kwargs={{'every_n_layers': {kwargs.get('every_n_layers')}}}`": kwargs.get(
-            "every_n_layers", 1
-        )
-        != 1
-        and "it decides which layers recompute, too",
-    }
-    for name, reason in reasons.items():
-        if reason:
+    every = kwargs.get("every_n_layers", 1)
+    moves, of_kwargs = "it moves to the CPU what the budget counts", "gradient_checkpointing_kwargs"
+    for is_set, name, reason in (
+        (offloads, "`activation_offloading=True`", moves),
+        (config.torch_compile, "`torch_compile=True`", "every number of recomputed layers is another graph to compile"),
+        (
+            kwargs.get("selective"),
+            f"`{of_kwargs}={{'selective': True}}`",
+            "it keeps results of attention that no count of saved tensors shows",
+        ),
+        (kwargs.get("offload"), f"`{of_kwargs}={{'offload': True}}`", moves),
+        (every != 1, f"`{of_kwargs}={{'every_n_layers': {every}}}`", "it decides which layers recompute, too"),
+    ):
+        if is_set:
             raise ValueError(
                 f"`memory_budget={options.memory_budget}` cannot be combined with {name}: {reason}. Leave one of them "
                 "out."

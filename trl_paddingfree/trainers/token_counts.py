@@ -16,7 +16,7 @@ class TokenCounts:
         self.logged, self.new, self.logged_at = BatchCounts(), BatchCounts(), time.perf_counter()
 
     def add(self, counts: BatchCounts) -> None:
-        """Take note of a micro-batch."""
+        """Add the counts of a micro-batch."""
         self.new += counts
 
     @property

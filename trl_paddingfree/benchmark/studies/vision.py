@@ -98,7 +98,7 @@ def make_processor() -> Any:
 
 
 def make_model(vocab_size: int) -> Any:
-    """A LLaVA of about 2 million weights, from scratch."""
+    """A LLaVA of about half a million weights, from scratch."""
     torch.manual_seed(0)
     tower = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     text: dict[str, Any] = {
