@@ -85,10 +85,28 @@ def test_rows_that_share_the_placeholders_of_different_images_are_caught(monkeyp
     assert not prove_images(model, SHARED, probe).prefix_sharing
 
 
-def test_images_that_never_arrive_are_caught():
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_images_behind_a_projector_that_starts_at_zero_are_proven(monkeypatch, is_trained):
+    model, probe = make("gemma3")
+    projector = model.model.multi_modal_projector
+    torch.nn.init.zeros_(projector.mm_input_projection_weight)  # as transformers makes it
+    model.requires_grad_(is_trained)
+    assert prove_images(model, SHARED, probe).effect > LARGE
+    assert not projector.mm_input_projection_weight.any()
+    monkeypatch.setattr(flat_batch, "flat_blocks", lambda blocks, paths, size: None)
+    caught(model, probe)
+
+
+def test_images_that_never_arrive_are_caught(monkeypatch):
     model, probe = make("llava")
-    for parameter in model.model.multi_modal_projector.parameters():
-        torch.nn.init.zeros_(parameter)
+    features_of = model.model.get_image_features
+
+    def nothing(*args, **kwargs):
+        outputs = features_of(*args, **kwargs)
+        outputs.pooler_output = [torch.zeros_like(features) for features in outputs.pooler_output]
+        return outputs
+
+    monkeypatch.setattr(model.model, "get_image_features", nothing)
     with pytest.raises(UnprovenModelError, match="make no difference to the model: they never arrive"):
         prove_images(model, SHARED, probe)
 

@@ -288,12 +288,28 @@ def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):
         PaddingFreeSFTTrainer(make_model(), args=args, train_dataset=dataset, processing_class=make_tokenizer())
 
 
+def build_other(task, model, processor, **options):
+    trainer, arguments, data = ALL_TRAINERS[task], {}, vision_pairs(4, SEED)
+    if task == "kto":
+        arguments["ref_model"] = make_vision("llava", seed=SEED)[0]
+        data = vision_completions(4, SEED).add_column("label", [True, False] * 2)
+    elif task in ("grpo", "rloo"):
+        arguments["reward_funcs"], options["beta"] = len, 0.0
+    args = trainer.config_class("unused", bf16=False, use_cpu=True, report_to="none", **options)
+    return trainer(model=model, args=args, train_dataset=data, processing_class=processor, **arguments)
+
+
 @pytest.mark.parametrize("task", ["kto", "reward", "grpo", "rloo"])
 def test_other_trainers_refuse_images(task):
-    trainer, reward = ALL_TRAINERS[task], {"reward_funcs": len} if task in ("grpo", "rloo") else {}
-    args = trainer.config_class("unused", bf16=False, use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match="The data has a column `images`: only SFT and DPO train on images"):
-        trainer(model=make_model(), args=args, train_dataset=vision_pairs(4, SEED), **reward)
+        build_other(task, *make_vision("llava", seed=SEED))
+
+
+def test_what_trl_refuses_of_images_in_kto_is_refused_in_its_words():
+    with pytest.raises(ValueError, match="appears to be vision-related"):
+        build_other("kto", make_model(), make_tokenizer())
+    with pytest.raises(ValueError, match="`precompute_ref_log_probs=True` is not supported for vision datasets"):
+        build_other("kto", *make_vision("llava", seed=SEED), precompute_ref_log_probs=True)
 
 
 def test_videos_are_refused():

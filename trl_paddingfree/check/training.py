@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..model.restored import modes_restored, random_state_restored
 from ..model.saved_bytes import local_part
 
-# Spread of adapter weights that are moved off zero: as after some steps of training
+# Spread of weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
 # Parameters of at most this many entries are small: norms, biases, routers, adapters
 _SMALL = 2**18
@@ -37,7 +37,7 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks on compiled modules would not run
         if isinstance(call, DistributedDataParallel):
             stack.enter_context(call.no_sync())
-        for restored in (_buffers_restored, _in_training_mode, _without_dropout, _moved_off_zero):
+        for restored in (_buffers_restored, _in_training_mode, _without_dropout, moved_off_zero):
             stack.enter_context(restored(modules))
         yield
 
@@ -84,16 +84,23 @@ def _buffers_restored(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _moved_off_zero(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> Iterator[None]:
     """
-    Weights of adapters that start at zero hide what the adapter does.
+    Weights of adapters, and of projectors of images, that start at zero hide what the adapter or projector does.
 
     Full training moves weights that are zero, too: what starts at zero is small either way.
+
+    Args:
+        modules (`Sequence[torch.nn.Module]`):
+            The modules whose own weights to look at.
+        frozen (`bool`, *optional*, defaults to `False`):
+            Whether to move weights that are not trained, too: a reference starts as the model that is.
     """
     generator, zeros = torch.Generator().manual_seed(0), []
     for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
         weight = local_part(parameter.detach())
-        if parameter.requires_grad and weight.is_floating_point() and weight.numel() and not weight.any():
+        is_taken = (frozen or parameter.requires_grad) and weight.is_floating_point()
+        if is_taken and weight.numel() and not weight.any():
             zeros.append((weight, weight.clone()))
             weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
     try:

@@ -17,6 +17,7 @@ from ..model.forward import install
 from ..model.routes import Route
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, compute_dtype, root_mean_square, undisturbed
 from .prove import CheckResult, UnprovenModelError
+from .training import moved_off_zero
 
 
 class ImageExamples(Protocol):
@@ -54,6 +55,8 @@ def check_images(
     """
     Run `model` on examples flat, and one by one. Leaves `route` installed, and the model otherwise as it was.
 
+    Weights that are zero are moved off it: behind a projector that starts at zero no image makes a difference yet.
+
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Vision-language model with TRL's fused LM head.
@@ -66,7 +69,7 @@ def check_images(
     """
     names, log_probs = examples.names, partial(_log_probs, model, call=call)
     install(model, route)
-    with undisturbed(model):
+    with undisturbed(model), moved_off_zero([*model.modules()], frozen=True):
         alone = {name: log_probs([name], examples.padded([name]))[name] for name in names}
         padded = log_probs(names, examples.padded(names))
         try:

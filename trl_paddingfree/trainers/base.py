@@ -24,7 +24,7 @@ from .micro_batches import Part, PartMetrics
 from .model_card import describe_method
 from .proving import StartUpCheck, base_of
 from .quiet import silence
-from .refusals import given_datasets, refuse_unflattenable, warn_of_dropout
+from .refusals import given_datasets, refuse_images, refuse_unflattenable, warn_of_dropout
 from .token_counts import TokenCounts, gathered
 
 
@@ -109,14 +109,15 @@ class FlatTrainer(WholeCheckpoints):
         finally:
             config.padding_free = True
         self.padding_free = True
+        if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
+            refuse_images(arguments)
         self.start_flat()
         self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches."""
-        collator = self.collator_of(has_images(arguments.get("train_dataset")))
-        refuse_unflattenable(arguments, collator, takes_images=self.task.vision_collator is not None)
+        refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
 
     def collator_of(self, with_images: bool) -> Any:
         """The collator class that gives flat batches of data with or without images."""

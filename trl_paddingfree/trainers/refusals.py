@@ -23,7 +23,7 @@ from .configs import PaddingFreeOptions
 logger = logging.get_logger(__name__)
 
 
-def refuse_unflattenable(arguments: dict[str, Any], collator: type, takes_images: bool) -> None:
+def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     """
     Refuse trainer arguments that cannot be combined with flat batches.
 
@@ -32,8 +32,6 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type, takes_images
             Arguments of the trainer.
         collator (`type`):
             The collator class that gives flat batches.
-        takes_images (`bool`):
-            Whether the trainer takes data with images.
 
     Raises:
         `ValueError`: Naming the argument, its value, and what to change.
@@ -45,8 +43,6 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type, takes_images
     _refuse_file(config.output_dir)
     for name, dataset in given_datasets(arguments):
         _refuse_empty(dataset, name)
-        if not takes_images:
-            _refuse_vision(dataset)
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
@@ -79,8 +75,8 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
         peft_config = model.active_peft_config
     if isinstance(peft_config, PromptLearningConfig):
         raise ValueError(
-            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, which a flat "
-            "batch cannot hold. Use LoRA, or set `padding_free=False`."
+            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, as all "
+            "prompt-learning does, which a flat batch cannot hold. Use LoRA, or set `padding_free=False`."
         )
     if tokens := getattr(peft_config, "alora_invocation_tokens", None):
         raise ValueError(
@@ -121,15 +117,6 @@ def _refuse_sequence_parallelism(config: Any) -> None:
                 f"`parallelism_config` with `{size}={getattr(parallelism, size)}`: {kind} parallelism cuts rows into "
                 f"parts of equal length, and a flat batch is not made of rows. Set `{size}=1`, or `padding_free=False`."
             )
-
-
-def _refuse_vision(dataset: Any) -> None:
-    found = [name for name in column_names(dataset) if name in ("image", "images")]
-    if found:
-        raise ValueError(
-            f"The data has a column `{found[0]}`: only SFT and DPO train on images without padding. Leave the column "
-            f"out with `dataset.remove_columns('{found[0]}')` to train on the text, or set `padding_free=False`."
-        )
 
 
 def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
@@ -329,6 +316,27 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
             "by the lengths of all examples, and TRL processes images on the fly: those of examples with images are "
             "not known before. Set `oversized_examples='alone'`."
         )
+
+
+def refuse_images(arguments: dict[str, Any]) -> None:
+    """
+    Refuse data with images, for a trainer that does not compute them from a flat row.
+
+    Args:
+        arguments (`dict[str, Any]`):
+            Arguments of the trainer.
+
+    Raises:
+        `ValueError`: Naming the column, and what to change.
+    """
+    for _, dataset in given_datasets(arguments):
+        found = [name for name in column_names(dataset) if name in ("image", "images")]
+        if found:
+            raise ValueError(
+                f"The data has a column `{found[0]}`: only SFT and DPO train on images without padding. Leave the "
+                f"column out with `dataset.remove_columns('{found[0]}')` to train on the text, or set "
+                "`padding_free=False`."
+            )
 
 
 def refuse_blind(model: Any) -> None:

@@ -16,6 +16,7 @@ from ..data.prepare import log_dropped
 from ..data.task import Task
 from .collated import CollatedTrainer
 from .configs import PaddingFreeRewardConfig
+from .refusals import refuse_images
 
 REWARD = Task(
     name="reward",
@@ -85,6 +86,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
+        refuse_images(arguments)  # TRL knows of none here, and would tokenize the messages that hold them
         task_type = getattr(arguments.get("peft_config"), "task_type", None)
         if task_type == TaskType.CAUSAL_LM:
             raise ValueError(
