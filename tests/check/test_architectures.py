@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers.utils import is_flash_attn_2_available
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -82,8 +80,6 @@ def make(name: str, attention: str | None, dtype: torch.dtype = torch.float32):
 
 @pytest.mark.parametrize("name", EAGER_ONLY)
 def test_attention_that_sdpa_cannot_compute_is_not_loaded_with_it(name):
-    if name == "gemma2" and Version(transformers.__version__) < Version("5.21"):
-        pytest.skip("transformers loads it, and leaves out its soft-capping")
     with pytest.raises(ValueError, match="scaled_dot_product_attention"):
         make(name, "sdpa")
 

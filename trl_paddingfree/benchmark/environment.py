@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,7 +62,8 @@ def environment(device: str) -> dict[str, Any]:
 
 def machine_name(found: dict[str, Any]) -> str:
     """The device of an environment, for people."""
-    return found.get("gpu") or f"{found['processor']}, {found['threads']} of {found['cores']} cores"
+    processor = re.sub(r"\((R|TM)\)| Processor| CPU", "", found["processor"])
+    return found.get("gpu") or f"{processor}, {found['threads']} of {found['cores']} cores"
 
 
 def keep_pages() -> bool:
