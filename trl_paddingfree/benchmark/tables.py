@@ -9,7 +9,10 @@ from .shapes import display_name
 
 # What the README shows: by task and rows
 HEADLINE = (("dpo", "ultrafeedback_1000"), ("dpo", "hh_harmless_1500"), ("sft", "p3_flanlike_clear_5000"))
-HEADS = ("machine, model", "rows", "padding-free", "with shared prefixes", "FLOPs", "FLOPs / limit")
+HEADS = (
+    *("machine, model", "rows", "padding-free", "with shared prefixes", "with `memory_budget`"),
+    *("FLOPs", "FLOPs / limit"),
+)
 KEPT_HEADS = (
     *("machine, model", "rows", "TRL, nothing recomputed", "shared prefixes", "with `memory_budget`"),
     *("the same / TRL, nothing recomputed", "FLOPs / TRL", "FLOPs / TRL, nothing recomputed"),
@@ -20,8 +23,8 @@ KEPT_EXPLANATION = (
     "the column names the other baseline. All methods run with an allocator that keeps its pages."
 )
 EXPLANATION = (
-    "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time), and "
-    "floating-point operations relative to padded TRL's and to the fewest possible."
+    "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time). Floating-point "
+    "operations: with shared prefixes, relative to padded TRL's and to the fewest possible."
 )
 
 
@@ -55,8 +58,7 @@ def rows(folder: Path, link: str) -> list[tuple[str, str, tuple[str, str], str]]
             cells = [
                 f"[{machine}]({page})",
                 f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}{reference}",
-                speedup(methods["flat"], result) if "flat" in methods else "",
-                speedup(methods["shared"], result) if "shared" in methods else "",
+                *(speedup(methods[name], result) if name in methods else "" for name in ("flat", "shared", "budget")),
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops_over_limit']:.3f}",
             ]
@@ -92,14 +94,14 @@ def kept(folder: Path, link: str) -> list[str]:
 
 def table(lines: list[str]) -> list[str]:
     """Lines of a table under their heads."""
-    return [f"| {' | '.join(HEADS)} |", "|-|-|-:|-:|-:|-:|", *lines]
+    return [f"| {' | '.join(HEADS)} |", "|-|-|-:|-:|-:|-:|-:|", *lines]
 
 
 def chart(folder: Path) -> list[str]:
-    """The chart of the first result that has one."""
-    drawn = (path for path, _ in results(folder) if not Path(path).name.startswith("crossover"))
-    charts = (Path(path).with_suffix(".png") for path in drawn if (folder / path).with_suffix(".png").exists())
-    return [f"![Speed-up over padded TRL]({path.as_posix()})", ""] if (path := next(charts, None)) else []
+    """The newest chart of DPO."""
+    dated = sorted((result.get("date", ""), path) for path, result in results(folder) if Path(path).stem == "dpo")
+    charts = [chart for _, path in dated if (folder / (chart := Path(path).with_suffix(".png"))).exists()]
+    return [f"![Speed-up over padded TRL]({charts[-1].as_posix()})", ""] if charts else []
 
 
 def headline(folder: Path) -> str:
