@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.helpers.architectures import tiny_model
@@ -99,6 +100,19 @@ def test_predicted_bytes_of_4_bit_weights(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
     made_of = {"peft_config": lora(), "processing_class": AutoTokenizer.from_pretrained(folder)}
     assert_predicted(made(DPO, model, preference_data(16, SEED), trainer_kwargs=made_of))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
+    kwargs = {"processing_class": tokenizer}
+    trainer = made(SFT, make_model(dtype=dtype, vocab_size=32768), conversations(8, SEED), trainer_kwargs=kwargs)
+    ids = torch.randint(32768, (4, 128))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer.model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs.sum().backward()
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    # What the layers keep of so few tokens is next to nothing
+    assert trainer.flat.memory.needs.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
 
 
 def test_counting_leaves_the_model_as_it_was(folder):

@@ -21,6 +21,9 @@ MARGIN = 0.1
 # How many tensors of the size of its largest the backward pass of a layer has at a time: gradients of the inputs and
 # of the output of one product
 WORKING_TENSORS = 3
+# Bytes per logit besides the logits: without Triton, TRL makes a tile into its gradient by seven more tensors at a
+# time, in float32 whatever the model's dtype, and a mask
+TORCH_TILE = 7 * 4 + 1
 
 
 def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
@@ -156,10 +159,11 @@ def needs_of(kept: KeptBytes, fixed: int, model: Any) -> MemoryNeeds:
         summed[LOADS.index("scored")] = 4 * model.config.get_text_config().hidden_size
         summed[LOADS.index("constant")] = 4 * head.numel() * head.requires_grad
         rows, columns = upstream.lm_head_tile()
-        # Without Triton, a tile is made into log-probabilities step by step
-        copies = 1 if head.device.type == "cuda" else 3
         # TRL computes in the dtype of autocast, which is not wider than this
-        tile = copies * columns * model.dtype.itemsize, rows
+        per_row = columns * model.dtype.itemsize
+        if head.device.type != "cuda":
+            per_row += TORCH_TILE * min(columns, model.config.get_text_config().vocab_size)
+        tile = per_row, rows
     working = WORKING_TENSORS * kept.largest.max(0)
     return MemoryNeeds(fixed, kept.kept, kept.recomputed, kept.outside, summed, tile, working)
 

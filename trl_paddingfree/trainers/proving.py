@@ -168,7 +168,7 @@ class StartUpCheck:
         def prove_each(routes: Sequence[Route]) -> list[CheckResult]:
             found = []
             for model, route in zip(models, routes, strict=True):
-                with in_precision(self.accelerator):
+                with in_precision(self.accelerator), self._cut_images_are_named():
                     found.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
             return found
 
@@ -181,6 +181,18 @@ class StartUpCheck:
             for model, text, image in zip(models, results, found, strict=True)
         ]
         return [replace(image, gradients=text.gradients) for image, text in zip(found, texts, strict=True)]
+
+    @contextmanager
+    def _cut_images_are_named(self) -> Iterator[None]:
+        """Say that `max_length` may cut an image, as TRL says in training: the check comes before."""
+        try:
+            yield
+        except ValueError as error:
+            limit = self.args.max_length if self.args is not None else None
+            if limit is None or "Image features and image tokens do not match" not in str(error):
+                raise
+            cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."
+            raise ValueError(f"{error}. {cut}") from error
 
     def _base(self, model: Any) -> PreTrainedModel:
         return base_of(self.accelerator, model)
