@@ -45,6 +45,11 @@ def speedup(method: dict[str, Any], result: dict[str, Any]) -> str:
     return f"{method['speedup']:.2f}x{core}"
 
 
+def speedups(names: tuple[str, ...], methods: dict[str, Any], result: dict[str, Any]) -> list[str]:
+    """The speed-up of each method, empty where it was not measured."""
+    return [speedup(methods[name], result) if name in methods else "" for name in names]
+
+
 def rows(folder: Path, link: str) -> list[tuple[str, str, tuple[str, str], str]]:
     """For each measured set of rows: the date and the name of its result, its task and rows, its line of a table."""
     lines = []
@@ -58,7 +63,7 @@ def rows(folder: Path, link: str) -> list[tuple[str, str, tuple[str, str], str]]
             cells = [
                 f"[{machine}]({page})",
                 f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}{reference}",
-                *(speedup(methods[name], result) if name in methods else "" for name in ("flat", "shared", "budget")),
+                *speedups(("flat", "shared", "budget"), methods, result),
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops_over_limit']:.3f}",
             ]
@@ -80,10 +85,7 @@ def kept(folder: Path, link: str) -> list[str]:
             cells = [
                 f"[{machine_name(result['environment'])}, {display_name(settings['model'])}]({page})",
                 f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}",
-                *(
-                    speedup(methods[name], result) if name in methods else ""
-                    for name in ("trl-kept", "shared", "budget")
-                ),
+                *speedups(("trl-kept", "shared", "budget"), methods, result),
                 f"{ours['speedup'] / padded['speedup']:.2f}x ({ours['core_speedup'] / padded['core_speedup']:.2f}x)",
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops'] / padded['flops']:.0%}",
@@ -124,7 +126,7 @@ def everything(folder: Path) -> str:
             *table(claim),
             "",
             *chart(folder),
-            *(kept(folder, "") and [*kept(folder, ""), ""]),
+            *((without_recomputation := kept(folder, "")) and [*without_recomputation, ""]),
             "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
             "",
             *table(crossover),
