@@ -50,6 +50,11 @@ def assert_equals_padded(model, route: Route, seed: int, tolerance: float = TOLE
     assert batch.layout.segments.is_shared == route.prefix_sharing
     actual, gradients = log_probs_and_gradients(model, **padded, flat_batch=batch)
     assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance
+    assert_same_gradients(expected_gradients, gradients, tolerance)
+
+
+def assert_same_gradients(expected_gradients, gradients, tolerance: float = TOLERANCE) -> None:
+    """Each parameter's gradient, relative to its largest entry or, where that is next to nothing, to the model's."""
     assert gradients.keys() == expected_gradients.keys()
     scales = {name: gradient.abs().max() for name, gradient in expected_gradients.items()}
     least = NEGLIGIBLE * max(scales.values())
