@@ -273,7 +273,7 @@ class FlatBatch:
             `l+1`. Positions that nothing scores, or that lie beyond the end of the row, are 0.
         """
         index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
-        flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values[0])
+        flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values.squeeze(0))
         return flat[index[:, :-1]] * (mask[:, :-1] & mask[:, 1:])
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ class FlatBatch:
         Returns:
             `torch.Tensor` of shape `(R, L, D)`, 0 beyond the end of each row.
         """
-        return values[0][self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
+        return values.squeeze(0)[self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatBatch":
         """The same batch on another device."""

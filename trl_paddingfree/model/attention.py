@@ -51,7 +51,8 @@ def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | Non
 
     They are brought to `dtype` first, if one is given: fewer bytes to gather.
     """
-    query, key, value = (x.transpose(1, 2)[0].to(x.dtype if dtype is None else dtype) for x in (query, key, value))
+    # `x[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
+    query, key, value = (x.transpose(1, 2).squeeze(0).to(dtype or x.dtype) for x in (query, key, value))
     if layout.kv_index is not None:
         key, value = GatherKeyValue.apply(key, layout), GatherKeyValue.apply(value, layout)
     return query, key, value

@@ -248,7 +248,7 @@ def _pooled(
     positions = batch.row_index.gather(1, last)
 
     def read(hidden):
-        return hidden[0][positions.to(hidden.device)]
+        return hidden.squeeze(0)[positions.to(hidden.device)]
 
     with _flat_backbone(model, flat, batch, read, swaps_inputs=True), _noise_of_rows(model, batch):
         return previous_forward(**kwargs, input_ids=input_ids.gather(1, last))

@@ -1,0 +1,94 @@
+"""How many kernels a flat layer launches: a count, the same on every machine, and what a host-bound model pays for."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.architectures import tiny_model
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.model import attention
+from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.routes import Route
+
+MODELS = {"llama": None, "qwen3": "full_attention", "gemma3_text": "sliding_attention"}
+# Two rows with a prefix in common, and one without
+ROWS = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 2], [4, 3, 3]]
+
+
+class Launches(TorchDispatchMode):
+    """Operations that compute or copy something: neither views nor memory without content."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
+        name = function.name().split("::")[1].split(".")[0]
+        if not is_view and name not in ("empty", "empty_like", "_unsafe_view"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class OneKernel(torch.autograd.Function):
+    """Stands in for a varlen kernel: one launch forward and one backward, of no meaning."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        ctx.save_for_backward(query, key, value)
+        return torch.zeros_like(query)
+
+    @staticmethod
+    def backward(ctx, grad):
+        zeros = torch.zeros(sum(x.numel() for x in ctx.saved_tensors))  # three results of one kernel
+        parts = zeros.split([x.numel() for x in ctx.saved_tensors])
+        return tuple(part.view_as(x) for part, x in zip(parts, ctx.saved_tensors, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def one_kernel(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_reasons", lambda *args: [])
+    monkeypatch.setattr(attention, "torch_varlen", lambda: lambda q, k, v, *args: OneKernel.apply(q, k, v))
+
+
+def launches(model_type: str, n_layers: int, prefix_sharing: bool | None) -> tuple[Counter[str], Counter[str]]:
+    """What one pass launches forward and backward: padded if `prefix_sharing` is None."""
+    kinds = {"layer_types": [MODELS[model_type]] * n_layers} if MODELS[model_type] else {}
+    model = tiny_model(model_type, num_hidden_layers=n_layers, **kinds).train()
+    width = max(map(len, ROWS))
+    inputs = {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in ROWS]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ROWS]),
+    }
+    if prefix_sharing is not None:
+        install(model, Route("varlen", "sdpa", prefix_sharing=prefix_sharing))
+        inputs["flat_batch"] = FlatBatch.from_rows(ROWS, ROWS, prefix_sharing=prefix_sharing)
+    with Launches() as forward:
+        logits = model(**inputs, use_cache=False).logits
+    with Launches() as backward:
+        logits.sum().backward()
+    return Counter(forward.names), Counter(backward.names)
+
+
+def per_layer(model_type: str, prefix_sharing: bool | None) -> tuple[Counter[str], Counter[str]]:
+    """Launches that one more layer adds, forward and backward."""
+    (forward, backward), (more_forward, more_backward) = (launches(model_type, n, prefix_sharing) for n in (1, 2))
+    return more_forward - forward, more_backward - backward
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_flat_layer_launches_no_more_than_a_padded_one_and_two_gathers_each_way(model_type):
+    padded, flat, shared = (per_layer(model_type, sharing) for sharing in (None, False, True))
+    for each_way in range(2):
+        assert flat[each_way].total() <= padded[each_way].total()
+        # Keys and values are copied to their queries, and their gradients summed back
+        assert shared[each_way].total() == flat[each_way].total() + 2
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+def test_no_gradient_is_written_into_a_zeroed_copy(prefix_sharing):
+    """That of `states[0]` is one: a full pass over memory for each of queries, keys, values and logits."""
+    _, backward = launches("llama", 2, prefix_sharing)
+    assert "select_backward" not in backward
