@@ -1,0 +1,29 @@
+"""The study of pictures: all layouts learn the same, and are timed on the same batches."""
+
+import pytest
+
+from trl_paddingfree.benchmark.studies import vision
+
+pytest.importorskip("sklearn")
+
+
+def test_a_model_learns_digits_the_same_in_every_layout(monkeypatch):
+    make_rows = vision.make_rows
+    monkeypatch.setattr(vision, "make_rows", lambda images, targets, n, seed: make_rows(images, targets, 64, seed))
+    for name, steps in {"WARM_UP_STEPS": 0, "TIMED_STEPS": 2, "COUNTED_STEPS": 1}.items():
+        monkeypatch.setattr(vision, name, steps)
+    said: list[str] = []
+    results = vision.measure_vision({"sft": 2, "dpo": 2}, say=said.append)
+
+    assert [(one["task"], one["layout"]) for one in results] == [
+        (task, layout) for task, layouts in vision.LAYOUTS.items() for layout in layouts
+    ]
+    assert len(said) == len(results)
+    for one in results:
+        padded = next(other for other in results if other["task"] == one["task"])
+        assert one["losses"] == pytest.approx(padded["losses"], rel=1e-4)  # float32, after one optimizer step
+        assert one["text_gflop"] <= padded["text_gflop"]
+        assert (one["speed_up"]["median"] == 1) == (one is padded)
+    table = [line for line in vision.vision_report(results, "machine").splitlines() if line.startswith("| ")]
+    assert len(table) == 1 + len(results)
+    assert table[1].startswith("| SFT | TRL, padded | 1.00x (1.00 to 1.00) |")
