@@ -104,7 +104,7 @@ def test_tokens_of_a_block_see_each_other_in_every_row(draw, window):
 def test_segments_of_equal_shape_have_masks_of_their_own_where_blocks_differ():
     rows = [[1, IMAGE, IMAGE, 2], [1, 3, IMAGE, IMAGE]]
     batch = flat(rows, [0, 1], sharing=False, blocks=np.array(rows) == IMAGE)
-    first, second = (segment_mask(batch.layout, i) for i in range(2))
+    first, second = (segment_mask(batch.layout, [i]) for i in range(2))
     assert first[0, 0, 1, 2]
     assert not second[0, 0, 1, 2]
-    assert segment_mask(batch.layout.without_blocks(), 0) is None
+    assert segment_mask(batch.layout.without_blocks(), [0]) is None

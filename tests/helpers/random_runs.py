@@ -19,7 +19,7 @@ from trl_paddingfree import UnprovenModelError
 from trl_paddingfree.trainers.registry import TRAINERS
 
 # Averaged over micro-batches: moving examples weighs their tokens anew
-_MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward", "clip_ratio/")
+_MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward", "clip_ratio", "kl", "vespo/")
 FLOAT64_TOLERANCE = 2e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
 
 

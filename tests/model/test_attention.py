@@ -18,7 +18,7 @@ from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.prefix_tree import share_prefixes
 from trl_paddingfree.flat.segments import Segments
 from trl_paddingfree.model import attention
-from trl_paddingfree.model.attention import ATTENTION, GatherKeyValue, register_attention, varlen_reasons
+from trl_paddingfree.model.attention import ATTENTION, GatherRows, register_attention, varlen_reasons
 from trl_paddingfree.model.masks import FlatMask, dense_mask
 
 # float64 against float32 scores of the stand-in kernel: rounding of sums over at most 30 keys of order one
@@ -69,6 +69,8 @@ SEGMENTS = {
     "flat": Segments.from_lengths([7, 1, 12, 3]),
     "one branch": Segments((6, 3), (-1, 0), (0, 2)),
     "equal pairs": Segments((6,) * 3 + (3,) * 3, (-1,) * 3 + (0, 1, 2), (0,) * 3 + (2,) * 3),
+    # Roots and branches of about one shape, which are computed together
+    "short": Segments((6, 5, 7, 4, 6, 2, 3, 2, 1, 3), (-1,) * 5 + (0, 1, 2, 3, 4), (0,) * 5 + (6, 3, 7, 4, 2)),
     "nested": Segments((5, 4, 2, 9), (-1, 0, 1, -1), (0, 3, 6, 0)),
     f"random{SEED}": random_segments(SEED),
 }
@@ -260,7 +262,7 @@ def test_gradients_of_shared_keys_add_up_in_float32():
     segments = Segments((2, *[1] * copies), (-1, *[0] * copies), (0, *[1] * copies))
     layout = FlatLayout.from_segments(segments)
     key = torch.ones(segments.num_tokens, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    GatherKeyValue.apply(key, layout).sum().backward()
+    GatherRows.apply(key, layout.kv_rows).sum().backward()
     assert key.grad[0].item() == torch.tensor(copies + 1).bfloat16().item()
 
 
@@ -352,8 +354,15 @@ def test_a_model_that_computes_with_its_mask_is_told_that_it_is_none(compute):
         compute(mask)
 
 
-def test_consecutive_segments_of_one_shape_are_one_call(monkeypatch):
-    """Pairs of equal rows: a call for what holds the prompts, and one for what continues them."""
+CALLS = {
+    "equal pairs": [(3, 4, 6, 8), (3, 4, 3, 8)],  # what holds the prompts, and what continues them
+    "short": [(5, 4, 7, 8), (5, 4, 3, 8)],
+    "nested": [(1, 4, 5, 8), (1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 9, 8)],  # too few to bring them into another order
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_segments_of_about_one_shape_are_one_call(monkeypatch, name):
     calls, attention_function = [], upstream.attention_function
 
     def counted(previous, module):
@@ -364,6 +373,5 @@ def test_consecutive_segments_of_one_shape_are_one_call(monkeypatch):
         return attend
 
     monkeypatch.setattr(upstream, "attention_function", counted)
-    layout = FlatLayout.from_segments(SEGMENTS["equal pairs"])
-    ATTENTION["segment"](layout, "sdpa", Attention(1), *states(SEGMENTS["equal pairs"]))
-    assert calls == [(3, 4, 6, 8), (3, 4, 3, 8)]
+    ATTENTION["segment"](FlatLayout.from_segments(SEGMENTS[name]), "sdpa", Attention(1), *states(SEGMENTS[name]))
+    assert calls == CALLS[name]

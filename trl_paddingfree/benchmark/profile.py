@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from .measure import Runner
 
 # The gather of keys and values that shared prefixes need, and its gradient, as the profiler names them
-GATHER = ("GatherKeyValue", "GatherKeyValueBackward")
+GATHER = ("GatherRows", "GatherRowsBackward")
 
 
 def profile_step(runner: Runner, examples: list[dict[str, Any]], longest: int = 12) -> dict[str, Any] | None:

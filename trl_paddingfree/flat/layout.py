@@ -11,6 +11,36 @@ from .segments import Segments
 
 
 @dataclass(frozen=True)
+class RowIndex:
+    """
+    Where copies of rows come from, and where their gradients add up.
+
+    Args:
+        index (`torch.Tensor` of shape `(S,)`, int64):
+            The row that each copy is of.
+        order (`torch.Tensor` of shape `(S,)`, int64):
+            The copies sorted by row, in which their gradients add up.
+        offsets (`torch.Tensor` of shape `(rows + 1,)`, int64):
+            Where the copies of each row lie in `order`.
+    """
+
+    index: torch.Tensor
+    order: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, index: np.ndarray, num_rows: int) -> "RowIndex":
+        """Derive the tensors, on the CPU."""
+        order = np.argsort(index, kind="stable")
+        offsets = np.searchsorted(index[order], np.arange(num_rows + 1))
+        return cls(torch.from_numpy(index), torch.from_numpy(order), torch.from_numpy(offsets))
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "RowIndex":
+        """The same with `fn` of each tensor."""
+        return RowIndex(fn(self.index), fn(self.order), fn(self.offsets))
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     """
     What attention needs of [`Segments`], as tensors on one device, computed once per batch.
@@ -24,12 +54,8 @@ class FlatLayout:
             Boundaries of the keys of each query run.
         seq_idx (`torch.Tensor` of shape `(1, T)`, int32):
             Segment of each token, for layers that carry state.
-        kv_index (`torch.Tensor` of shape `(S,)`, int64, or `None`):
+        kv_rows (`RowIndex`, *optional*):
             Flat position of every key/value row; `None` when nothing is shared.
-        kv_order (`torch.Tensor` of shape `(S,)`, int64, or `None`):
-            The key/value rows sorted by flat position, in which the gradients of copies add up.
-        kv_offsets (`torch.Tensor` of shape `(T+1,)`, int64, or `None`):
-            Where the copies of each token lie in `kv_order`.
         blocks (`torch.Tensor` of shape `(T,)`, int64, *optional*):
             The image block of each token, all of whose tokens see one another, or -1. `None`, if attention is causal.
     """
@@ -38,30 +64,28 @@ class FlatLayout:
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     seq_idx: torch.Tensor
-    kv_index: torch.Tensor | None
-    kv_order: torch.Tensor | None
-    kv_offsets: torch.Tensor | None
+    kv_rows: RowIndex | None
     blocks: torch.Tensor | None = None
     _derived: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
         """Derive the tensors, on the CPU."""
-        kv_index, order, offsets = segments.kv_index, None, None
-        if kv_index is not None:
-            order = np.argsort(kv_index, kind="stable")
-            offsets = np.searchsorted(kv_index[order], np.arange(segments.num_tokens + 1))
+        kv_index = segments.kv_index
         seq_idx = np.repeat(np.arange(len(segments.lengths), dtype=np.int32), segments.lengths)
         return cls(
             segments=segments,
             cu_seqlens_q=torch.from_numpy(segments.cu_seqlens_q),
             cu_seqlens_k=torch.from_numpy(segments.cu_seqlens_k),
             seq_idx=torch.from_numpy(seq_idx)[None],
-            kv_index=None if kv_index is None else torch.from_numpy(kv_index),
-            kv_order=None if order is None else torch.from_numpy(order),
-            kv_offsets=None if offsets is None else torch.from_numpy(offsets),
+            kv_rows=None if kv_index is None else RowIndex.of(kv_index, segments.num_tokens),
             blocks=None if blocks is None or (blocks < 0).all() else torch.from_numpy(blocks),
         )
+
+    @property
+    def kv_index(self) -> torch.Tensor | None:
+        """`(S,)` int64: flat position of every key/value row; `None` when nothing is shared."""
+        return None if self.kv_rows is None else self.kv_rows.index
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +106,8 @@ class FlatLayout:
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "FlatLayout":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: fn(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        if self.kv_rows is not None:
+            moved["kv_rows"] = self.kv_rows.map(fn)
         return replace(self, **moved, _derived={})
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:

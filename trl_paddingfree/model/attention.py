@@ -9,7 +9,7 @@ to the bottom right: the last query sees the last key.
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import groupby
+from operator import mul
 from typing import Any
 
 import torch
@@ -17,80 +17,70 @@ from torch.nn.functional import embedding_bag
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
-from ..flat.layout import FlatLayout
+from ..flat.calls import AttentionCalls
+from ..flat.layout import FlatLayout, RowIndex
 from .backends import BackendName
 from .masks import BOUNDARIES, FlatMask, segment_mask
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class GatherKeyValue(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """
-    Copy key or value rows to where their queries need them: `(T, K, D)` to `(S, K, D)`.
+    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`.
 
     The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
     `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
     """
 
     @staticmethod
-    def forward(ctx, states: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
-        ctx.layout = layout
-        assert layout.kv_index is not None
-        return states.index_select(0, layout.kv_index)
+    def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+        ctx.rows = rows
+        return states.index_select(0, rows.index)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        layout, copies = ctx.layout, grad.reshape(len(grad), -1)
-        total = embedding_bag(layout.kv_order, copies, layout.kv_offsets, mode="sum", include_last_offset=True)
+        rows, copies = ctx.rows, grad.reshape(len(grad), -1)
+        total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
         return total.reshape(-1, *grad.shape[1:]), None
 
 
-def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None = None):
+def _in_rows(states: torch.Tensor, rows: RowIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """
-    `(1, heads, T, D)` states as the `(tokens, heads, D)` that varlen kernels read, with keys and values gathered.
+    `(1, heads, T, D)` states as `(S, heads, D)`: those of `rows`, or all.
 
     They are brought to `dtype` first, if one is given: fewer bytes to gather.
     """
-    # `x[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
-    query, key, value = (x.transpose(1, 2).squeeze(0).to(dtype or x.dtype) for x in (query, key, value))
-    if layout.kv_index is not None:
-        key, value = GatherKeyValue.apply(key, layout), GatherKeyValue.apply(value, layout)
-    return query, key, value
+    # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
+    states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
+    return states if rows is None else GatherRows.apply(states, rows)
 
 
-def runs_of_one_shape(layout: FlatLayout) -> list[tuple[int, int]]:
-    """`(first segment, number)` of consecutive segments that are as long as each other, and so are their keys."""
-
-    def find() -> list[tuple[int, int]]:
-        shapes = list(zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
-        if layout.blocks is not None:  # each segment has a mask of its own
-            return [(i, 1) for i in range(len(shapes))]
-        runs = (list(run) for _, run in groupby(range(len(shapes)), key=shapes.__getitem__))
-        return [(run[0], len(run)) for run in runs]
-
-    return layout.derived("runs of one shape", find)
+def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None):
+    """States as varlen kernels read them, of a dtype: queries of all tokens, keys and values of all paths."""
+    return (_in_rows(query, None, dtype), *(_in_rows(x, layout.kv_rows, dtype) for x in (key, value)))
 
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
     """
     The model's own attention function, called for one segment after another: exact on every device and dtype.
 
-    Consecutive segments of one shape are one call, because calls of short ones cost more than what they compute.
+    Short segments of about one shape are one call, see [`AttentionCalls`].
     """
     attend = upstream.attention_function(previous, module)
-    window, outputs = kwargs.pop("sliding_window", None), []
-    runs = runs_of_one_shape(layout)
-    lengths = [number * layout.segments.lengths[i] for i, number in runs]
-    key_lengths = [number * layout.segments.key_lengths[i] for i, number in runs]
-    query, key, value = _flat_states(query, key, value, layout)
+    window, outputs, calls = kwargs.pop("sliding_window", None), [], AttentionCalls.of(layout)
+    query, key, value = _in_rows(query, calls.query_rows), *(_in_rows(x, calls.key_rows) for x in (key, value))
+    numbers = list(map(len, calls.segments))
+    lengths, key_lengths = (list(map(mul, numbers, longest)) for longest in (calls.queries, calls.keys))
     # The gradient of a split is one concatenation, that of a slice as long as the flat axis
     states = zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True)
-    for (i, number), parts in zip(runs, states, strict=True):
+    for segments, number, parts in zip(calls.segments, numbers, states, strict=True):
         # Eager functions add their mask to the scores
-        mask = segment_mask(layout, i, window, query.dtype if previous == "eager" else None)
+        mask = segment_mask(layout, segments, window, query.dtype if previous == "eager" else None)
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
         outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    output = torch.cat(outputs)
+    return (output if calls.answers is None else GatherRows.apply(output, calls.answers))[None], None
 
 
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):

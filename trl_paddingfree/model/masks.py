@@ -3,8 +3,10 @@
 Shape legend: see [`~trl_paddingfree.flat.segments`].
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -64,44 +66,51 @@ class FlatMask(torch.Tensor):
 
 
 def segment_mask(
-    layout: FlatLayout, i: int, window: int | None = None, dtype: torch.dtype | None = None
+    layout: FlatLayout, segments: Sequence[int], window: int | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """
-    `(1, 1, length, start + length)` mask of segment `i`, made once per batch and shared by all layers.
+    `(n, 1, Q, L)` mask of segments that one call computes, made once per batch and shared by all layers.
 
-    Tokens see those before them, and those of their image block.
+    Tokens see those before them, and those of their image block. Padding sees what the last token of its segment sees,
+    so that no row is masked whole.
 
     Args:
         layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
             The layout of the batch.
-        i (`int`):
-            Index of the segment.
+        segments (`Sequence[int]`):
+            The segments; one only, if there are image blocks. `Q` and `L` are the most queries and keys of any. If all
+            have one shape, they share a mask: `n` is 1.
         window (`int`, *optional*):
             Number of positions that each query sees, itself included. All, if `None`.
         dtype (`torch.dtype`, *optional*):
             If set, a mask of this dtype to add to the scores. Otherwise a boolean mask, or `None` where plain causal
             attention is the same.
     """
-    start, length = layout.segments.starts[i], layout.segments.lengths[i]
-    window = window if window is not None and window < start + length else None
-    if start == 0 and window is None and dtype is None and layout.blocks is None:
+    shapes = [(layout.segments.starts[i], layout.segments.lengths[i]) for i in segments]
+    if len(set(shapes)) == 1:
+        shapes = shapes[:1]
+    queries, keys = max(length for _, length in shapes), max(map(sum, shapes))
+    window = window if window is not None and window < keys else None
+    if not any(start for start, _ in shapes) and window is None and dtype is None and layout.blocks is None:
         return None
 
     def make() -> torch.Tensor:
-        q = torch.arange(start, start + length, device=layout.device)[:, None]
-        k = torch.arange(start + length, device=layout.device)[None]
+        start, length = layout.tensor(np.array(shapes).T[..., None, None])
+        q = start + torch.minimum(torch.arange(queries, device=layout.device)[:, None], length - 1)
+        k = torch.arange(keys, device=layout.device)
         mask = k <= q
         if layout.blocks is not None:
+            (i,), ((first, _),) = segments, shapes
             blocks = layout.blocks[layout.tensor(layout.segments.path(i))]
-            mask = mask | ((blocks[start:, None] == blocks[None]) & (blocks[start:, None] >= 0))
+            mask = mask | ((blocks[first:, None] == blocks[None]) & (blocks[first:, None] >= 0))
         if window is not None:
             mask = mask & (k > q - window)
         if dtype is not None:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        return mask[None, None]
+        return mask[:, None]
 
-    which = () if layout.blocks is None else (i,)  # without blocks, segments of one shape share a mask
-    return layout.derived(("segment mask", start, length, window, dtype, *which), make)
+    which = () if layout.blocks is None else tuple(segments)  # without blocks, only shapes count
+    return layout.derived(("segment mask", tuple(shapes), window, dtype, *which), make)
 
 
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -123,7 +132,7 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
         index = torch.arange(total, device=layout.device) if layout.kv_index is None else layout.kv_index
         keys = index.split(layout.segments.key_lengths)
         for i, queries in enumerate(mask.split(layout.segments.lengths)):
-            queries[:, keys[i]] = segment_mask(layout, i, window, dtype)
+            queries[:, keys[i]] = segment_mask(layout, [i], window, dtype)
         return mask[None, None]
 
     return layout.derived(("dense mask", window, dtype), make)

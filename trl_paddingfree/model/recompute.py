@@ -17,18 +17,20 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch
-from .attention import runs_of_one_shape
+from ..flat.calls import AttentionCalls
+from ..flat.layout import FlatLayout
 from .backends import ATTENTION_BACKENDS
 from .restored import modes_restored, random_state_restored
 from .routes import Route
 from .saved_bytes import SavedBytes
+from .state_layers import state_layers
 
 # What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, those of branches (whose
 # heads attention under a mask may repeat), query-key pairs (where attention keeps its scores), those of branches (whose
-# masks are kept, one for a run of one shape), features and pixels of images, pairs of features (whose mask some towers
-# keep), scored tokens
+# masks are kept, one for those of a shape), queries and keys that pad short segments, features and pixels of images,
+# pairs of features (whose mask some towers keep), scored tokens
 LOADS = (
-    *("constant", "tokens", "keys", "branch_keys", "pairs", "branches"),
+    *("constant", "tokens", "keys", "branch_keys", "pairs", "branches", "query_padding", "key_padding"),
     *("features", "pixels", "feature_pairs", "scored"),
 )
 # Multiples of the chunks that layers with a state work in
@@ -70,10 +72,22 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
     last = [features, pixels, features**2, len(batch.scored_index)]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
-        branches = sum(lengths[i] * keys[i] for i, _ in runs_of_one_shape(batch.layout) if keys[i] > lengths[i])
-        branch_keys = keys[keys > lengths].sum()
-        return np.array([1, tokens, keys.sum(), branch_keys, (lengths * keys).sum(), branches, *last])
-    return np.array([1, tokens, tokens, 0, tokens**2, 0, *last])
+        sizes = _pairs_and_padding(batch.layout) if route.backend == "segment" else ((lengths * keys).sum(), 0, 0, 0)
+        return np.array([1, tokens, keys.sum(), keys[keys > lengths].sum(), *sizes, *last])
+    return np.array([1, tokens, tokens, 0, tokens**2, 0, 0, 0, *last])
+
+
+def _pairs_and_padding(layout: FlatLayout) -> tuple[int, int, int, int]:
+    """Of all calls of attention: query-key pairs, those of the masks of branches, and queries and keys that pad."""
+    calls, pairs, branches = AttentionCalls.of(layout), 0, 0
+    shapes = list(zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
+    num_queries = num_keys = 0
+    for call, queries, keys in zip(calls.segments, calls.queries, calls.keys, strict=True):
+        num_queries, num_keys = num_queries + len(call) * queries, num_keys + len(call) * keys
+        pairs += len(call) * queries * keys
+        if keys > queries:
+            branches += queries * keys * (1 if len({shapes[i] for i in call}) == 1 else len(call))
+    return pairs, branches, num_queries - layout.segments.num_tokens, num_keys - sum(layout.segments.key_lengths)
 
 
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
@@ -144,6 +158,9 @@ def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
     batches = [[tokens(_SHORT)], [tokens(_MIDDLE)], [tokens(_LONG)], [tokens(_SHORT), tokens(_SHORT)]]
     batches += [[shared + tokens(_SHORT), shared + tokens(_SHORT)] for shared in (prompt, context)]
     batches.append([prompt + tokens(_SHORT), prompt + tokens(_MIDDLE), prompt + tokens(_LONG)])
+    if route.backend == "segment" and not state_layers(model):  # these pad rows, in chunks
+        for start in ([], prompt):  # short segments, which are computed together
+            batches.append([start + tokens(_SHORT - i) for i in range(8)])
     flat = [FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in batches]
     unscored = [IGNORE_INDEX] * _MIDDLE + batches[2][0][_MIDDLE:]
     return [*flat, FlatBatch.from_rows(batches[2], [unscored], prefix_sharing=route.prefix_sharing)]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from .. import upstream
 from ..flat.layout import FlatLayout
 from ..flat.path_rows import PathRows
-from .attention import GatherKeyValue
+from .attention import GatherRows
 from .masks import BOUNDARIES, FlatMask, causal_mask
 
 # Names of children and buffers by which layers are known that mix tokens and have no convolution module: RWKV's shift
@@ -243,10 +243,10 @@ def _cut(value: Any, layout: FlatLayout, rows: PathRows) -> list[Any]:
         return [None] * len(rows.shapes)
     if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, layout.segments.num_tokens):
         return [value] * len(rows.shapes)
-    keys = value.as_subclass(torch.Tensor)[0]
-    if layout.kv_index is not None:
+    keys = value.as_subclass(torch.Tensor).squeeze(0)
+    if layout.kv_rows is not None:
         floating = keys.is_floating_point()
-        keys = GatherKeyValue.apply(keys, layout) if floating else keys.index_select(0, layout.kv_index)
+        keys = GatherRows.apply(keys, layout.kv_rows) if floating else keys.index_select(0, layout.kv_rows.index)
     if rows.slots is None:
         return [keys[None]]
     slots = torch.cat([keys, keys.new_zeros(1, *keys.shape[1:])]).index_select(0, rows.slots)
