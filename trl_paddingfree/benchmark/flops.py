@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..flat.batch import FlatBatch
+from ..flat.calls import AttentionCalls
 from ..flat.prefix_tree import adjacent_prefixes
 from .clock import now
 
@@ -45,10 +46,21 @@ class Work:
         return Work(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
-    def flat(cls, batch: FlatBatch) -> "Work":
-        """What a flat batch computes."""
+    def flat(cls, batch: FlatBatch, in_calls: bool = False) -> "Work":
+        """
+        What a flat batch computes.
+
+        Args:
+            batch ([`FlatBatch`]):
+                The batch.
+            in_calls (`bool`, *optional*, defaults to `False`):
+                Whether plain attention computes it, which pads short segments, rather than a kernel that knows of
+                boundaries.
+        """
         segments = batch.layout.segments
         pairs = sum(q * k for q, k in zip(segments.lengths, segments.key_lengths, strict=True))
+        if in_calls:
+            pairs = AttentionCalls.of(batch.layout).num_pairs
         return cls(segments.num_tokens, pairs, batch.shift_labels.size(1))
 
     @classmethod

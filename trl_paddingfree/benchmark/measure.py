@@ -155,8 +155,9 @@ class Runner:
     def work(self, batch: dict[str, Any]) -> Work:
         """What the trainer computes of a collated batch."""
         if "flat_batch" in batch:
-            layout = batch["flat_batch"].layout
-            return replace(Work.flat(batch["flat_batch"]), in_rows=slots_of_state_layers(self.base, layout))
+            flat_batch, in_calls = batch["flat_batch"], self.trainer.flat.route.backend == "segment"
+            in_rows = slots_of_state_layers(self.base, flat_batch.layout)
+            return replace(Work.flat(flat_batch, in_calls=in_calls), in_rows=in_rows)
         work = self._work_of_trl(batch)
         return replace(work, in_rows=work.tokens if carries_state(self.base) else 0)
 

@@ -49,6 +49,11 @@ class AttentionCalls:
         """The calls of a layout, made once for all layers."""
         return layout.derived("calls", lambda: cls._make(layout))
 
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs of all calls, those of padding among them."""
+        return sum(len(call) * q * k for call, q, k in zip(self.segments, self.queries, self.keys, strict=True))
+
     @classmethod
     def _make(cls, layout: FlatLayout) -> "AttentionCalls":
         segments = layout.segments

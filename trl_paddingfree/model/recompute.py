@@ -79,15 +79,14 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
 
 def _pairs_and_padding(layout: FlatLayout) -> tuple[int, int, int, int]:
     """Of all calls of attention: query-key pairs, those of the masks of branches, and queries and keys that pad."""
-    calls, pairs, branches = AttentionCalls.of(layout), 0, 0
+    calls, branches, num_queries, num_keys = AttentionCalls.of(layout), 0, 0, 0
     shapes = list(zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
-    num_queries = num_keys = 0
     for call, queries, keys in zip(calls.segments, calls.queries, calls.keys, strict=True):
         num_queries, num_keys = num_queries + len(call) * queries, num_keys + len(call) * keys
-        pairs += len(call) * queries * keys
         if keys > queries:
             branches += queries * keys * (1 if len({shapes[i] for i in call}) == 1 else len(call))
-    return pairs, branches, num_queries - layout.segments.num_tokens, num_keys - sum(layout.segments.key_lengths)
+    padding = num_queries - layout.segments.num_tokens, num_keys - sum(layout.segments.key_lengths)
+    return calls.num_pairs, branches, *padding
 
 
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
