@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trl_paddingfree.flat.calls import PAIRS_OF_A_CALL, AttentionCalls, segments_of_like_shape
@@ -13,6 +13,7 @@ ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1
 
 
 @given(rows=ROWS)
+@example(rows=[[0] * 20] + [[0] * n + [1, 1] for n in range(16, 8, -1)])  # padded keys, queries as they lie
 @settings(deadline=None)
 def test_each_token_is_answered_from_its_own_path(rows):
     """Queries and keys of the calls, compared with the definition of a path."""

@@ -71,6 +71,8 @@ SEGMENTS = {
     "equal pairs": Segments((6,) * 3 + (3,) * 3, (-1,) * 3 + (0, 1, 2), (0,) * 3 + (2,) * 3),
     # Roots and branches of about one shape, which are computed together
     "short": Segments((6, 5, 7, 4, 6, 2, 3, 2, 1, 3), (-1,) * 5 + (0, 1, 2, 3, 4), (0,) * 5 + (6, 3, 7, 4, 2)),
+    # Branches of one length, which leave the row that they share earlier and earlier: keys are padded, queries are not
+    "earlier": Segments((9, *[2] * 6), (-1, *[0] * 6), (0, 7, 6, 5, 4, 3, 2)),
     "nested": Segments((5, 4, 2, 9), (-1, 0, 1, -1), (0, 3, 6, 0)),
     f"random{SEED}": random_segments(SEED),
 }
@@ -357,6 +359,7 @@ def test_a_model_that_computes_with_its_mask_is_told_that_it_is_none(compute):
 CALLS = {
     "equal pairs": [(3, 4, 6, 8), (3, 4, 3, 8)],  # what holds the prompts, and what continues them
     "short": [(5, 4, 7, 8), (5, 4, 3, 8)],
+    "earlier": [(1, 4, 9, 8), (6, 4, 2, 8)],
     "nested": [(1, 4, 5, 8), (1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 9, 8)],  # too few to bring them into another order
 }
 

@@ -56,39 +56,45 @@ class AttentionCalls:
 
     @classmethod
     def _make(cls, layout: FlatLayout) -> "AttentionCalls":
-        segments = layout.segments
-        lengths, key_lengths, starts = segments.lengths, segments.key_lengths, segments.starts
-        if layout.blocks is not None:  # each segment has a mask of its own
-            calls = [[i] for i in range(len(lengths))]
-        else:
-            calls = [list(run) for _, run in groupby(range(len(lengths)), lambda i: (lengths[i], key_lengths[i]))]
-            grouped = segments_of_like_shape(lengths, key_lengths)
-            if len(grouped) + _CALLS_OF_AN_ORDER < len(calls):
-                calls = grouped
-        queries, keys = ([max(sizes[i] for i in call) for call in calls] for sizes in (lengths, key_lengths))
+        segments, calls = layout.segments, _calls(layout)
+        lengths, key_lengths = np.array(segments.lengths), np.array(segments.key_lengths)
+        queries, keys = ([int(sizes[call].max()) for call in calls] for sizes in (lengths, key_lengths))
         parts = tuple(map(tuple, calls)), tuple(queries), tuple(keys)
-        num_tokens, is_ordered = segments.num_tokens, sum(calls, []) == list(range(len(lengths)))
-        if is_ordered and sum(len(call) * most for call, most in zip(calls, queries, strict=True)) == num_tokens:
-            return cls(*parts, None, layout.kv_rows, None)
 
-        query_rows: list[np.ndarray] = []
-        key_rows: list[np.ndarray] = []
-        answers, first = np.empty(num_tokens, dtype=np.int64), 0
-        for call, most_queries, most_keys in zip(*parts, strict=True):
-            for i in call:
-                path, own = segments.path(i), segments.path(i)[starts[i] :]
-                answers[own] = np.arange(first, first + lengths[i])
-                first += most_queries
-                query_rows.append(_padded(own, most_queries))
-                key_rows.append(_padded(path, most_keys))
-        rows = [RowIndex.of(np.concatenate(index), num_tokens) for index in (query_rows, key_rows)]
-        rows.append(RowIndex.of(answers, first))
-        return cls(*parts, *(index.map(lambda x: x.to(layout.device, non_blocking=True)) for index in rows))
+        order, numbers = np.concatenate(calls), list(map(len, calls))
+        query_slots, key_slots = np.repeat(queries, numbers), np.repeat(keys, numbers)
+        is_ordered = (order[1:] > order[:-1]).all()
+
+        def row_index(index: np.ndarray, num_rows: int) -> RowIndex:
+            return RowIndex.of(index, num_rows).map(lambda x: x.to(layout.device, non_blocking=True))
+
+        query_rows, key_rows, answers = None, layout.kv_rows, None
+        if not is_ordered or (query_slots != lengths).any():
+            index = _runs(np.array(segments.offsets)[order], lengths[order], query_slots)
+            query_rows = row_index(index, segments.num_tokens)
+            firsts = np.cumsum(query_slots) - query_slots
+            answers = row_index(_runs(firsts[np.argsort(order)], lengths, lengths), len(index))
+        if not is_ordered or (key_slots != key_lengths).any():
+            index = _runs(segments.cu_seqlens_k[order], key_lengths[order], key_slots)
+            kv_index = segments.kv_index
+            key_rows = row_index(index if kv_index is None else kv_index[index], segments.num_tokens)
+        return cls(*parts, query_rows, key_rows, answers)
 
 
-def _padded(positions: np.ndarray, length: int) -> np.ndarray:
-    """`positions`, the last of them repeated up to `length`."""
-    return np.pad(positions, (0, length - len(positions)), mode="edge")
+def _calls(layout: FlatLayout) -> list[list[int]]:
+    """The segments of each call."""
+    lengths, key_lengths = layout.segments.lengths, layout.segments.key_lengths
+    if layout.blocks is not None:  # each segment has a mask of its own
+        return [[i] for i in range(len(lengths))]
+    neighbours = [list(run) for _, run in groupby(range(len(lengths)), lambda i: (lengths[i], key_lengths[i]))]
+    grouped = segments_of_like_shape(lengths, key_lengths)
+    return grouped if len(grouped) + _CALLS_OF_AN_ORDER < len(neighbours) else neighbours
+
+
+def _runs(firsts: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """`lengths[i]` numbers that count from `firsts[i]`, the last of them repeated up to `slots[i]`, for each `i`."""
+    within = np.arange(slots.sum()) - np.repeat(np.cumsum(slots) - slots, slots)
+    return np.repeat(firsts, slots) + np.minimum(within, np.repeat(lengths - 1, slots))
 
 
 def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:

@@ -78,6 +78,8 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
         # Eager functions add their mask to the scores
         mask = segment_mask(layout, segments, window, query.dtype if previous == "eager" else None)
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
+        if previous == "eager":  # products copy queries of several segments: a view of all would be kept beside
+            q = q.contiguous()
         outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
     output = torch.cat(outputs)
     return (output if calls.answers is None else GatherRows.apply(output, calls.answers))[None], None

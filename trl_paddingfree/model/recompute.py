@@ -158,8 +158,9 @@ def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
     batches += [[shared + tokens(_SHORT), shared + tokens(_SHORT)] for shared in (prompt, context)]
     batches.append([prompt + tokens(_SHORT), prompt + tokens(_MIDDLE), prompt + tokens(_LONG)])
     if route.backend == "segment" and not state_layers(model):  # these pad rows, in chunks
-        for start in ([], prompt):  # short segments, which are computed together
-            batches.append([start + tokens(_SHORT - i) for i in range(8)])
+        # Short segments, which are computed together: queries and keys are padded, or keys alone
+        batches.append([prompt + tokens(_SHORT - i) for i in range(8)])
+        batches.append([prompt, *(prompt[: _SHORT - i] + tokens(_SHORT) for i in range(1, 9))])
     flat = [FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in batches]
     unscored = [IGNORE_INDEX] * _MIDDLE + batches[2][0][_MIDDLE:]
     return [*flat, FlatBatch.from_rows(batches[2], [unscored], prefix_sharing=route.prefix_sharing)]
