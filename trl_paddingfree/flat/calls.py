@@ -12,9 +12,9 @@ import numpy as np
 
 from .layout import FlatLayout, RowIndex
 
-# Query-key pairs of padding that a call may have for each segment that it saves a call of its own. On a CPU, a call
-# costs the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it costs more pairs than that
-PAIRS_OF_A_CALL = 1024
+# What a segment may cost in padding for not having a call of its own: query-key pairs, and their share of its own pairs.
+# On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, more pairs than that
+PAIRS_OF_A_CALL, PADDED_SHARE = 1024, 1 / 8
 # Bringing states into the order of the calls, and answers out of it, costs as much as some calls
 _CALLS_OF_AN_ORDER = 4
 
@@ -99,7 +99,7 @@ def _runs(firsts: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> np.ndar
 
 def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
     """
-    Group segments so that the padding of a group costs less than calls of its segments alone.
+    Group segments so that the padding of a group costs less than calls of its segments alone, and little at all.
 
     Segments that continue others need a mask and those that do not need none, so that they are never together.
 
@@ -113,7 +113,7 @@ def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -
     Examples:
     ```python
     >>> from trl_paddingfree.flat.calls import segments_of_like_shape
-    >>> segments_of_like_shape([30, 400, 28, 5, 400], [30, 400, 28, 33, 400])
+    >>> segments_of_like_shape([30, 400, 29, 5, 400], [30, 400, 29, 33, 400])
     [[1, 4], [0, 2], [3]]
 
     ```
@@ -126,7 +126,7 @@ def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -
         if groups and is_branch[groups[-1][0]] == is_branch[i]:  # keys are those of the first, which has most
             more = max(queries, lengths[i])
             padding = (more - queries) * keys * len(groups[-1]) + more * keys - lengths[i] * key_lengths[i]
-            if padding <= PAIRS_OF_A_CALL:
+            if padding <= min(PAIRS_OF_A_CALL, PADDED_SHARE * lengths[i] * key_lengths[i]):
                 groups[-1].append(i)
                 queries = more
                 continue
