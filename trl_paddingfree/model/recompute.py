@@ -208,7 +208,10 @@ def count_kept_bytes(
             del output
     # A mask over all patches of all images is made once, outside of the tower's layers
     by_layer = _per_load(np.array(loads), np.array(inside), ("pairs", "branches"))
-    kept, recomputed, largest = np.moveaxis(by_layer, 0, -1)
+    kept, recomputed, _ = np.moveaxis(by_layer, 0, -1)
+    # The largest of several is no sum, and the few padded batches would lay its steps on padding
+    unpadded = np.array(loads) * [not name.endswith("padding") for name in LOADS]
+    largest = _per_load(unpadded, np.array(inside)[:, 2], ("pairs", "branches")).T
     return KeptBytes(kept, recomputed, largest, _per_load(np.array(loads), np.array(outside), _GROWING))
 
 
