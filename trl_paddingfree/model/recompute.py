@@ -202,13 +202,16 @@ def count_kept_bytes(
             with counter.counting():
                 output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
             loads.append(load(inputs["flat_batch"], route))
-            totals, largest = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)
-            inside.append([totals, counter.inputs, largest])
+            totals, peaks = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)
+            inside.append([totals, counter.inputs, peaks])
             outside.append(counter.total(-1))
             del output
     # A mask over all patches of all images is made once, outside of the tower's layers
     by_layer = _per_load(np.array(loads), np.array(inside), ("pairs", "branches"))
-    kept, recomputed, largest = np.moveaxis(by_layer, 0, -1)
+    kept, recomputed = np.moveaxis(by_layer, 0, -1)[:2]
+    # The largest of several is no sum, and the few padded batches would lay its steps on padding
+    unpadded = np.array(loads) * np.array([not name.endswith("padding") for name in LOADS])
+    largest = _per_load(unpadded, np.array(inside)[:, 2], ("pairs", "branches")).T
     return KeptBytes(kept, recomputed, largest, _per_load(np.array(loads), np.array(outside), _GROWING))
 
 
