@@ -70,9 +70,9 @@ SEGMENTS = {
     "one branch": Segments((6, 3), (-1, 0), (0, 2)),
     "equal pairs": Segments((6,) * 3 + (3,) * 3, (-1,) * 3 + (0, 1, 2), (0,) * 3 + (2,) * 3),
     # Roots and branches of about one shape, which are computed together
-    "short": Segments((6, 5, 7, 4, 6, 2, 3, 2, 1, 3), (-1,) * 5 + (0, 1, 2, 3, 4), (0,) * 5 + (6, 3, 7, 4, 2)),
+    "short": Segments((20, 19) * 3 + (4,) * 6, (-1,) * 6 + tuple(range(6)), (0,) * 6 + (18, 17) * 3),
     # Branches of one length, which leave the row that they share earlier and earlier: keys are padded, queries are not
-    "earlier": Segments((9, *[2] * 6), (-1, *[0] * 6), (0, 7, 6, 5, 4, 3, 2)),
+    "earlier": Segments((60,) + (4,) * 8, (-1,) + (0,) * 8, (0, *range(60, 52, -1))),
     "nested": Segments((5, 4, 2, 9), (-1, 0, 1, -1), (0, 3, 6, 0)),
     f"random{SEED}": random_segments(SEED),
 }
@@ -358,8 +358,8 @@ def test_a_model_that_computes_with_its_mask_is_told_that_it_is_none(compute):
 
 CALLS = {
     "equal pairs": [(3, 4, 6, 8), (3, 4, 3, 8)],  # what holds the prompts, and what continues them
-    "short": [(5, 4, 7, 8), (5, 4, 3, 8)],
-    "earlier": [(1, 4, 9, 8), (6, 4, 2, 8)],
+    "short": [(6, 4, 20, 8), (6, 4, 4, 8)],
+    "earlier": [(1, 4, 60, 8), (8, 4, 4, 8)],
     "nested": [(1, 4, 5, 8), (1, 4, 4, 8), (1, 4, 2, 8), (1, 4, 9, 8)],  # too few to bring them into another order
 }
 

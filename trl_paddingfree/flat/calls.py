@@ -12,8 +12,8 @@ import numpy as np
 
 from .layout import FlatLayout, RowIndex
 
-# What a segment may cost in padding for not having a call of its own: query-key pairs, and their share of its own pairs.
-# On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, more pairs than that
+# What padding may cost a segment that has no call of its own: query-key pairs, and their share of its own pairs. On a
+# CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
 PAIRS_OF_A_CALL, PADDED_SHARE = 1024, 1 / 8
 # Bringing states into the order of the calls, and answers out of it, costs as much as some calls
 _CALLS_OF_AN_ORDER = 4

@@ -72,7 +72,9 @@ def load(batch: FlatBatch, route: Route) -> np.ndarray:
     last = [features, pixels, features**2, len(batch.scored_index)]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
-        sizes = _pairs_and_padding(batch.layout) if route.backend == "segment" else ((lengths * keys).sum(), 0, 0, 0)
+        # Layers whose attention no varlen kernel can compute call plain attention
+        is_flash = route.backend == "flash"
+        sizes = ((lengths * keys).sum(), 0, 0, 0) if is_flash else _pairs_and_padding(batch.layout)
         return np.array([1, tokens, keys.sum(), keys[keys > lengths].sum(), *sizes, *last])
     return np.array([1, tokens, tokens, 0, tokens**2, 0, 0, 0, *last])
 
@@ -157,7 +159,7 @@ def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
     batches = [[tokens(_SHORT)], [tokens(_MIDDLE)], [tokens(_LONG)], [tokens(_SHORT), tokens(_SHORT)]]
     batches += [[shared + tokens(_SHORT), shared + tokens(_SHORT)] for shared in (prompt, context)]
     batches.append([prompt + tokens(_SHORT), prompt + tokens(_MIDDLE), prompt + tokens(_LONG)])
-    if route.backend == "segment" and not state_layers(model):  # these pad rows, in chunks
+    if route.backend in ("segment", "varlen") and not state_layers(model):  # these pad rows, in chunks
         # Short segments, which are computed together: queries and keys are padded, or keys alone
         batches.append([prompt + tokens(_SHORT - i) for i in range(8)])
         batches.append([prompt, *(prompt[: _SHORT - i] + tokens(_SHORT) for i in range(1, 9))])
