@@ -29,8 +29,9 @@ from .state_layers import state_layers
 # heads attention under a mask may repeat), query-key pairs (where attention keeps its scores), those of branches (whose
 # masks are kept, one for those of a shape), queries and keys that pad short segments, features and pixels of images,
 # pairs of features (whose mask some towers keep), scored tokens
+_PADDING = ("query_padding", "key_padding")
 LOADS = (
-    *("constant", "tokens", "keys", "branch_keys", "pairs", "branches", "query_padding", "key_padding"),
+    *("constant", "tokens", "keys", "branch_keys", "pairs", "branches", *_PADDING),
     *("features", "pixels", "feature_pairs", "scored"),
 )
 # Multiples of the chunks that layers with a state work in
@@ -208,13 +209,15 @@ def count_kept_bytes(
             inside.append([totals, counter.inputs, peaks])
             outside.append(counter.total(-1))
             del output
+    sizes, counts = np.array(loads), np.array(inside)
     # A mask over all patches of all images is made once, outside of the tower's layers
-    by_layer = _per_load(np.array(loads), np.array(inside), ("pairs", "branches"))
-    kept, recomputed = np.moveaxis(by_layer, 0, -1)[:2]
-    # The largest of several is no sum, and the few padded batches would lay its steps on padding
-    unpadded = np.array(loads) * np.array([not name.endswith("padding") for name in LOADS])
-    largest = _per_load(unpadded, np.array(inside)[:, 2], ("pairs", "branches")).T
-    return KeptBytes(kept, recomputed, largest, _per_load(np.array(loads), np.array(outside), _GROWING))
+    growing = ("pairs", "branches")
+    kept, recomputed = np.moveaxis(_per_load(sizes, counts, growing), 0, -1)[:2]
+    # The largest of several is no sum: what it is under padding would count for all tokens
+    is_padded, has_images = (sizes[:, list(map(LOADS.index, names))].any(1) for names in (_PADDING, ["features"]))
+    tells = ~is_padded | has_images
+    largest = _per_load(sizes[tells], counts[tells, 2], growing).T
+    return KeptBytes(kept, recomputed, largest, _per_load(sizes, np.array(outside), _GROWING))
 
 
 def _as_inputs(batch: FlatBatch) -> dict[str, Any]:
