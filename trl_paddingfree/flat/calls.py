@@ -12,9 +12,9 @@ import numpy as np
 
 from .layout import FlatLayout, RowIndex
 
-# What padding may cost a segment that has no call of its own: query-key pairs, and their share of its own pairs. On a
-# CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
-PAIRS_OF_A_CALL, PADDED_SHARE = 1024, 1 / 8
+# Query-key pairs of padding that a segment may cost for not having a call of its own, and their share of its own pairs.
+# On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
+PAIRS_OF_A_CALL, PADDED_SHARE = 1024, 1
 # Bringing states into the order of the calls, and answers out of it, costs as much as some calls
 _CALLS_OF_AN_ORDER = 4
 
@@ -99,7 +99,7 @@ def _runs(firsts: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> np.ndar
 
 def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
     """
-    Group segments so that the padding of a group costs less than calls of its segments alone, and little at all.
+    Group segments so that the padding of a group costs less than calls of its segments alone.
 
     Segments that continue others need a mask and those that do not need none, so that they are never together.
 
