@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 
@@ -14,6 +15,8 @@ from .micro_batches import Part, PartMetrics, weighted_parts
 from .planned import PlannedMemory
 
 Within = tuple[Part, PartMetrics]
+# How many of the largest examples are looked at, by each measure
+_CANDIDATES = 16
 
 
 class BudgetedSteps(PlannedMemory):
@@ -30,9 +33,10 @@ class BudgetedSteps(PlannedMemory):
         if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
             return  # lengths are not known before an example comes, and then it is refused
         lengths = self.example_lengths()
-        # Layers may need most for the most tokens, attention for the longest row, the head for the longest completions
+        # Layers need most for the most tokens, attention for the longest row, the head for the longest completions, and
+        # all together for an example that is among the largest by one of these
         measures = (example_tokens(lengths, memory.route.prefix_sharing), lengths.max(1), lengths[:, -2:].sum(1))
-        candidates = {int(measure.argmax()) for measure in measures}
+        candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
         batches = {index: self.data_collator([self.train_dataset[index]])["flat_batch"] for index in candidates}
         worst = max(batches, key=lambda index: memory.least_gib(batches[index]))
         if not memory.can_hold(batches[worst]):
