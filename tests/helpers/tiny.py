@@ -1,6 +1,7 @@
 """What the tests train: a tokenizer, models and data small enough for a laptop, made on the spot."""
 
 import random
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -49,6 +50,18 @@ def make_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, se
     }
     config = AutoConfig.for_model(model_type, **{**sizes, **overrides})
     return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def following_rotary(limit: int, kind: str) -> dict[str, Any]:
+    """
+    What makes rotary frequencies follow the longest row beyond a limit, of at least 24 tokens: the start-up check tries
+    rows of less.
+    """
+    common = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "dynamic":
+        return {"rope_parameters": common, "max_position_embeddings": limit}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": limit}
+    return {"rope_parameters": {**common, **factors}}
 
 
 def text(rng: random.Random, low: int, high: int) -> str:

@@ -12,7 +12,7 @@ from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import assert_same
 from tests.helpers.head_runs import prompts, score, train
 from tests.helpers.memory import failing
-from tests.helpers.tiny import make_model, make_tokenizer
+from tests.helpers.tiny import following_rotary, make_model, make_tokenizer
 from trl_paddingfree.model import row_parts
 from trl_paddingfree.trainers.budgeted_passes import BudgetedPasses
 from trl_paddingfree.trainers.memory_budget import GIB, MemoryBudget
@@ -100,6 +100,17 @@ def test_parts_have_the_loss_of_the_whole(data, options, reentrant, with_room, p
     parts = train("grpo", "shared", plain, data, memory_budget=with_room, **options, **kwargs)
     assert max(parts_made) > 1
     assert_same(whole, parts)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_parts_have_the_frequencies_of_the_whole(data, kind, parts_made, monkeypatch):
+    def make():
+        return {**plain(), "model": make_model(**following_rotary(24, kind))}
+
+    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 2)
+    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    assert_same(train("grpo", "padded", make, data), train("grpo", "flat", make, data, memory_budget=8))
+    assert max(parts_made) > 1
 
 
 def test_parts_are_computed_again_as_they_were(data, parts_made, monkeypatch):

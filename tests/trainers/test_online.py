@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOConfig
 
 from tests.helpers.dpo_runs import lora
@@ -16,10 +17,11 @@ from tests.helpers.head_runs import (
     score,
     train,
 )
-from tests.helpers.tiny import make_model, make_tokenizer
+from tests.helpers.tiny import WORDS, following_rotary, make_model, make_tokenizer
 from trl_paddingfree import PaddingFreeGRPOTrainer
 from trl_paddingfree.model import forward
 from trl_paddingfree.model.attention import StandIn
+from trl_paddingfree.trainers.online import OnlineTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -85,17 +87,22 @@ def test_trls_own_config_is_flat(data):
     assert ours.trainer.method == "padding-free (segment, shared prefixes)"
 
 
-@pytest.mark.parametrize("task", ["grpo", "rloo"])
-def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, task):
-    options = {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_iterations": 2}
-    scattered = train(task, "shared", with_lora, data, **options)
-    together = train(task, "shared", with_lora, data, arrange_micro_batches="prefix", **options)
+def assert_same_steps(scattered, together):
+    """All but the figures that TRL averages over micro-batches."""
     for one, other in zip(scattered.log_history, together.log_history, strict=True):
         for name in ("loss", "grad_norm", "reward", "kl", "train_loss"):
             if name in one:
                 assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
     for name, weight in scattered.weights.items():
         assert (together.weights[name] - weight).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, task):
+    options = {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_iterations": 2}
+    scattered = train(task, "shared", with_lora, data, **options)
+    together = train(task, "shared", with_lora, data, arrange_micro_batches="prefix", **options)
+    assert_same_steps(scattered, together)
     counts, fewer = scattered.trainer.total_counts(), together.trainer.total_counts()
     assert (fewer.real, fewer.padded) == (counts.real, counts.padded)
     assert fewer.computed < 0.9 * counts.computed
@@ -161,6 +168,27 @@ def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(d
     model = make_model("gpt2")
     trainer = train("grpo", "shared", lambda: {**plain(), "model": model}, data, steps=1).trainer
     assert_padding_on_the_left_changes_nothing(trainer)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch):
+    """A row of a short prompt is alone in its micro-batch, and padded to the width of a long one."""
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": " ".join(WORDS[:n])}]} for n in (1, 25)])
+
+    def make():
+        return {**with_lora(), "model": make_model(**following_rotary(24, kind))}
+
+    one, two = ({"per_device_train_batch_size": n, "gradient_accumulation_steps": 8 // n} for n in (1, 2))
+    assert_layouts_agree(task, make, rows, **one)
+    assert_layouts_agree(task, make, rows, ("shared",), **two, pad_to_multiple_of=16)
+    padded, arranged = (
+        train(task, layout, make, rows, **two, arrange_micro_batches="prefix") for layout in ("padded", "shared")
+    )
+    assert_same_steps(padded, arranged)
+    monkeypatch.setattr(OnlineTrainer, "_reach", lambda *_: None)
+    with pytest.raises(AssertionError, match="padded TRL has"):
+        assert_layouts_agree(task, make, rows, ("flat",), **one)
 
 
 @pytest.mark.parametrize(

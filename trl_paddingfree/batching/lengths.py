@@ -65,10 +65,14 @@ def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str)
     return np.where(cut, np.where(are_equal, together, apart), lengths)
 
 
+def row_lengths(lengths: np.ndarray) -> np.ndarray:
+    """`(examples, rows)` int64: tokens of each row of each example, of lengths as for [`example_tokens`]."""
+    return lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
+
+
 def longest_row(lengths: np.ndarray) -> int:
     """Tokens of the longest row, of lengths as for [`example_tokens`]."""
-    rows = lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
-    return int(rows.max(initial=0))
+    return int(row_lengths(lengths).max(initial=0))
 
 
 def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:

@@ -137,6 +137,7 @@ class FlatBatch:
         pad_token_id: int = 0,
         width: int | None = None,
         starts: Sequence[int] | None = None,
+        reach: int | None = None,
         images: RowImages | None = None,
     ) -> "FlatBatch":
         """
@@ -157,6 +158,9 @@ class FlatBatch:
                 `L`, if the padded rows that the batch stands for are wider than the longest row.
             starts (`Sequence[int]`, *optional*):
                 Column in which each row begins, if the padded rows that the batch stands for have padding on the left.
+            reach (`int`, *optional*):
+                Length that positions tell of even if no row has it: rotary frequencies that follow the longest row
+                follow the padding of padded rows. Costs one token of padding.
             images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
@@ -175,11 +179,16 @@ class FlatBatch:
         real, width = sum(map(len, tokens)), max([width or 0, *ends])
         distinct = num_distinct_tokens([known[r] for r in filled]) if own_labels else real
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
-        if not filled:
-            tail = pad_to_multiple_of or 1  # the model needs a token to compute, and every rank must call it
+        if reach is not None and reach <= max(map(len, tokens)):
+            reach = None
+        if not filled or (reach and not tail):
+            tail = pad_to_multiple_of or 1  # without rows too, the model needs a token, and every rank must call it
         if tail:
             segments = Segments((*segments.lengths, tail), (*segments.parents, -1), (*segments.starts, 0))
             flat = np.concatenate([flat, np.full(tail, pad_token_id)])
+        positions = segments.position_ids
+        if reach:
+            positions[-1] = reach - 1  # of the padding
         if images is not None:
             flat = np.where(flat < 0, images.token_id, flat)
 
@@ -205,7 +214,7 @@ class FlatBatch:
             blocks = flat_blocks(images.blocks, paths, len(flat))
         return cls(
             input_ids=torch.from_numpy(flat)[None],
-            position_ids=torch.from_numpy(segments.position_ids)[None],
+            position_ids=torch.from_numpy(positions)[None],
             shift_labels=torch.from_numpy(flat_labels[scored_index])[None],
             scored_index=torch.from_numpy(scored_index),
             row_index=torch.from_numpy(row_index),
@@ -239,7 +248,7 @@ class FlatBatch:
             starts (`Sequence[int]`, *optional*):
                 Column in which each row begins, after the padding on its left. Defaults to 0.
             **kwargs:
-                `prefix_sharing`, `pad_to_multiple_of`, `pad_token_id` and `images` of [`FlatBatch.from_rows`].
+                `prefix_sharing`, `pad_to_multiple_of`, `pad_token_id`, `reach` and `images` of [`FlatBatch.from_rows`].
 
         Returns:
             `FlatBatch`: The flat batch, whose `row_index` is as wide as `input_ids`.

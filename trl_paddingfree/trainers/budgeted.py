@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..batching.lengths import example_tokens
+from ..batching.lengths import example_tokens, row_lengths
 from .attempts import Attempt
 from .memory_budget import MemoryBudget, is_allocation_failure, is_sharded
 from .micro_batches import Part, PartMetrics, weighted_parts
@@ -35,10 +35,11 @@ class BudgetedSteps(PlannedMemory):
         lengths = self.example_lengths()
         # Layers need most for the most tokens, attention for the longest row, the head for the longest completions, and
         # all together for an example that is among the largest by one of these
-        measures = (example_tokens(lengths, memory.route.prefix_sharing), lengths.max(1), lengths[:, -2:].sum(1))
+        tokens, rows = example_tokens(lengths, memory.route.prefix_sharing), row_lengths(lengths).max(1)
+        measures = (tokens, rows, lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
         batches = {index: self.data_collator([self.train_dataset[index]])["flat_batch"] for index in candidates}
-        worst = max(batches, key=lambda index: memory.least_gib(batches[index]))
+        worst = max(batches, key=lambda index: memory.least(batches[index]))
         if not memory.can_hold(batches[worst]):
             raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
 
@@ -88,7 +89,7 @@ class BudgetedSteps(PlannedMemory):
         memory.start(batch, number)
         try:
             loss = self._once(model, inputs, num_items_in_batch, within)
-            memory.finish()
+            memory.finish(has_stepped=self.state.global_step > 0)
             return loss
         except RuntimeError as error:
             if not is_allocation_failure(error):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from .. import upstream
 from ..batching.arrange import by_prefix, ranks_of
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..model.recompute import recompute_first
@@ -35,7 +34,7 @@ class BudgetedPasses(PlannedMemory):
     max_completion_length: Any
     environment_factories: Any = None
     # The forward and backward pass that is being made, and its rows; `None` before it begins
-    attempt: Attempt | None = None
+    undoable: Attempt | None = None
     attempted: Any = None
     counted: Any  # what had been counted before it
     # Of this pass: the part that needs most, how many layers recompute in it, and how many rows it has
@@ -99,7 +98,7 @@ class BudgetedPasses(PlannedMemory):
             memory.start(whole, number)
             self.largest, self.recomputes_twice = (whole, number, len(rows)), False
             return [RowPart(torch.tensor(rows), whole, partial(recompute_first, memory.layers, number))]
-        if reason := self._why_whole(whole):
+        if reason := self._why_whole():
             raise memory.cannot_split(whole, reason)
         beside = self.beside_parts() if len(rows) > 1 else 0
         parts = divided(by_prefix(ranks_of(prompts))(rows), made, lambda batch: memory.keeps_all(batch, beside))
@@ -126,13 +125,10 @@ class BudgetedPasses(PlannedMemory):
         number, too_large = self.accelerator.gather(mine).amax(0).tolist()
         return number, not too_large
 
-    def _why_whole(self, whole: FlatBatch) -> str:
+    def _why_whole(self) -> str:
         """Why rows cannot run in parts; empty if they can."""
         if self.aux_loss_enabled:
             return "with a router loss it cannot run in parts, because that is one of all tokens together"
-        limits = upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
-        if reached := [kind for kind, limit in limits.items() if int(whole.row_mask.sum(1).max()) > limit]:
-            return f"with `rope_type={reached[0]!r}` it cannot run in parts, because frequencies follow the longest row"
         if is_sharded(self.accelerator):
             return "where weights are sharded it cannot run in parts, because all processes gather them together"
         return ""
@@ -151,7 +147,7 @@ class BudgetedPasses(PlannedMemory):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.flat is not None and self.flat.memory is not None and self.model.training:
-            self.attempt, self.attempted = Attempt(self), inputs
+            self.undoable, self.attempted = Attempt(self), inputs
             self.counted = self.counts.new
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -164,19 +160,19 @@ class BudgetedPasses(PlannedMemory):
         self.largest = None
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
-            memory.finish()
+            memory.finish(has_stepped=self.state.global_step > 0)
             return loss
         except RuntimeError as error:
             # Generation and the reference have memory of their own
-            if self.attempt is None or self.largest is None or not is_allocation_failure(error):
+            if self.undoable is None or self.largest is None or not is_allocation_failure(error):
                 raise
             if advice := self._why_not_again(memory):
                 raise type(error)(f"{error}\n{advice}") from error
             if not memory.shrink(*self.largest):
                 raise
-            attempt, again = self.attempt, self.attempted
+            attempt, again = self.undoable, self.attempted
         finally:
-            self.attempt = self.attempted = memory.number = None
+            self.undoable = self.attempted = memory.number = None
         # Here the error is gone, and with it all that its frames held
         self.attempted, self.counts.new = again, self.counted
         with attempt.undone():

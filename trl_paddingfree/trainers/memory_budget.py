@@ -24,7 +24,8 @@ logger = logging.get_logger(__name__)
 GIB = 2**30
 # Micro-batches whose peaks correct the prediction; and after a failed allocation, what is left of the budget
 CORRECTED, AFTER_FAILURE = 8, 0.9
-STATE = "memory_budget.json"
+# Each process measures its own peaks
+STATE = "memory_budget_{rank}.json"
 
 
 class MemoryBudget:
@@ -62,7 +63,7 @@ class MemoryBudget:
         self.layers, self.route, self.limit = layers, route, limit
         self.has_shrunk = False
         self.number: int | None = None  # of layers to recompute in the forward pass that comes; `None`: as TRL has set
-        self.micro_batches = self.recomputed = self.predicted = self.expected = 0
+        self.micro_batches = self.recomputed = self.predicted = self.expected = self.beside = 0
         self.observed, self.peak_before, self.most_measured = 0, 0, 0.0
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class MemoryBudget:
 
     def can_hold(self, batch: FlatBatch, beside: int = 0) -> bool:
         """Whether a batch fits if all activations are recomputed."""
-        return int(self.needs.peaks(load(batch, self.route)).min()) + beside <= self.budget
+        return self.least(batch, beside) <= self.budget
 
     def keeps_all(self, batch: FlatBatch, beside: int = 0) -> bool:
         """Whether a batch fits if nothing is recomputed."""
@@ -101,9 +102,13 @@ class MemoryBudget:
                 return parts
             limit = int(AFTER_FAILURE * limit)  # examples of another kind than the rest
 
+    def least(self, batch: FlatBatch, beside: int = 0) -> int:
+        """The least bytes in which a batch can be computed."""
+        return int(self.needs.peaks(load(batch, self.route)).min()) + beside
+
     def least_gib(self, batch: FlatBatch, beside: int = 0) -> float:
         """The least `memory_budget` for a batch, rounded up."""
-        return math.ceil((int(self.needs.peaks(load(batch, self.route)).min()) + beside) / GIB * 1000) / 1000
+        return math.ceil(self.least(batch, beside) / GIB * 1000) / 1000
 
     def too_small_for(self, batch: FlatBatch, example: str, lower: str = "`max_length`", beside: int = 0) -> ValueError:
         """The error of an example that does not fit; `lower` names what makes it smaller."""
@@ -147,16 +152,17 @@ class MemoryBudget:
 
     def start(self, batch: FlatBatch, number: int, beside: int = 0) -> None:
         """Record that a forward and backward pass begins, in which `number` layers recompute."""
-        self.number = number
+        self.number, self.beside = number, beside
         self.expected = self.peak(batch, number) + beside
         self.peak_before = self._peak()
 
-    def finish(self) -> None:
-        """Record that it ended well."""
+    def finish(self, has_stepped: bool) -> None:
+        """Record that it ended well; `has_stepped` says whether the optimizer has its state by now."""
         self.micro_batches += 1
         self.recomputed += self.number or 0
         self.number, self.predicted = None, max(self.predicted, self.expected)
-        if self._device.type == "cuda" and self.observed < CORRECTED:
+        # Without gradients and moments, the peak would look as if activations needed next to nothing
+        if has_stepped and self._device.type == "cuda" and self.observed < CORRECTED:
             self._correct()
 
     @property
@@ -172,8 +178,9 @@ class MemoryBudget:
         if peak <= self.peak_before:  # an earlier micro-batch had the highest peak
             return
         self.observed += 1
-        uncorrected = (self.expected - needs.fixed) / needs.correction
-        self.most_measured = max(self.most_measured, (peak - needs.fixed) / uncorrected)
+        fixed = needs.fixed + self.beside
+        uncorrected = (self.expected - fixed) / needs.correction
+        self.most_measured = max(self.most_measured, (peak - fixed) / uncorrected)
         if self.most_measured > needs.correction or self.observed == CORRECTED:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
 
@@ -224,15 +231,15 @@ class MemoryBudget:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> None:
-        """Save what later decisions follow from."""
+    def save(self, folder: str, rank: int) -> None:
+        """Save what later decisions of the process `rank` follow from."""
         state = {"option": self.option, "budget": self.budget, "correction": self.needs.correction}
         state |= {"observed": self.observed, "most_measured": self.most_measured, "has_shrunk": self.has_shrunk}
-        (Path(folder) / STATE).write_text(json.dumps(state) + "\n")
+        (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
-    def load(self, folder: str) -> None:
-        """Go on with what was saved, unless another budget was asked for since."""
-        path = Path(folder) / STATE
+    def load(self, folder: str, rank: int) -> None:
+        """Go on with what was saved, unless another budget was asked for since, or this process is new."""
+        path = Path(folder) / STATE.format(rank=rank)
         if not path.exists() or (state := json.loads(path.read_text()))["option"] != self.option:
             return
         self.has_shrunk = state["has_shrunk"]

@@ -1,5 +1,6 @@
 """How much memory training needs: weights, gradients, the optimizer, and what each micro-batch keeps and works with."""
 
+import inspect
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -61,7 +62,9 @@ def plan_memory(trainer: Any, route: Route) -> MemoryBudget:
         own = trainer.optimizer
         while hasattr(own, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
             own = own.optimizer
-        optimizer, arguments = type(own), own.defaults
+        # Defaults hold more than can be given: AdamW's have what tells it from Adam
+        taken = inspect.signature(type(own)).parameters
+        optimizer, arguments = type(own), {name: value for name, value in own.defaults.items() if name in taken}
     needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments)), base)
     budget = budget_bytes(options.memory_budget, accelerator.device)
     plan = MemoryBudget(options.memory_budget, budget, needs, layers, route, options.max_tokens_per_micro_batch)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import split_tensor_dict
 
+from .. import upstream
 from ..batching.arrange import by_prefix, ranks_of
 from ..flat.batch import IGNORE_INDEX, BatchCounts, FlatBatch, row_spans
 from ..model.forward import attention_as_before, carry
@@ -57,6 +58,7 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
             FlatBatch.from_padded,
             prefix_sharing=self.flat.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
+            reach=self._reach(input_ids.size(1)),
         )
         device, batch = input_ids.device, make(ids, targets, lengths, starts)
         if not torch.is_grad_enabled():
@@ -78,6 +80,11 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
             return [part.to(device) for part in parts]
         parts[0].prepare()
         return parts[0].batch.to(device, non_blocking=True)
+
+    def _reach(self, width: int) -> int | None:
+        """The length that rotary frequencies follow where rows are padded to `width` tokens; `None` if they do not."""
+        limits = upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
+        return width if any(width > limit for limit in limits.values()) else None
 
     def prove_placed(self, model: Any) -> None:
         if self.flat is None:

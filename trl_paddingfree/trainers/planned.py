@@ -47,20 +47,20 @@ class PlannedMemory(Trainer):
             return
         flat.memory = memory = plan_memory(self, flat.route)
         if flat.resumed_from is not None:
-            memory.load(flat.resumed_from)
+            memory.load(flat.resumed_from, self.args.process_index)
         if not memory.has_shrunk:  # an allocation that failed has made it smaller than the data was measured by
             self.refuse_small_budget(memory)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.flat is not None and self.flat.memory is not None and self.args.should_save:
-            self.flat.memory.save(output_dir)
-        super()._save_rng_state(output_dir)
+        super()._save_rng_state(output_dir)  # which makes the folder, in every process
+        if self.flat is not None and self.flat.memory is not None:
+            self.flat.memory.save(output_dir, self.args.process_index)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.flat is not None and checkpoint is not None:
             self.flat.resumed_from = checkpoint
             if self.flat.memory is not None:
-                self.flat.memory.load(checkpoint)
+                self.flat.memory.load(checkpoint, self.args.process_index)
         super()._load_rng_state(checkpoint)
