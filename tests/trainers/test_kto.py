@@ -1,5 +1,6 @@
 """KTO, padded TRL beside ours: matched and mismatched rows, each with its own flat batch."""
 
+import logging
 import os
 
 import pytest
@@ -56,6 +57,21 @@ def test_paired_data_evaluation_and_trls_own_config(data):
     ours = run(PaddingFreeKTOTrainer, KTOConfig, **kwargs, **options)
     assert_same(padded, ours)
     assert ours.trainer.method == "padding-free (segment, shared prefixes)"
+
+
+@pytest.mark.parametrize("rows", [unpaired(24, 0), preference_data(24, 0)], ids=["unpaired", "pairs"])
+def test_examples_without_a_completion_left_are_counted_and_no_others(rows, caplog):
+    total = len(rows) * (2 if "chosen" in rows.column_names else 1)
+    with caplog.at_level(logging.WARNING):
+        trained = train("kto", "shared", with_lora, rows, steps=1, max_length=16)
+        kept = len(trained.trainer.train_dataset)
+        assert 0 < kept < total
+        assert f"The train data: dropped {total - kept} of {total} examples, which `max_length=16`" in caplog.text
+        caplog.clear()
+        train("kto", "shared", with_lora, rows, steps=1)
+    assert "dropped" not in caplog.text
+    with pytest.raises(ValueError, match=f"dropped {total} of {total} examples, .* Raise `max_length`"):
+        train("kto", "shared", with_lora, rows, steps=1, max_length=1, memory_budget=8)
 
 
 def test_matched_and_mismatched_rows_of_one_width_are_kept_apart(data):

@@ -62,18 +62,24 @@ def tokenize(
 
 
 def log_dropped(
-    name: str, before: Any, after: Any, max_length: int | None, reason: str = "leaves nothing to learn from"
+    name: str,
+    before: Any,
+    after: Any,
+    max_length: int | None,
+    reason: str = "leaves nothing to learn from",
+    examples_of_row: int = 1,
 ) -> None:
     """
-    Say how many examples of the `name` data TRL left out for the `reason` of their length.
+    Say how many examples of the `name` data TRL left out for the `reason` of their length; it makes `examples_of_row`
+    of each row.
 
     Raises:
         `ValueError`: If none is left.
     """
-    if not isinstance(before, Dataset) or len(after) == len(before):
+    if not isinstance(before, Dataset) or len(after) == (examples := examples_of_row * len(before)):
         return
     dropped = (
-        f"The {name} data: dropped {len(before) - len(after)} of {len(before)} examples, which "
+        f"The {name} data: dropped {examples - len(after)} of {examples} examples, which "
         f"`max_length={max_length}` {reason}."
     )
     if not len(after):

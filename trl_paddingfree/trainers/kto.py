@@ -8,7 +8,8 @@ from trl import KTOConfig, KTOTrainer
 
 from .. import upstream
 from ..data.collate_heads import UnpairedPreferenceCollator
-from ..data.preferences import refuse_unread
+from ..data.preferences import column_names, refuse_unread
+from ..data.prepare import log_dropped
 from ..data.task import Task
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
@@ -97,7 +98,11 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if self.flat is not None:
             refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
-        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if self.flat is not None:
+            pairs = "chosen" in column_names(dataset)
+            log_dropped(dataset_name, dataset, prepared, args.max_length, examples_of_row=2 if pairs else 1)
+        return prepared
 
     def _compute_kl_logps(self, model, batch):
         # TRL hands what it does not know to the model: the mismatched rows would be computed as the matched ones
