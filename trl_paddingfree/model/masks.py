@@ -4,6 +4,7 @@ Shape legend: see [`~trl_paddingfree.flat.segments`].
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,28 +90,38 @@ def segment_mask(
     shapes = [(layout.segments.starts[i], layout.segments.lengths[i]) for i in segments]
     if len(set(shapes)) == 1:
         shapes = shapes[:1]
-    queries, keys = max(length for _, length in shapes), max(map(sum, shapes))
+    keys = max(map(sum, shapes))
     window = window if window is not None and window < keys else None
     if not any(start for start, _ in shapes) and window is None and dtype is None and layout.blocks is None:
         return None
 
-    def make() -> torch.Tensor:
-        start, length = layout.tensor(np.array(shapes).T[..., None, None])
-        q = start + torch.minimum(torch.arange(queries, device=layout.device)[:, None], length - 1)
-        k = torch.arange(keys, device=layout.device)
-        mask = k <= q
-        if layout.blocks is not None:
-            (i,), ((first, _),) = segments, shapes
-            blocks = layout.blocks[layout.tensor(layout.segments.path(i))]
-            mask = mask | ((blocks[first:, None] == blocks[None]) & (blocks[first:, None] >= 0))
-        if window is not None:
-            mask = mask & (k > q - window)
-        if dtype is not None:
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        return mask[:, None]
-
     which = () if layout.blocks is None else tuple(segments)  # without blocks, only shapes count
+    make = partial(_make_segment_mask, layout, segments, shapes, window, dtype)
     return layout.derived(("segment mask", tuple(shapes), window, dtype, *which), make)
+
+
+def _make_segment_mask(
+    layout: FlatLayout,
+    segments: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    window: int | None,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """`(n, 1, Q, L)` mask of `segments` with `n` shapes: keys before the queries, and queries."""
+    queries, keys = max(length for _, length in shapes), max(map(sum, shapes))
+    start, length = layout.tensor(np.array(shapes).T[..., None, None])
+    q = start + torch.minimum(torch.arange(queries, device=layout.device)[:, None], length - 1)
+    k = torch.arange(keys, device=layout.device)
+    mask = k <= q
+    if layout.blocks is not None:
+        (i,), ((first, _),) = segments, shapes
+        blocks = layout.blocks[layout.tensor(layout.segments.path(i))]
+        mask = mask | ((blocks[first:, None] == blocks[None]) & (blocks[first:, None] >= 0))
+    if window is not None:
+        mask = mask & (k > q - window)
+    if dtype is not None:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask[:, None]
 
 
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +143,8 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
         index = torch.arange(total, device=layout.device) if layout.kv_index is None else layout.kv_index
         keys = index.split(layout.segments.key_lengths)
         for i, queries in enumerate(mask.split(layout.segments.lengths)):
-            queries[:, keys[i]] = segment_mask(layout, [i], window, dtype)
+            shape = (layout.segments.starts[i], layout.segments.lengths[i])
+            queries[:, keys[i]] = _make_segment_mask(layout, [i], [shape], window, dtype)
         return mask[None, None]
 
     return layout.derived(("dense mask", window, dtype), make)
