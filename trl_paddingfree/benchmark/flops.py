@@ -163,7 +163,7 @@ def _varlen_forward(query, key, value, cu_seq_q, cu_seq_k, *args: Any, out_val=N
 
 @_raw
 def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, *args, out_val=None, **kwargs) -> int:
-    return _varlen_flops(5, query, cu_seq_q, cu_seq_k)
+    return _varlen_flops(5, query, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k)
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
@@ -186,9 +186,14 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     }
 
 
+def flop_counter() -> FlopCounterMode:
+    """PyTorch's counter of floating-point operations, with what it does not know."""
+    return FlopCounterMode(display=False, custom_mapping=_formulas())
+
+
 def count_flops(function: Callable[[], Any]) -> int:
     """Floating-point operations of a call."""
-    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+    with flop_counter() as counter:
         function()
     return counter.get_total_flops()
 

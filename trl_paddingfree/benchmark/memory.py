@@ -31,6 +31,8 @@ DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
 COPIES = 3
 # Enough for random tokens
 VOCABULARY = 512
+# Tasks that have a reference model
+_WITH_REFERENCE = ("dpo", "kto")
 
 
 def model_config(name: str) -> Any:
@@ -127,7 +129,7 @@ def loads(counts: BatchCounts) -> dict[str, np.ndarray]:
 
 def step_units(task: str, tuning: str) -> int:
     """Forward passes' worth of a step in which nothing is recomputed: forward, backward, and the reference's."""
-    return (3 if tuning == "full" else 2) + (task == "dpo")
+    return (3 if tuning == "full" else 2) + (task in _WITH_REFERENCE)
 
 
 def memory_report(
@@ -138,7 +140,7 @@ def memory_report(
 
     Args:
         task (`str`):
-            `"dpo"` or `"sft"`.
+            Name of the task.
         batches (`Sequence[tuple[int, Sequence[BatchCounts]]]`):
             Batch sizes, and the batches of each.
         model (`str`):
@@ -148,7 +150,7 @@ def memory_report(
         memory_gib (`float`, *optional*):
             Memory of the device. With it, the largest batches that fit, and the speed-up of a `memory_budget`.
     """
-    needs = training_needs(model_config(model), tuning, int(task == "dpo"))
+    needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     budget = None if memory_gib is None else int(memory_gib * GIB)
     sizes = []
     for batch_size, counts in batches:

@@ -12,7 +12,6 @@ from .arranging import arranging_report, measure_imbalance, measure_meetings
 from .collators import collators_report, time_collators
 from .heads import Setup, heads_report, measure_heads
 from .packing import measure_packing, packing_report
-from .vision import measure_vision, vision_report
 
 COMMAND = "python scripts/benchmark.py"
 # Small enough for minutes on two cores
@@ -62,6 +61,8 @@ def heads(model: str, sources: Sequence[str], folder: Path) -> None:
 
 def vision(folder: Path) -> None:
     """Write how a small model learns to read pictures, with padding and without."""
+    from .vision import measure_vision, vision_report  # the other studies run without Pillow
+
     found, measured = environment("cpu"), measure_vision()
     report = vision_report(measured, machine_name(found))
     write("vision", ["--vision", str(folder)], {"environment": found, "measured": measured}, report, folder)

@@ -16,13 +16,13 @@ import torch
 import transformers
 from datasets import Dataset
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ...trainers.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
 from ...trainers.dpo import PaddingFreeDPOTrainer
 from ...trainers.sft import PaddingFreeSFTTrainer
+from ..flops import flop_counter
 from ..run import spread
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -100,7 +100,7 @@ def make_processor() -> Any:
 
 
 def make_model(vocab_size: int) -> Any:
-    """A LLaVA of about half a million weights, from scratch."""
+    """A LLaVA of about 0.6 million weights, from scratch."""
     torch.manual_seed(0)
     tower = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     text: dict[str, Any] = {
@@ -170,10 +170,10 @@ def make_trainer(task: str, layout: str, model: Any, processor: Any, rows: Seque
     return trainer_class(model=model, args=args, train_dataset=data, processing_class=processor, **more)
 
 
-def count_flops(trainer: Any) -> dict[str, float]:
+def count_step_flops(trainer: Any) -> dict[str, float]:
     """Operations per example of a few training steps: of the vision tower with its projector, and of all else."""
     batches = [batch for batch, _ in zip(trainer.get_train_dataloader(), range(COUNTED_STEPS), strict=False)]
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     with counter:
@@ -211,7 +211,7 @@ def learn(
 ) -> tuple[dict[str, Any], Any]:
     """Train one way: what it took and where it ended, and the model."""
     counted = make_trainer(task, layout, copy.deepcopy(start), processor, rows, steps)
-    flops = count_flops(counted)
+    flops = count_step_flops(counted)
     trainer = make_trainer(task, layout, copy.deepcopy(start), processor, rows, steps)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -265,7 +265,7 @@ def vision_report(results: Sequence[dict[str, Any]], machine: str) -> str:
         "",
         f"- **speed-up**: examples per second over those of TRL's padding, median of {TIMED_STEPS} steps that are "
         "collated and computed in turn (20 to 80 %).",
-        "- **digits read**: share of 200 pictures held out that the model names, before and after.",
+        "- **digits read**: share of 200 questions about pictures held out that the model answers, before and after.",
         "- **largest difference**: of any step's loss from that of TRL's padding, after the same number of steps.",
         "- **tower, text**: floating-point operations of a training step per example, counted by PyTorch: the vision "
         "tower with its projector; all else.",
