@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from tests.helpers.reference_flash import flash_attn_varlen_func
 from tests.helpers.tiny import make_model as tiny_llama
 from tests.helpers.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.benchmark import baseline, main, tables
+from trl_paddingfree.benchmark import baseline, clock, main, tables
 from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
 from trl_paddingfree.benchmark.measure import Runner, interleave, tolerances
 from trl_paddingfree.benchmark.methods import Settings
@@ -472,9 +471,16 @@ def test_a_data_set_is_measured_with_the_tokenizer_of_a_folder(task, tokenizer, 
     assert "| rows, batch 4 |" in capsys.readouterr().out
 
 
-def test_backward_passes_of_all_parts_of_a_micro_batch_count_as_backward():
-    accelerator = SimpleNamespace(backward=lambda: time.sleep(0.05))
+def test_backward_passes_of_all_parts_of_a_micro_batch_count_as_backward(monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(clock, "now", lambda device: seconds[0])
+
+    def backward():
+        seconds[0] += 3
+
+    accelerator = SimpleNamespace(backward=backward)
     runner = Runner(None, SimpleNamespace(accelerator=accelerator), SimpleNamespace(device="cpu"), False)
     for _ in range(2):
+        seconds[0] += 1
         accelerator.backward()
-    assert runner.clock.seconds["backward"] >= 0.1 > 0.05 > runner.clock.seconds["forward"]
+    assert (runner.clock.seconds["forward"], runner.clock.seconds["backward"]) == (2, 6)

@@ -335,7 +335,7 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
     assert result.returncode == 0, result.stderr
     assert "Trained by padding-free (segment, shared prefixes)" in result.stdout
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
-    assert result.stderr.count("Padding-free, segment: one sdpa call per segment, shared prefixes: exact") == 1
+    assert result.stderr.count("Padding-free, segment: sdpa over segments of like shape, shared prefixes: exact") == 1
     for noise in ("FutureWarning", "temporarily unavailable", "Traceback"):
         assert noise not in result.stderr
 

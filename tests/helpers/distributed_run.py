@@ -89,6 +89,7 @@ def run(task: str, model: str, output: str, options: dict) -> None:
             "gradient_checkpointing": False,
             "logging_steps": 1,
             "learning_rate": 1e-3,
+            "adam_epsilon": 1e-5,  # as in tests.helpers.equivalence
             "report_to": "none",
             "save_strategy": "no",
             "max_length": 48,

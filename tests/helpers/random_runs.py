@@ -253,10 +253,9 @@ def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> di
         return {"verdict": "TRL refuses", "reason": _said_by(error)}
     try:
         ours = _train(drawn, True, dtype)
-    except (ValueError, UnprovenModelError) as error:
-        return {"verdict": "refused", "reason": _said_by(error)}
-    except Exception as error:  # noqa: BLE001 (reported as a failure)
-        return {"verdict": "failed", "reason": _said_by(error)}
+    except Exception as error:  # noqa: BLE001 (reported as a failure, unless it names an option)
+        is_refusal = isinstance(error, UnprovenModelError) or (isinstance(error, ValueError) and "`" in str(error))
+        return {"verdict": "refused" if is_refusal else "failed", "reason": _said_by(error)}
     off = differences(padded, ours, tolerance, _ignored(drawn))
     if off:
         return {"verdict": "different", "dtype": str(dtype), "differences": off}

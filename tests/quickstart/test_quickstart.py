@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import mmap
 import textwrap
 import time
 
@@ -11,7 +12,7 @@ from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.quickstart import compare as quickstart
 from trl_paddingfree.quickstart import data as stdlib_data
-from trl_paddingfree.quickstart.watch import Run, watch_memory
+from trl_paddingfree.quickstart.watch import MemoryWatch, Run, watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
 
@@ -111,11 +112,14 @@ def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, model_di
     assert "% less" in printed
 
 
-def test_memory_is_that_of_the_peak_above_the_start():
-    run, size = Run(), 2**28
+def test_memory_is_that_of_the_peak_above_the_start(monkeypatch):
+    run, size, watched, start = Run(), 2**28, [], MemoryWatch.start
+    monkeypatch.setattr(MemoryWatch, "start", lambda watch: [watched.append(watch), start(watch)])
     with watch_memory(run):
-        block = bytearray(size)
+        block = mmap.mmap(-1, size)  # not of what an allocator has kept
         block[:: 2**12] = b"x" * len(block[:: 2**12])  # memory counts once it is written to
-        time.sleep(0.2)  # dozens of samples, also on a busy machine
-        del block
+        deadline = time.monotonic() + 10
+        while watched[0].peak < watched[0].before + 0.9 * size and time.monotonic() < deadline:
+            time.sleep(0.01)  # until it was sampled, however busy the machine is
+        block.close()
     assert 0.9 * size < run.memory * 2**30 < 1.5 * size

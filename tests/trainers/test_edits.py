@@ -162,7 +162,7 @@ def test_fewer_scored_tokens_of_a_whole_whose_parts_are_computed_are_refused(mod
         def training_step(self, model, inputs, *args):
             return super().training_step(model, nothing_scored(inputs), *args)
 
-    options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 8}
+    options = {"max_tokens_per_micro_batch": 40, "oversized_examples": "alone", "per_device_train_batch_size": 8}
     with pytest.raises(EditedRowsError, match="Fewer tokens of a batch are scored than of the parts"):
         run(Stepping, config_class, **common(task, model_dir, **options))
 

@@ -23,6 +23,11 @@ def test_a_random_draw_trains_as_padded_trl_does(seed):
     assert result["verdict"] in ("same", "same in float64", "refused", "TRL refuses"), result
 
 
+@pytest.mark.parametrize("seed", [49, 51, 60, 99, 122, 228])
+def test_draws_are_compared_and_not_all_refused(seed):
+    assert outcome(seed)["verdict"] == "same"
+
+
 def test_draws_reach_every_model_and_repeat_by_their_seed():
     draws = [draw(seed) for seed in range(400)]
     assert draws == [draw(seed) for seed in range(400)]
