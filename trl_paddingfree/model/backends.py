@@ -16,7 +16,7 @@ ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
 _DESCRIPTIONS: dict[BackendName, str] = {
     "flash": "{previous} over segments",
     "varlen": "PyTorch's flash attention kernel over segments",
-    "segment": "one {previous} call per segment",
+    "segment": "{previous} over segments of like shape",
     "positions": "{previous}, told of sequences by their `position_ids`",
     "mask": "{previous} under a dense 4-D mask",
 }
