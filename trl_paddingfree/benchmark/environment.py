@@ -31,10 +31,16 @@ def provenance() -> dict[str, str]:
 
     The commit ends in "-dirty" if the package had changes on top of it, and is empty outside a checkout.
     """
-    folder = Path(__file__).parent
-    git = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False)
-    return {"commit": found.stdout.strip(), "date": datetime.now(UTC).date().isoformat()}
+    package = str(Path(__file__).parents[1])
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", package, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    # Results that were written before this one are no change of the package
+    changed = "-dirty" if commit and git("status", "--porcelain", "--", ".") else ""
+    return {"commit": commit + changed, "date": datetime.now(UTC).date().isoformat()}
 
 
 def environment(device: str) -> dict[str, Any]:

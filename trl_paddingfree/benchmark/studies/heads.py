@@ -214,7 +214,7 @@ def heads_report(measured: Sequence[dict[str, Any]], machine: str) -> str:
     lines = [
         "# Reward, KTO and GRPO",
         "",
-        f"Real rows on {machine}, other load on the machine, float32, LoRA on the first layers of a small model. Each "
+        f"Real rows on {machine}, float32, LoRA on the first layers of a small model. Each "
         "method trains by its trainer's own `train()` on the same batches, and all losses agree within "
         f"{TOLERANCE:.0e}. Times are those of the steps without the optimizer; core time is less sensitive to other "
         "load. Floating-point operations are counted, not estimated. Of GRPO only the update is measured: completions "
