@@ -7,7 +7,8 @@ when an upgrade moves one. Public names are imported where they are used.
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -319,6 +320,26 @@ def rotary_limits(config: Any) -> dict[str, int]:
         elif "dynamic" in str(kind.get("rope_type")):
             limits[kind["rope_type"]] = config.max_position_embeddings
     return limits
+
+
+@contextmanager
+def rotary_state_restored(model: torch.nn.Module) -> Iterator[None]:
+    """Frequencies of kind "dynamic" are kept, with their length, until a longer row comes, or a short one."""
+    found = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.endswith("max_seq_len_cached")
+    ]
+    buffers = [(module, dict(module.named_buffers(recurse=False))) for module, _, _ in found]
+    try:
+        yield
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)
+        for module, before in buffers:
+            for name, buffer in before.items():
+                setattr(module, name, buffer)
 
 
 def functional_dropout(model: torch.nn.Module) -> dict[str, float]:

@@ -113,6 +113,16 @@ def test_parts_have_the_frequencies_of_the_whole(data, kind, parts_made, monkeyp
     assert max(parts_made) > 1
 
 
+def test_counting_bytes_leaves_frequencies_as_they_were(data):
+    """Those of rows longer than all of training would stay."""
+
+    def make():
+        return {**plain(), "model": make_model(**following_rotary(24, "dynamic"))}
+
+    rotary = train("grpo", "flat", make, data, memory_budget=8, steps=1).trainer.model.model.rotary_emb
+    assert rotary.max_seq_len_cached < 60
+
+
 def test_parts_are_computed_again_as_they_were(data, parts_made, monkeypatch):
     monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
     monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from .. import upstream
 from ..model.restored import modes_restored, random_state_restored
 from ..model.saved_bytes import local_part
 
@@ -34,6 +35,7 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
     with ExitStack() as stack:
         stack.enter_context(random_state_restored(model))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(upstream.rotary_state_restored(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks on compiled modules would not run
         if isinstance(call, DistributedDataParallel):
             stack.enter_context(call.no_sync())

@@ -16,6 +16,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout
@@ -252,11 +253,20 @@ def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> 
 
 @contextmanager
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
-    """Training mode with gradients, nothing recomputed. Afterwards modes, flags and the random state are as before."""
+    """
+    Training mode with gradients, nothing recomputed.
+
+    Afterwards modes, flags, rotary frequencies and the random state are as before.
+    """
     checkpointing = _checkpointing(model)
     flags = [layer.gradient_checkpointing for layer in checkpointing]
     try:
-        with modes_restored(model.modules()), random_state_restored(model), torch.enable_grad():
+        with (
+            modes_restored(model.modules()),
+            upstream.rotary_state_restored(model),
+            random_state_restored(model),
+            torch.enable_grad(),
+        ):
             model.train()
             recompute_first(layers, 0)
             yield

@@ -84,7 +84,7 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
     def _reach(self, width: int) -> int | None:
         """The length that rotary frequencies follow where rows are padded to `width` tokens; `None` if they do not."""
         limits = upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
-        return width if any(width > limit for limit in limits.values()) else None
+        return width if any(width >= limit for limit in limits.values()) else None
 
     def prove_placed(self, model: Any) -> None:
         if self.flat is None:
