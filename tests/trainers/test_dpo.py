@@ -84,6 +84,21 @@ def test_a_model_that_is_its_own_precomputed_reference_trains_the_same(model_dir
         assert_same(runs[0], run_)
 
 
+def test_accuracies_are_those_of_padded_trl(tokenizer):
+    """`assert_same` leaves them out, for rounding decides them where a pair is identical: here, none is."""
+    pairs = preference_data(24, SEED).filter(lambda pair: pair["chosen"] != pair["rejected"])
+    assert len(pairs) >= 12
+
+    def make():
+        return {"model": make_model(), "ref_model": make_model(seed=1), "processing_class": tokenizer}
+
+    padded, *ours = (
+        [entry.get("rewards/accuracies") for entry in train(x, make, pairs).log_history] for x in ("padded", *LAYOUTS)
+    )
+    assert any(0 < share < 1 for share in padded if share is not None)
+    assert ours == [padded] * len(LAYOUTS)
+
+
 def test_cached_reference_log_probs_are_read_and_train_the_same(model_dir, tmp_path, monkeypatch):
     def make():
         return {"model": model_dir, "peft_config": lora()}
