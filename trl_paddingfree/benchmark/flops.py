@@ -133,8 +133,11 @@ def _raw(formula: Callable[..., int]) -> Callable[..., int]:
     return formula
 
 
-def _varlen_flops(matmuls: int, query: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> int:
-    """Operations of a varlen kernel that does `matmuls` products per query-key pair."""
+def _varlen_flops(
+    matmuls: int, query: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None
+) -> int:
+    """Operations of a varlen kernel that does `matmuls` products per query-key pair; keys may lie like queries."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     pairs = int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
     return matmuls * 2 * query.size(1) * query.size(2) * pairs
 
@@ -158,12 +161,12 @@ def _sdpa_backward(grad_out, query, key, value, *args: Any, out_val=None, **kwar
 
 @_raw
 def _varlen_forward(query, key, value, cu_seq_q, cu_seq_k, *args: Any, out_val=None, **kwargs: Any) -> int:
-    return _varlen_flops(2, query, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k)
+    return _varlen_flops(2, query, cu_seq_q, cu_seq_k)
 
 
 @_raw
 def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, *args, out_val=None, **kwargs) -> int:
-    return _varlen_flops(5, query, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k)
+    return _varlen_flops(5, query, cu_seq_q, cu_seq_k)
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
