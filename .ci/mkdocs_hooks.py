@@ -7,8 +7,8 @@ from pathlib import Path
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-# For each language, the front page and the page that lists all others
-START = {"English": ("README.md", "docs/README.md"), "中文": ("README.zh.md", "docs/zh/README.md")}
+# The front page, and the page that lists all others
+FRONT, INDEX = "README.md", "docs/README.md"
 
 
 def links(page: str) -> dict[str, str]:
@@ -22,18 +22,14 @@ def links(page: str) -> dict[str, str]:
 
 
 def on_config(config):
-    listed = {name for start in START.values() for name in start}
-    config.nav = []
-    for language, (front, index) in START.items():
-        pages = {page: text for page, text in links(index).items() if page.endswith(".md") and page not in listed}
-        listed |= pages.keys()
-        config.nav.append({language: [front, index, *({text: page} for page, text in pages.items())]})
+    pages = {page: text for page, text in links(INDEX).items() if page.endswith(".md") and page != FRONT}
+    config.nav = [FRONT, INDEX, *({text: page} for page, text in pages.items())]
     return config
 
 
 def on_files(files, config):
-    """Every page that can be reached from the front pages, every file that these link to, and what the theme brings."""
-    names, waiting = set(), [name for start in START.values() for name in start]
+    """Every page that can be reached from the front page, every file that these link to, and what the theme brings."""
+    names, waiting = set(), [FRONT, INDEX]
     while waiting:
         names.add(name := waiting.pop())
         if name.endswith(".md"):

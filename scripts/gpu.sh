@@ -1,23 +1,31 @@
 #!/usr/bin/env bash
-# Tests and benchmarks on one GPU, in less than ten minutes:
+# Tests and benchmarks on one GPU, in less than ten minutes, what says most first; docs/gpu.md says what to expect:
 #
-#     scripts/gpu.sh results/
+#     scripts/gpu.sh FOLDER [ARCHIVE.tar.gz]
 #
-# writes the environment, the test report, and for each benchmark NAME.json, NAME.md and NAME.png into the folder.
-# Row lengths are read from $TRL_PADDINGFREE_DATA/lengths/*.csv.gz, or made up where that folder is missing.
-# The package need not be installed: python3 must find torch, transformers, trl, peft, accelerate and datasets.
+# Writes the environment, the reports of the tests, and for each benchmark NAME.json, NAME.md and NAME.png into the
+# folder, each as soon as it is there. After every step, all of it is in the archive, too, if one is named.
+#
+#     WHEELS=FOLDER        wheels to install first, without a network, into a folder of their own
+#     STEPS="5 6 7"        which steps to take; all of them, if unset
+#     SECONDS_FOR_ALL=570  time for all; what comes last may be left out
+#     EIGHT=tiny ONE=tiny  other shapes: for a smaller GPU, or to rehearse on a CPU
+#
+# The package need not be installed. Weights are random and made on the GPU. Lengths of UltraFeedback, HH and GSM8K are
+# those in scripts/benchmark/lengths; those of P3 are made up ("like:p3"), spread like the real ones.
 set -uo pipefail
 out=$(mkdir -p "${1:?name a folder for the results}" && cd "$1" && pwd)
+archive=${2:+$(realpath "$2")}
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TQDM_DISABLE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TQDM_DISABLE=1 HF_HUB_OFFLINE=1
+export TOKENIZERS_PARALLELISM=false PYTORCH_ALLOC_CONF=expandable_segments:True
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
-export PYTORCH_ALLOC_CONF=expandable_segments:True
-lengths=${TRL_PADDINGFREE_DATA:-}/lengths
-seconds=${SECONDS_FOR_ALL:-570}
-failed=0
+eight=${EIGHT:-llama-3-8b} one=${ONE:-llama-3.2-1b} steps=${STEPS:-1 2 3 4 5 6 7} seconds=${SECONDS_FOR_ALL:-570}
+lengths=scripts/benchmark/lengths failed=0
 
-# Run a command for at most $1 seconds, and no longer than is left for all
+keep() { [[ -z $archive ]] || tar -czf "$archive" -C "$out" .; }
+
+# within SECONDS COMMAND: run it for no longer than that, and no longer than is left for all
 within() {
     local limit=$1 left=$((seconds - SECONDS))
     shift
@@ -29,42 +37,76 @@ within() {
     fi
     echo "--- $SECONDS s, at most $limit s: $*"
     timeout "$limit" "$@" || { echo "--- exit status $?"; failed=1; }
+    keep
 }
 
-# The length file $1, or else the made-up lengths $2
-rows() { if [ -f "$lengths/$1.csv.gz" ]; then echo "$lengths/$1.csv.gz"; else echo "$2"; fi; }
+bench() { # SECONDS ARGUMENTS
+    local limit=$1
+    shift
+    within "$limit" python3 -m scripts.benchmark "$@"
+}
 
-bench() { python3 -m trl_paddingfree.benchmark "$@" --output "$out"; }
-export -f bench
-export out
+gpu_tests() { # SECONDS NAME ARGUMENTS
+    local limit=$1 report="$out/$2.txt"
+    shift 2
+    within "$limit" python3 -m pytest -m gpu -q -p no:cacheprovider --maxfail=40 "$@" > >(tee "$report") 2>&1
+}
 
-{
-    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
-    python3 -c '
-import json
-from trl_paddingfree.benchmark.environment import environment
-print(json.dumps(environment("cuda"), indent=1))'
-    git log -1 --format="commit %H" 2>/dev/null
-} | tee "$out/environment.txt"
+step() { [[ " $steps " == *" $1 "* ]] && echo "=== step $1, after $SECONDS s"; }
 
-within 130 bash -o pipefail -c 'python3 -m pytest -m gpu -q --maxfail=20 -p no:cacheprovider tests 2>&1 | tee "$out/pytest.txt"'
+all() {
+    if [[ -n ${WHEELS:-} ]]; then
+        site=$(mktemp -d)
+        python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || return 1
+        export PYTHONPATH="$PWD:$site"
+    fi
+    python3 - <<'PYTHON' || return 1
+import importlib.util, sys
+names = "torch transformers trl peft accelerate datasets numpy rich psutil pytest".split()
+missing = [name for name in names if importlib.util.find_spec(name) is None]
+sys.exit(f"not installed: {', '.join(missing)}. Put wheels of them into a folder, and name it in WHEELS." if missing else 0)
+PYTHON
+    {
+        nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
+        git log -1 --format="commit %H" 2>/dev/null
+        python3 -c 'import json
+from scripts.benchmark.__main__ import default_device
+from scripts.benchmark.environment import environment
+print(json.dumps(environment(default_device()), indent=1))'
+    } 2>&1 | tee "$out/environment.txt"
 
-# The claim: 8B, LoRA, gradient checkpointing, batch 8, 1,024 tokens
-eight="--model llama-3-8b --tuning lora --batch-size 8 --max-length 1024"
-within 180 bash -c "bench dpo $eight --batches 4 --rounds 2 --profile --name dpo --lengths \
-    $(rows pref_ultrafeedback_1000 uniform:60-1000) $(rows pref_hh_harmless_1500 uniform:40-400)"
-within 120 bash -c "bench sft $eight --batches 6 --rounds 2 --name sft --lengths \
-    $(rows sft_p3_t0_flanlike_20000 uniform:20-1000) $(rows sft_gsm8k_train_7473 uniform:80-400)"
+    step 1 && gpu_tests 110 tests tests/test_gpu.py
 
-# Rows without anything to win, at the sizes for which others report tokens per second of LoRA SFT on one GPU
-within 60 bash -c "bench sft --model llama-3-8b --tuning lora --batch-size 2 --max-length 4096 --batches 3 --rounds 2 \
-    --lengths equal:4096 --methods trl trl-kept flat budget --name sft-full-rows"
+    # The claim: an 8B Llama, LoRA, gradient checkpointing as TRL has it, 8 pairs or rows of at most 1,024 tokens
+    local claim=(--model "$eight" --tuning lora --batch-size 8 --max-length 1024 --output "$out")
+    local ultrafeedback=$lengths/pref_ultrafeedback_1000.csv.gz
+    step 2 && bench 200 dpo "${claim[@]}" --name dpo --methods trl flat shared budget trl-kept --batches 3 --rounds 2 \
+        --lengths "$ultrafeedback" $lengths/pref_hh_harmless_1500.csv.gz
+    step 3 && {
+        bench 130 sft "${claim[@]}" --name sft --methods trl flat budget trl-kept --batches 4 --rounds 2 \
+            --lengths like:p3 $lengths/sft_gsm8k_train_3000.csv.gz
+        # Rows without anything to win, at the sizes for which others report tokens per second
+        bench 80 sft --model "$eight" --tuning lora --batch-size 2 --max-length 4096 --output "$out" \
+            --name sft-full-rows --methods trl trl-kept flat budget --batches 2 --rounds 2 --lengths equal:4096
+    }
+    step 4 && bench 80 --parts "$out"
+    # PyTorch may choose the kernel by whether boundaries are one tensor: both, with the operators that computed them
+    step 5 && bench 130 dpo "${claim[@]}" --name dpo-profile --profile --batches 1 --rounds 2 \
+        --methods trl trl-two-boundaries flat shared --lengths "$ultrafeedback"
+    step 6 && {
+        bench 80 dpo --model "$one" --tuning lora --batch-size 1 2 4 --max-length 1024 --output "$out" \
+            --name crossover-small-batches --batches 2 --rounds 2 --lengths "$ultrafeedback" equal:512
+        bench 60 dpo --model tiny --batch-size 8 --max-length 1024 --output "$out" \
+            --name crossover-host-bound --batches 3 --rounds 3 --lengths "$ultrafeedback" equal:128
+    }
+    step 7 && {
+        local eight_at_a_time=()
+        python3 -c 'import xdist' 2>/dev/null && eight_at_a_time=(-n 8)
+        gpu_tests 200 architectures "${eight_at_a_time[@]}" tests/check/test_architectures.py tests/model/test_attention.py
+    }
+    echo "=== $SECONDS s in all; results in $out${archive:+ and $archive}"
+}
 
-# Where there is little to gain: small batches, equal rows, a model that keeps no GPU busy
-within 60 bash -c "bench dpo --model llama-3.2-1b --tuning lora --max-length 1024 --batches 3 --rounds 2 \
-    --batch-size 1 2 4 --name crossover-small-batches --lengths $(rows pref_ultrafeedback_1000 uniform:60-1000) equal:512"
-within 40 bash -c "bench dpo --model tiny --max-length 1024 --batches 4 --rounds 3 --name crossover-host-bound \
-    --batch-size 8 --lengths $(rows pref_ultrafeedback_1000 uniform:60-1000) equal:128"
-
-echo "--- $SECONDS s in all; results in $out"
+all > >(tee "$out/log.txt") 2>&1 || failed=1
+keep
 exit $failed

@@ -1,5 +1,6 @@
 """Tiny models, a tokenizer and data that need no network, shared by all tests."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,11 @@ os.environ.setdefault("TRL_PADDINGFREE_SEED", str(int.from_bytes(os.urandom(2), 
 import datasets  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+if os.environ.get("TRL_PADDINGFREE_DEVICE") == "pretend":
+    from tests.helpers import pretend_device
+
+    pretend_device.install()
 
 datasets.disable_progress_bars()
 torch.set_num_threads(1)  # models this small only wait for further threads, and much longer on a busy machine
@@ -53,3 +59,12 @@ def vision_dir(tmp_path_factory):
     for part in make_vision("llava"):
         part.save_pretrained(folder)
     return str(folder)
+
+
+def pytest_collection_finish():
+    # Every run of a trainer collects garbage, and would look at all that was imported each time
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()

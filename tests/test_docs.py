@@ -16,34 +16,28 @@ import pytest
 from trl import TrlParser
 
 import trl_paddingfree
+from scripts.benchmark.__main__ import make_parser as make_benchmark_parser
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_completions
-from trl_paddingfree.benchmark.main import make_parser as make_benchmark_parser
-from trl_paddingfree.cli.main import SMALL_BENCHMARK, make_parser
+from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.model.backends import BACKENDS
 from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
-# Every English page but those that a program writes, with the page that says the same in Chinese
-TRANSLATED = {"README.md": "README.zh.md"} | {
-    f"docs/{path.name}": f"docs/zh/{path.name}" for path in ROOT.glob("docs/*.md") if path.name != "models.md"
-}
-ENGLISH_ONLY = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/models.md", "docs/benchmarks/README.md"]
 PAGES = {
-    name: (ROOT / name).read_text(encoding="utf-8")
-    for name in sorted([*TRANSLATED, *TRANSLATED.values(), *ENGLISH_ONLY])
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/benchmarks/README.md"])
 }
-LANGUAGES = {"en": sorted(TRANSLATED), "zh": sorted(TRANSLATED.values())}
+CHINESE = "README.zh.md"  # says what README.md says
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(trl_paddingfree.__path__, "trl_paddingfree.")
     if not module.name.endswith("__main__")
 )
 SCRIPTS = ("dpo", "sft", "reward", "kto", "grpo", "rloo")
-COMMANDS = ["inspect", "check", "bench", *SCRIPTS, "env", "quickstart"]
-HEADS = {"command": "命令", "option": "选项", "backend": "后端", "figure": "指标", "message": "信息"}
+COMMANDS = ["inspect", "check", *SCRIPTS, "env", "quickstart"]
 # What generated tables stand between, on the pages that have some
 MARKERS = {
     "README.md": "benchmark",
@@ -52,34 +46,32 @@ MARKERS = {
 }
 
 
-def page_with(language: str, head: str) -> str:
-    """The page of one language with the table whose first column is called `head`, in English."""
-    (page,) = [name for name in LANGUAGES[language] if f"\n| {in_language(head, language)} |" in PAGES[name]]
-    return PAGES[page]
+def page_with(head: str) -> str:
+    """The page with the table whose first column is called `head`."""
+    (page,) = [text for text in PAGES.values() if f"\n| {head} |" in text]
+    return page
 
 
-def table(language: str, head: str) -> list[list[str]]:
-    """The rows of the one table whose first column is called `head`, in English."""
-    _, after = page_with(language, head).split(f"\n| {in_language(head, language)} |")
+def table(head: str) -> list[list[str]]:
+    """The rows of the one table whose first column is called `head`."""
+    _, after = page_with(head).split(f"\n| {head} |")
     lines = [*after.splitlines()[2:], ""]
     rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
-def in_language(head: str, language: str) -> str:
-    """The head of a column in one language."""
-    return head if language == "en" else HEADS[head]
-
-
 # The page on trainers of one's own has a test of its own
 PYTHON = [
     (name, block)
-    for name in LANGUAGES["en"]
-    if name != "docs/write_a_trainer.md"
-    for block in blocks(PAGES[name], "python")
+    for name, page in PAGES.items()
+    if name not in (CHINESE, "docs/write_a_trainer.md")
+    for block in blocks(page, "python")
 ]
 EXAMPLES = [pytest.param(block, id=name) for name, block in PYTHON if not block.startswith(">>>")]
-SESSIONS = [pytest.param(block, id=name) for name, block in PYTHON if block.startswith(">>>")]
+SESSIONS: dict[str, str] = {}  # by page: what one block defines, the next ones use
+for name, block in PYTHON:
+    if block.startswith(">>>"):
+        SESSIONS[name] = SESSIONS.get(name, "") + block
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -124,8 +116,8 @@ def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir, visi
     assert names["trainer"].method.startswith("padding-free")
 
 
-@pytest.mark.parametrize("session", SESSIONS)
-def test_the_pages_arithmetic_is_right(session):
+@pytest.mark.parametrize("session", SESSIONS.values(), ids=SESSIONS)
+def test_the_pages_sessions_print_what_they_show(session):
     test = doctest.DocTestParser().get_doctest(session, {}, "page", "page", 0)
     assert len(test.examples) > 5
     assert doctest.DocTestRunner().run(test).failed == 0
@@ -149,7 +141,7 @@ def parses(script: str, argv: list[str]) -> None:
     launch_command_parser().parse_args([*resolve_accelerate_config_argument(rest), "script.py"])
 
 
-SHELL = {" ".join(argv): argv for name in (*LANGUAGES["en"], *ENGLISH_ONLY) for argv in commands(PAGES[name])}
+SHELL = {" ".join(argv): argv for page in PAGES.values() for argv in commands(page)}
 
 
 @pytest.mark.parametrize("argv", SHELL.values(), ids=SHELL)
@@ -159,14 +151,14 @@ def test_the_pages_commands_parse(argv, monkeypatch):
     program, command, *options = argv + [""] * (len(argv) == 1)
     if program == "trl-paddingfree" and command in SCRIPTS:
         parses(command, options)
-    elif program == "trl-paddingfree" and command == "bench":
-        make_benchmark_parser().parse_args(options or SMALL_BENCHMARK)
     elif program == "trl-paddingfree":
         assert make_parser().parse_args(argv[1:]).command == command
     elif program == "accelerate":
         script = options.index("scripts/dpo.py")
         assert (ROOT / options[options.index("--config_file") + 1]).is_file()
         parses("dpo", options[script + 1 :])
+    elif argv[:3] == ["python", "-m", "scripts.benchmark"]:
+        make_benchmark_parser().parse_args(argv[3:])
     elif program == "python" and command == "-m":
         assert options[0] == "pytest"
         assert [part for part in options if part.startswith("tests") and not (ROOT / part).exists()] == []
@@ -183,7 +175,7 @@ def test_the_pages_commands_parse(argv, monkeypatch):
 
 
 def test_the_readmes_test_command_is_that_of_ci():
-    for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", ".ci/run"):
+    for name in ("README.md", CHINESE, "CONTRIBUTING.md", ".ci/run"):
         assert "python -m pytest -n 2" in (ROOT / name).read_text(encoding="utf-8"), name
 
 
@@ -195,45 +187,41 @@ def test_contributing_names_what_ci_checks_and_the_lowest_versions():
     assert [check for check in checks if check not in documented] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+@pytest.mark.parametrize("name", ["README.md", CHINESE])
 def test_the_readme_is_short(name):
     assert len(PAGES[name].splitlines()) <= 200
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_every_command_is_documented(language):
-    documented = re.findall(r"`(\w+)`", " ".join(row[0] for row in table(language, "command")))
+def test_every_command_is_documented():
+    documented = re.findall(r"`(\w+)`", " ".join(row[0] for row in table("command")))
     assert documented == COMMANDS
     for command in COMMANDS:
-        assert f"trl-paddingfree {command}" in page_with(language, "command")
+        assert f"trl-paddingfree {command}" in page_with("command")
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_every_option_is_documented_with_its_default(language):
-    rows = table(language, "option")
+def test_every_option_is_documented_with_its_default():
+    rows = table("option")
     config = PaddingFreeDPOConfig("unused", bf16=False)
     fields = [field.strip("`") for field, *_ in rows]
     assert fields == list(PaddingFreeOptions.__dataclass_fields__)
     for field, default, meaning in rows:
         value = getattr(config, field.strip("`"))
         expected = "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
-        assert expected in default.replace("无", "none"), field
+        assert expected in default, field
         choices = get_args(PaddingFreeOptions.__dataclass_fields__[field.strip("`")].type)
         choices = [choice for choice in choices if isinstance(choice, str)]
         if field != "`flat_attention`":  # its choices have a table of their own
             assert [choice for choice in choices if f'`"{choice}"`' not in meaning] == []
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_every_backend_is_documented(language):
-    documented = [backend.strip("`") for backend, *_ in table(language, "backend")]
+def test_every_backend_is_documented():
+    documented = [backend.strip("`") for backend, *_ in table("backend")]
     assert documented == [*BACKENDS]
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_every_logged_figure_is_documented(language):
+def test_every_logged_figure_is_documented():
     sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
-    documented = [name.strip("`") for name, _ in table(language, "figure")]
+    documented = [name.strip("`") for name, _ in table("figure")]
     assert sorted(documented) == sorted(name for source in sources for name in re.findall(r'"(flat/\w+)"', source))
 
 
@@ -249,9 +237,8 @@ def messages() -> str:
     return "\n".join(texts)
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_the_messages_that_troubleshooting_quotes_exist(language):
-    quoted = [message.strip("`") for message, _ in table(language, "message")]
+def test_the_messages_that_troubleshooting_quotes_exist():
+    quoted = [message.strip("`") for message, _ in table("message")]
     everything = messages()
     assert [message for message in quoted if message not in everything] == []
     assert len(quoted) > 15
@@ -276,16 +263,8 @@ def outline(text: str) -> list[str]:
     return kinds
 
 
-def test_every_page_is_there_in_both_languages():
-    assert sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/zh/**/*")) == sorted(
-        set(TRANSLATED.values()) - {"README.zh.md"}
-    )
-    assert {path.name for path in ROOT.glob("*.md")} <= {*TRANSLATED, *TRANSLATED.values(), *ENGLISH_ONLY}
-
-
-@pytest.mark.parametrize(("english", "chinese"), TRANSLATED.items(), ids=TRANSLATED)
-def test_the_chinese_page_is_in_step(english, chinese):
-    ours, theirs = PAGES[english], PAGES[chinese]
+def test_the_chinese_readme_is_in_step():
+    ours, theirs = PAGES["README.md"], PAGES[CHINESE]
     assert outline(theirs) == outline(ours)
     for language in ("python", "bash", "text", "bibtex"):
         assert blocks(theirs, language) == blocks(ours, language)
@@ -297,11 +276,11 @@ def test_the_chinese_page_is_in_step(english, chinese):
     for pattern in (r"`[^`\n]+`", r"\d[\d.,]*\d|\d"):
         in_english, in_chinese = (Counter(re.findall(pattern, text)) for text in prose)
         assert in_chinese == in_english
-    # What both lead to: the same pages, each in its language, and one another
-    leads = [[target for target, _ in links(name)] for name in (english, chinese)]
-    assert chinese in leads[0]
-    assert english in leads[1]
-    assert {TRANSLATED.get(target, target) for target in leads[0]} - {chinese} == set(leads[1]) - {english}
+    # What both lead to: the same pages, and one another
+    ours, theirs = ([target for target, _ in links(name)] for name in ("README.md", CHINESE))
+    assert CHINESE in ours
+    assert "README.md" in theirs
+    assert set(ours) ^ set(theirs) <= {CHINESE, "README.md"}
 
 
 def links(name: str) -> list[tuple[str, str]]:
@@ -328,14 +307,11 @@ def test_links_lead_somewhere(name):
         assert not anchor or anchor in anchors(PAGES[target]), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_every_page_can_be_reached_from_the_readme(language):
-    start = "README.md" if language == "en" else "README.zh.md"
-    reached = {target for target, _ in links(start)}
-    index = "docs/README.md" if language == "en" else "docs/zh/README.md"
-    everything = {*LANGUAGES[language], *ENGLISH_ONLY} - {start, index}
-    assert everything <= reached
-    assert everything - {"CHANGELOG.md"} <= {target for target, _ in links(index)}
+def test_every_page_can_be_reached_from_the_readme():
+    reached, listed = ({target for target, _ in links(name)} for name in ("README.md", "docs/README.md"))
+    others = PAGES.keys() - {"README.md", "docs/README.md"}
+    assert others <= reached
+    assert others <= listed
 
 
 @pytest.mark.parametrize(("name", "marker"), MARKERS.items(), ids=MARKERS)
@@ -345,12 +321,12 @@ def test_the_benchmark_has_its_place(name, marker):
     assert text.count(start) == text.count(end) == 1
     assert text.index(start) < text.index(end)
     if name.startswith("README"):
-        assert text.index(start) < text.index("\n## ")
+        assert text.index("```python") < text.index(start)  # first what a user does
         generated = text.split(start)[1].split(end)[0].splitlines()
         assert len([line for line in generated if line.startswith("| ")]) == 1 + 3
 
 
 def test_the_version_is_the_same_everywhere():
-    for name in ("README.md", "README.zh.md"):
+    for name in ("README.md", CHINESE):
         assert f"version = {{{trl_paddingfree.__version__}}}" in PAGES[name]
     assert f"\n## {trl_paddingfree.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()

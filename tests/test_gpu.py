@@ -10,15 +10,16 @@ import torch
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from scripts.benchmark.baseline import baseline_attention
+from scripts.benchmark.measure import count_syncs
 from tests.helpers import equivalence
 from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
-from trl_paddingfree.benchmark.baseline import baseline_attention
-from trl_paddingfree.benchmark.measure import count_syncs
 from trl_paddingfree.model import attention
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.model.state_layers import missing_kernels, state_layers
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +33,19 @@ SIZES = {
     "initializer_range": 0.06,
 }
 MODELS = [("llama", {}), ("mistral", {"sliding_window": 12}), ("llama", {"num_key_value_heads": 4})]
+# Heads as large as the kernels' smallest tiles
+STATE_MODELS = [
+    (
+        "qwen3_5_text",
+        {
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention"],
+            **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+            **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64),
+        },
+    ),
+    ("falcon_h1", {"mamba_d_ssm": 256, "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}),
+]
 # The kernel's error may be twice that of the ordinary low-precision run, and one rounding of the largest number
 EPS = torch.finfo(torch.bfloat16).eps
 
@@ -63,7 +77,7 @@ def make_models(model_type="llama", **overrides):
     flat = copy.deepcopy(padded)
     for model in (reference, padded, flat):
         add_fused_lm_head(model)
-    install(flat, choose_route(flat))
+    FlatModel.install(flat, choose_route(flat))
     return reference, padded, flat
 
 
@@ -75,11 +89,8 @@ def test_the_gpu_is_used_by_its_own_kernel():
     assert choose_route(make_models()[2]).backend == "varlen"
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("prefix_sharing", [False, True])
-@pytest.mark.parametrize(("model_type", "overrides"), MODELS, ids=["grouped", "window", "full-heads"])
-def test_varlen_is_as_close_to_float32_as_padded_bfloat16(model_type, overrides, prefix_sharing, seed):
-    reference, padded, flat = make_models(model_type, **overrides)
+def assert_as_close_as_padded(reference, padded, flat, prefix_sharing, seed):
+    """Log-probabilities and gradients of bfloat16: flat is as near to float32 as padded, within the budget."""
     inputs, batch = make_batch(seed, prefix_sharing)
     weights = torch.rand(inputs["labels"][:, 1:].shape, device="cuda")
     outputs = [
@@ -95,6 +106,24 @@ def test_varlen_is_as_close_to_float32_as_padded_bfloat16(model_type, overrides,
     ):
         error = (f.grad.float() - expected.grad).abs().max()
         assert error <= budget(p.grad.float(), expected.grad), f"gradient of {name}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+@pytest.mark.parametrize(("model_type", "overrides"), MODELS, ids=["grouped", "window", "full-heads"])
+def test_varlen_is_as_close_to_float32_as_padded_bfloat16(model_type, overrides, prefix_sharing, seed):
+    assert_as_close_as_padded(*make_models(model_type, **overrides), prefix_sharing, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+@pytest.mark.parametrize(("model_type", "overrides"), STATE_MODELS, ids=["gated delta net", "mamba 2"])
+def test_kernels_along_the_tree_are_as_close_to_float32_as_padded_bfloat16(model_type, overrides, prefix_sharing, seed):
+    models = make_models(model_type, **overrides)
+    if missing := missing_kernels(models[2]):
+        pytest.skip(f"without {', '.join(missing)}")
+    assert all(layer.forward.state.along_tree and layer.forward.state.kernels for layer in state_layers(models[2]))
+    assert_as_close_as_padded(*models, prefix_sharing, seed)
 
 
 def backbone(model, batch):

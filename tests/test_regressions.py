@@ -53,10 +53,10 @@ from trl_paddingfree import (
     upstream,
 )
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.flat.counts import TokenCounts
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask, boundaries
 from trl_paddingfree.model.routes import Route, choose_route
-from trl_paddingfree.trainers.token_counts import TokenCounts
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 PAIRS = [
@@ -68,7 +68,7 @@ PAIRS = [
 def make(**options):
     model = make_model(**options)
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     return model
 
 
@@ -103,9 +103,10 @@ def sft_run(model_dir):
 
 def test_trl_3244_what_is_gathered_is_on_the_models_device():
     devices = []
-    gather = lambda tensor: devices.append(tensor.device.type) or torch.zeros(tensor.shape)  # noqa: E731
-    TokenCounts().figures(SimpleNamespace(device=torch.device("meta"), gather=gather), with_state=False)
-    assert devices == ["meta", "meta"]
+    gather = lambda tensor: devices.append(tensor.device.type) or torch.zeros_like(tensor, device="cpu")  # noqa: E731
+    accelerator = SimpleNamespace(device=torch.device("meta"), gather=gather, num_processes=2)
+    TokenCounts().figures(accelerator, memory=0, repeats=False)
+    assert devices == ["meta"]
 
 
 def test_trl_3673_no_2d_mask_reaches_the_model():
@@ -138,7 +139,7 @@ def test_trl_3942_every_flash_attention_gets_boundaries(name, monkeypatch):
     attend = lambda query, *args, **kwargs: calls.append(kwargs) or torch.zeros_like(query)  # noqa: E731
     monkeypatch.setattr(upstream, "flash_attention_forward", attend)
     batch = FlatBatch.from_rows(ROWS, ROWS)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     log_probs(model, batch, ROWS)
     assert [call["attn_implementation"] for call in calls] == [name, name]
     for call in calls:
@@ -297,7 +298,7 @@ def test_transformers_32487_generation_is_untouched():
     prompt = {"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}
     expected = model.generate(**prompt, max_new_tokens=6, do_sample=False)
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     log_probs(model, FlatBatch.from_rows(ROWS, ROWS), ROWS)
     assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), expected)
 
@@ -344,7 +345,7 @@ def test_flash_attention_1254_no_segment_is_empty():
         with reference_flash():
             model = make_model(attn_implementation="flash_attention_2")
             add_fused_lm_head(model)
-            install(model, choose_route(model))
+            FlatModel.install(model, choose_route(model))
             values = log_probs(model, batch, rows)
         assert values.isfinite().all()
 

@@ -4,14 +4,18 @@ An upgrade that moves one of them fails here, under its name.
 """
 
 import ast
+import functools
 import importlib
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
@@ -22,10 +26,13 @@ from tests.helpers.tiny import make_model
 from trl_paddingfree import upstream
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
-from trl_paddingfree.model.forward import install, is_pooled
+from trl_paddingfree.model import architecture, state_tree
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 from trl_paddingfree.model.routes import choose_route
-from trl_paddingfree.trainers.registry import TRAINERS
+from trl_paddingfree.model.state_layers import state_layers
+from trl_paddingfree.trainers import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 
@@ -51,6 +58,7 @@ PRIVATE = {
         *BOUNDARIES[:4],
     ),
     "transformers:Trainer._get_train_sampler": (),
+    "transformers:Trainer._prepare_input": ("data",),
     "transformers:Trainer._prepare_inputs": ("inputs",),
     "transformers:Trainer._save_checkpoint": ("model", "trial"),
     "transformers:Trainer._issue_warnings_after_load": ("load_result",),
@@ -59,6 +67,7 @@ PRIVATE = {
     "transformers:Trainer._load_rng_state": ("checkpoint",),
     "transformers:Trainer._save_rng_state": ("output_dir",),
     "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE": None,
+    "trl.kernels.chunked_logprob:_use_triton": ("device",),
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
@@ -132,14 +141,6 @@ SET_ELSEWHERE = {
     "_is_sac_wrapped": "trl.models.selective_activation_checkpointing",
     "_gradient_checkpointing_func": "transformers.modeling_utils",
 }
-# Read by the benchmark only, which says so itself where they are missing
-BENCHMARK = {
-    "_get_raw",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "_varlen_attn",
-    "_varlen_attn_backward",
-}
 # Methods of TRL's trainers that ours extend: each calls `super()`
 EXTENDED = {
     "__init__",
@@ -152,6 +153,7 @@ EXTENDED = {
     "_load_from_checkpoint",
     "_precompute_ref_logps",
     "_prepare_dataset",
+    "_prepare_input",
     "_prepare_inputs",
     "_save_checkpoint",
     "_load_rng_state",
@@ -202,7 +204,7 @@ def test_every_private_name_that_the_package_touches_is_listed_here():
                 own.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 own.add(node.target.id)
-    listed = {place.rpartition(".")[2].rpartition(":")[2] for place in [*PRIVATE, *INSTANCE]} | BENCHMARK
+    listed = {place.rpartition(".")[2].rpartition(":")[2] for place in [*PRIVATE, *INSTANCE]}
     assert touched - own - listed - SET_ELSEWHERE.keys() - {"__version__"} == set()
 
 
@@ -289,6 +291,22 @@ def test_eager_attention_is_a_function_of_the_layers_own_file():
     assert upstream.attention_function("eager", layer) is eager_attention_forward
 
 
+def test_lora_layers_ask_their_switch_whenever_they_are_called():
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+    layer = get_peft_model(plain, LoraConfig(target_modules=["0"])).base_model.model[0]
+    assert isinstance(layer, LoraLayer)
+    assert layer.cast_input_dtype_enabled is True
+    assert layer.lora_variant == {}
+    assert {*layer.lora_A} == {*layer.lora_dropout} == {"default"}
+    asked = mock.MagicMock()
+    asked.__bool__.return_value = False
+    layer.cast_input_dtype_enabled = asked
+    for number in (1, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(torch.zeros(1, 2, dtype=torch.bfloat16))
+        assert asked.__bool__.call_count == number
+
+
 @pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("falcon", False), ("gptj", False), ("mpt", False)])
 def test_models_that_look_attention_up_elsewhere_are_known(model_type, takes):
     assert upstream.takes_attention_function(tiny_model(model_type)) == takes
@@ -302,8 +320,8 @@ def test_float32_states_are_brought_to_the_weights_dtype():
 
 
 def test_a_configuration_without_a_limit_has_none():
-    assert upstream.position_limits(tiny_model("xlnet")) == []  # it says -1
-    assert upstream.position_limits(tiny_model("llama")) == [512]
+    assert architecture.position_limits(tiny_model("xlnet")) == []  # it says -1
+    assert architecture.position_limits(tiny_model("llama")) == [512]
 
 
 def test_llama4_scales_queries_by_their_place_on_the_axis():
@@ -321,6 +339,67 @@ def test_layers_that_carry_state_say_which_kernel_keeps_sequences_apart():
     model = tiny_model("lfm2")
     with pytest.raises(ValueError, match=_MISSING_KERNEL.pattern):
         model(torch.zeros(1, 4, dtype=torch.long), seq_idx=torch.tensor([[0, 0, 1, 1]], dtype=torch.int32))
+
+
+# What stands in for these functions is given, and gives them, these parameters
+STATE_FUNCTIONS = {
+    "causal_conv1d_fn": {"hidden_states", "weight", "bias", "activation"},
+    "chunk_kimi_delta_attention": {"g", "beta", "chunk_size", "initial_state", "output_final_state"},
+    "mamba2_chunk_scan": {"dt", "D", "dt_bias", "dt_softplus", "dt_limit", "chunk_size", "initial_states"},
+    "mamba_selective_scan": {"dt", "D", "z", "delta_bias", "delta_softplus", "return_last_state"},
+    "torch_chunk_gated_delta_rule": {"g", "beta", "chunk_size", "initial_state", "output_final_state"},
+    "mamba2_split_conv1d_scan_combined": set(),
+    "mamba_inner_fn": set(),
+}
+# What the layers of each call, beside the convolution
+CALLED = {
+    "bailing_hybrid": {"chunk_kimi_delta_attention"},
+    "bamba": {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"},
+    "falcon_h1": {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"},
+    "falcon_mamba": {"mamba_selective_scan", "mamba_inner_fn"},
+    "granitemoehybrid": {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"},
+    "jamba": {"mamba_selective_scan"},
+    "kimi_linear": {"chunk_kimi_delta_attention"},
+    "lfm2": set(),
+    "lfm2_moe": set(),
+    "lfm3": set(),
+    "mamba": {"mamba_selective_scan", "mamba_inner_fn"},
+    "mamba2": {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"},
+    "nemotron_h": {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"},
+    "olmo_hybrid": {"torch_chunk_gated_delta_rule"},
+    "qwen3_5_moe_text": {"torch_chunk_gated_delta_rule"},
+    "qwen3_5_text": {"torch_chunk_gated_delta_rule"},
+    "qwen3_next": {"torch_chunk_gated_delta_rule"},
+    "qwen4_exp_text": {"torch_chunk_gated_delta_rule"},
+    "zamba": {"mamba_selective_scan"},
+    "zamba2": {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"},
+}
+
+
+@pytest.mark.parametrize(("model_type", "names"), CALLED.items(), ids=CALLED)
+def test_layers_that_carry_state_call_functions_that_ours_stand_in_for(model_type, names):
+    for layer in state_layers(tiny_model(model_type)):
+        functions = upstream.state_functions(type(layer).forward)
+        assert functions.keys() == names | {"causal_conv1d_fn"}
+        for name, function in functions.items():
+            assert STATE_FUNCTIONS[name] <= inspect.signature(function).parameters.keys(), name
+
+
+def test_functions_are_replaced_for_one_forward_only():
+    """accelerate's decorator holds the forward that it wraps as a variable, where the copy takes its place."""
+    (layer,), states = state_layers(tiny_model("lfm2")), torch.randn(1, 4, 32)
+    assert hasattr(type(layer).forward, "__wrapped__")
+    expected, calls = layer(states), []
+
+    def convolve(states, *args, **kwargs):
+        calls.append(states)
+        return torch.zeros_like(states)
+
+    assert not state_tree.with_functions(layer.forward, {"causal_conv1d_fn": convolve})(states).any()
+    assert len(calls) == 1
+    assert torch.equal(layer(states), expected)
+    with pytest.raises(TypeError, match="partial"):
+        state_tree.with_functions(functools.partial(layer.forward), {})
 
 
 # --- What TRL does with its fused head -----------------------------------------------------------------------------
@@ -356,7 +435,7 @@ def test_generation_and_training_share_one_signature():
     """`generate` validates its arguments against the forward's signature, which our wrapper keeps."""
     model = make_model()
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     assert inspect.signature(model.forward).parameters.keys() >= {"input_ids", "attention_mask"}
     assert isinstance(model, PreTrainedModel)
     model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import random
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from tests.helpers.equivalence import assert_same, run
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import make_model, preference_data, text
 from trl_paddingfree import PaddingFreeDPOConfig
-from trl_paddingfree.batching.lengths import example_tokens, truncated
+from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
+from trl_paddingfree.model import flat_model
 from trl_paddingfree.trainers.collated import CollatedTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -131,17 +133,30 @@ def build(own, tokenizer, tmp_path, trainer: str, **options):
 
 
 def test_options_that_the_own_loss_rules_out_are_refused(own, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"`max_tokens_per_micro_batch=80` changes .* `tpo_alpha=1.0`"):
-        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", max_tokens_per_micro_batch=80)
+    with pytest.raises(ValueError, match=r"`arrange_micro_batches='tokens'` changes .* `tpo_alpha=1.0`"):
+        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", arrange_micro_batches="tokens")
     with pytest.raises(ValueError, match="is less than example"):
         build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", max_tokens_per_micro_batch=1, tpo_alpha=0.0)
 
 
-@pytest.mark.parametrize("option", [{"max_tokens_per_micro_batch": 80}, {"memory_budget": 0.8}])
-def test_parts_of_a_loss_that_says_nothing_of_sizes_are_refused(own, tokenizer, tmp_path, option):
-    own["Unsized"] = type("Unsized", (own["PaddingFreeTPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
-    with pytest.raises(ValueError, match=f"`{next(iter(option))}=.*Unsized does not say what its loss"):
-        build(own, tokenizer, tmp_path, "Unsized", tpo_alpha=0.0, **option)
+def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokenizer):
+    own["Silent"] = type("Silent", (own["LengthRegularizedDPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
+
+    def train(**options):
+        kwargs = {"processing_class": tokenizer, "peft_config": lora()}
+        data = {"train_dataset": preference_data(12, SEED), "trainer_kwargs": kwargs}
+        return run(own["Silent"], PaddingFreeDPOConfig, model=make_model(), **data, **options)
+
+    with patch.object(flat_model, "forward_in_parts", wraps=flat_model.forward_in_parts) as divided:
+        assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60, oversized_examples="alone"))
+    assert max(len(call.args[1].parts) for call in divided.call_args_list) > 1
+
+
+def test_parts_of_a_loss_that_reads_logits_are_refused(own, tokenizer):
+    kwargs = {"train_dataset": triples(12), "trainer_kwargs": {"processing_class": tokenizer}}
+    limit = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    with pytest.raises(ValueError, match="be called with `labels` and `fused_lm_head=True`"):
+        run(own["PaddingFreeTPOTrainer"], own["PaddingFreeTPOConfig"], model=make_model(), **kwargs, **limit)
 
 
 def test_predictions_from_raw_data_ask_for_a_preparation(own, tokenizer):

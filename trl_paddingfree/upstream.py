@@ -7,14 +7,13 @@ when an upgrade moves one. Public names are imported where they are used.
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import types
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -73,52 +72,16 @@ def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
         module.config._attn_implementation = name
 
 
-def position_limits(model: PreTrainedModel) -> list[int]:
-    """The most positions that a row may have, by every name that transformers has for it in this configuration."""
-    config = model.config.get_text_config()
-    values = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
-
-
-def scales_by_place(module: Any, length: int) -> bool:
-    """
-    Whether a layer scales its queries by their place on an axis of `length` tokens, whatever their `position_ids`.
-
-    The layers of Llama 4 without rotary positions do (`attn_temperature_tuning`): they count `torch.arange` of their
-    input. Below `floor_scale` tokens the scale is 1.
-    """
-    is_tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-    return is_tuned and length >= module.floor_scale
-
-
-def scale_of_rows(module: Any, position_ids: np.ndarray) -> np.ndarray:
-    """
-    `(T,)` float32: what turns the scale of such a layer by the place on the flat axis into that by the place in a row.
-
-    Args:
-        module (`torch.nn.Module`):
-            The layer, see [`scales_by_place`].
-        position_ids (`np.ndarray` of shape `(T,)`, int64):
-            Place of each flat token in its row.
-    """
-    places = np.stack([np.arange(len(position_ids)), position_ids]) + 1
-    flat, row = np.log1p(places // module.floor_scale) * module.attn_scale + 1
-    return (row / flat).astype(np.float32)
-
-
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """
     transformers' call of whichever flash attention `attn_implementation` names.
 
     The registered function takes the kernel's name from the model's config, where ours stands.
     """
-    from transformers.modeling_flash_attention_utils import (
-        _flash_attention_forward,
-        flash_attn_supports_top_left_mask,
-    )
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward, flash_attn_supports_top_left_mask
 
-    use_top_left_mask = flash_attn_supports_top_left_mask()
-    return _flash_attention_forward(query, key, value, use_top_left_mask=use_top_left_mask, **kwargs)
+    kwargs["use_top_left_mask"] = flash_attn_supports_top_left_mask()
+    return _flash_attention_forward(query, key, value, **kwargs)
 
 
 def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
@@ -187,37 +150,40 @@ def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("bitsandbytes.")
 
 
-def attention_layers(model: torch.nn.Module) -> list[Any]:
-    """The modules that compute attention: transformers names their classes so."""
-    return [module for module in model.modules() if "Attention" in type(module).__name__]
-
-
-def attention_dropout(model: torch.nn.Module) -> float:
+class CastsUnlessAutocast:
     """
-    The dropout that attention layers give to their kernel in training.
+    The truth, at any moment, of whether autocast is off for devices of a type.
 
-    They hold it as a number or as a module, under names of their own (`attention_dropout`, `attn_dropout`, `dropout`).
+    As the value of PEFT's switch it is asked as each layer is called, so that layers which are recomputed, calls that
+    generate and calls outside of training each get what is right for them.
     """
 
-    def is_of_scores(name: str) -> bool:
-        return name == "dropout" or ("drop" in name and "att" in name)
+    def __init__(self, device_type: str):
+        self.device_type = device_type
 
-    layers = attention_layers(model)
-    held = [(name, value) for layer in layers for name, value in vars(layer).items() if isinstance(value, float)]
-    held += [(n, m.p) for layer in layers for n, m in layer.named_children() if isinstance(m, torch.nn.Dropout)]
-    return max((value for name, value in held if is_of_scores(name)), default=0.0)
+    def __bool__(self) -> bool:
+        return not torch.is_autocast_enabled(self.device_type)
 
 
-def beyond_varlen(model: torch.nn.Module) -> list[str]:
-    """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, beside dropout."""
-    layers = attention_layers(model)
-    sizes: set[Any] = {getattr(layer, "head_dim", None) for layer in layers} - {None}
-    beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
-    # Where these layers keep what they give to the kernel as `softcap` and `s_aux`
-    for attribute, word in (("attn_logit_softcapping", "soft-capping"), ("sinks", "sinks")):
-        if any(getattr(layer, attribute, None) is not None for layer in layers):
-            beyond.append(word)
-    return beyond
+def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
+    """
+    Have LoRA layers leave the casting of their inputs to autocast, wherever it is on.
+
+    PEFT casts the input of each layer to float32, the dtype of its adapters, and autocast casts that back: two passes
+    over memory each way, and a float32 copy kept. Without them results are the same bit for bit, where adapters are
+    float32 and all that follows the cast is a product: not in variants of LoRA (DoRA), and not with dropout on CPUs,
+    whose scale is rounded to the dtype of the input.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    switch: Any = CastsUnlessAutocast(device_type)
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer) or layer.lora_variant or layer.cast_input_dtype_enabled is not True:
+            continue
+        dtypes = {adapter.weight.dtype for adapter in layer.lora_A.values()}
+        drops = device_type == "cpu" and any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values())
+        if dtypes == {torch.float32} and not drops:
+            layer.cast_input_dtype_enabled = switch
 
 
 def keep_varlen_results(model: Any) -> None:
@@ -255,104 +221,60 @@ def _keeping_varlen(contexts: Callable) -> Callable:
     return partial(create_selective_checkpoint_contexts, keeping)
 
 
-# transformers' functions that have a kernel which takes boundaries, and the argument that tells it of them. A scan of
-# the first Mamba is not among them: no kernel of it knows of boundaries
+# transformers' functions by which layers with a state look along the sequence, and the argument that tells the kernel
+# of each of boundaries. A scan of the first Mamba has none: no kernel of it knows of boundaries
 _STATE_FUNCTIONS = {
     "causal_conv1d_fn": "seq_idx",
     "mamba2_chunk_scan": "seq_idx",
+    "mamba_selective_scan": None,
     "torch_chunk_gated_delta_rule": "cu_seqlens",
     "chunk_kimi_delta_attention": "cu_seqlens",
 }
-_SCAN_WITHOUT_BOUNDARIES = "mamba_selective_scan"
+# Fused forms of a convolution and a scan: without kernels they are `None`, and the parts are called
+_FUSED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 # What transformers raises where it has no kernel that keeps sequences apart, with the package that has it
 _MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")
 
 
-def _state_functions(module: torch.nn.Module) -> dict[str, Callable]:
-    """The functions of transformers that the forward of a layer calls and that may have kernels."""
-    forward = inspect.unwrap(type(module).forward)
-    called = {*_STATE_FUNCTIONS, _SCAN_WITHOUT_BOUNDARIES}.intersection(forward.__code__.co_names)
-    return {name: forward.__globals__[name] for name in sorted(called)}
+def state_functions(forward: Callable) -> dict[str, Callable]:
+    """The functions of transformers by which the forward of a layer looks along the sequence, by name."""
+    function = inspect.unwrap(getattr(forward, "__func__", forward))
+    if not isinstance(function, types.FunctionType):
+        return {}
+    called = {*_STATE_FUNCTIONS, *_FUSED_FUNCTIONS}.intersection(function.__code__.co_names)
+    return {name: function.__globals__[name] for name in sorted(called)}
 
 
-def missing_state_kernels(module: torch.nn.Module) -> list[str]:
+def _missing_kernel(name: str, function: Callable) -> str | None:
     """
-    Packages whose kernels a layer with a state would call, and that are not installed.
+    The package whose kernel a function would call, empty if there is no such package; `None` if it is installed.
 
-    transformers looks for them when it is imported, and keeps what it found to itself. But where it has none it refuses
-    boundaries before it looks at anything else.
+    transformers looks for kernels when it is imported, and keeps what it found to itself. But where it has none it
+    refuses boundaries before it looks at anything else.
     """
-    missing = []
-    for name, function in _state_functions(module).items():
-        if name == _SCAN_WITHOUT_BOUNDARIES:
-            missing += [] if find_spec("mamba_ssm") else ["mamba-ssm"]
-            continue
-        try:
-            function(**{_STATE_FUNCTIONS[name]: True})
-        except ValueError as error:
-            missing += [package.replace("_", "-") for package in _MISSING_KERNEL.findall(str(error))]
-        except TypeError:  # a kernel, which misses its tensors
-            pass
-    return missing
+    if (boundaries := _STATE_FUNCTIONS[name]) is None:
+        return None if find_spec("mamba_ssm") else "mamba-ssm"
+    if not hasattr(function, "__wrapped__"):  # what transformers' decorator does not wrap has no kernel (LFM3)
+        return ""
+    try:
+        function(**{boundaries: True})
+    except ValueError as error:
+        return next((package.replace("_", "-") for package in _MISSING_KERNEL.findall(str(error))), None)
+    except TypeError:  # a kernel, which misses its tensors
+        pass
+    return None
+
+
+def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
+    """Of each function by which a layer looks along the sequence, but for fused forms: see [`_missing_kernel`]."""
+    functions = state_functions(forward).items()
+    return {name: _missing_kernel(name, function) for name, function in functions if name in _STATE_FUNCTIONS}
 
 
 def takes_state_boundaries(module: torch.nn.Module) -> bool:
     """Whether a layer with a state keeps the rows of one long axis apart, told of their boundaries."""
-    functions = _state_functions(module)
-    # What transformers' decorator does not wrap has no kernel, and drops boundaries without a word (LFM3)
-    has_kernels = all(hasattr(function, "__wrapped__") for function in functions.values())
-    known = bool(functions) and _SCAN_WITHOUT_BOUNDARIES not in functions
-    return known and has_kernels and not missing_state_kernels(module)
-
-
-def rotary_limits(config: Any) -> dict[str, int]:
-    """
-    Kinds of rotary frequencies that follow the longest row of a batch, with the length from which on they do.
-
-    transformers recomputes those of "longrope" and "dynamic" in each forward, from the largest of all positions.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per kind of layer
-    limits = {}
-    for kind in kinds:
-        if kind.get("rope_type") == "longrope":
-            limits["longrope"] = kind["original_max_position_embeddings"]
-        elif "dynamic" in str(kind.get("rope_type")):
-            limits[kind["rope_type"]] = config.max_position_embeddings
-    return limits
-
-
-@contextmanager
-def rotary_state_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Frequencies of kind "dynamic" are kept, with their length, until a longer row comes, or a short one."""
-    found = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name.endswith("max_seq_len_cached")
-    ]
-    buffers = [(module, dict(module.named_buffers(recurse=False))) for module, _, _ in found]
-    try:
-        yield
-    finally:
-        for module, name, value in found:
-            setattr(module, name, value)
-        for module, before in buffers:
-            for name, buffer in before.items():
-                setattr(module, name, buffer)
-
-
-def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
-    """
-    Dropout that is drawn by a function, by the name that modules hold it under: TRL's `disable_dropout` sets that of
-    `torch.nn.Dropout` modules only.
-    """
-    return {
-        name: value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
-    }
+    missing = missing_state_kernels(type(module).forward)
+    return bool(missing) and all(_STATE_FUNCTIONS[name] and package is None for name, package in missing.items())
 
 
 def lm_head_tile() -> tuple[int, int]:
@@ -361,3 +283,18 @@ def lm_head_tile() -> tuple[int, int]:
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
     return TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE
+
+
+def has_head_kernel(device: torch.device) -> bool:
+    """Whether TRL's fused LM head has a Triton kernel on `device`, which works with less memory than PyTorch's own."""
+    from trl.kernels.chunked_logprob import _use_triton
+
+    return _use_triton(device)
+
+
+def router_loss(model: PreTrainedModel, router_logits: tuple[torch.Tensor, ...], weights: torch.Tensor) -> torch.Tensor:
+    """The loss of a mixture's routers as TRL's fused head computes it, of logits `(T, experts)` of each layer."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config, loss = model.config.get_text_config(), cast(Any, load_balancing_loss_func)
+    return loss(router_logits, config.num_experts, config.num_experts_per_tok, weights)

@@ -1,31 +1,30 @@
 """The benchmark measures what it says: work against brute force, counts against the counter, wrong losses refused."""
 
-import importlib.util
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from scripts.benchmark import baseline, measure, report, tables
+from scripts.benchmark.__main__ import BENCHMARKS, main, only_too_large, page
+from scripts.benchmark.flops import StepCost, Work, count_flops
+from scripts.benchmark.measure import Runner, interleave
+from scripts.benchmark.rows import Rows, make_rows, read_lengths
+from scripts.benchmark.run import Benchmark, tolerances
+from scripts.benchmark.studies import arranging, collators, packing
+from scripts.benchmark.studies.arranging import measure_imbalance, measure_meetings
+from scripts.benchmark.studies.packing import measure_packing
+from scripts.benchmark.tasks import BENCHMARKED, Settings
+from scripts.benchmark.trainers import make_model
 from tests.helpers.reference_flash import flash_attn_varlen_func
 from tests.helpers.tiny import make_model as tiny_llama
 from tests.helpers.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.benchmark import baseline, clock, main, tables
-from trl_paddingfree.benchmark.flops import StepCost, Work, count_flops
-from trl_paddingfree.benchmark.measure import Runner, interleave, tolerances
-from trl_paddingfree.benchmark.methods import Settings
-from trl_paddingfree.benchmark.rows import Rows, make_rows, read_lengths
-from trl_paddingfree.benchmark.run import Benchmark
-from trl_paddingfree.benchmark.shapes import SHAPES, make_model
-from trl_paddingfree.benchmark.studies.arranging import arranging_report, measure_imbalance, measure_meetings
-from trl_paddingfree.benchmark.studies.collators import collators_report, time_collators
-from trl_paddingfree.benchmark.studies.packing import measure_packing, packing_report
-from trl_paddingfree.benchmark.tasks import BENCHMARKED
+from trl_paddingfree.cli.shapes import SHAPES
 
 SEEDS = [3, 17]
 VOCAB = SHAPES["tiny"]["vocab_size"]
@@ -33,14 +32,6 @@ VOCAB = SHAPES["tiny"]["vocab_size"]
 COUNT = 1e-9
 # The kernel's softmax is in float32, of values of order one
 FLOAT32 = 1e-5
-
-
-def script():
-    path = Path(__file__).parents[2] / "scripts" / "benchmark.py"
-    spec = importlib.util.spec_from_file_location("benchmark_script", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def settings(task, **changed):
@@ -84,9 +75,8 @@ def test_a_pair_has_one_prompt_and_rows_are_as_long_as_the_lengths_say(tmp_path)
     file.write_text("prompt,chosen,rejected\n5,3,2\n9,1,40\n16,1,1\n")
     made = make_rows("dpo", str(file), vocab_size=50, max_length=16).examples
     assert [[len(ids) for ids in example.values()] for example in made] == [[5, 3, 2], [9, 1, 7]]
-    shared = make_rows("dpo", "equal:20", vocab_size=50, max_length=64, common_prefix=7, pairs_per_prompt=2).examples
+    shared = make_rows("dpo", "equal:20", vocab_size=50, max_length=64, pairs_per_prompt=2).examples
     assert shared[0]["prompt_ids"] == shared[1]["prompt_ids"] != shared[2]["prompt_ids"]
-    assert shared[0]["prompt_ids"][:7] == shared[2]["prompt_ids"][:7]
     row = make_rows("sft", "equal:20", vocab_size=50, max_length=15).examples[0]
     assert row["labels"] == [-100] * 10 + row["input_ids"][10:]
     assert len(row["input_ids"]) == 15
@@ -152,6 +142,15 @@ def test_products_that_add_up_are_counted_in_place_and_out_of_place():
     assert count_flops(lambda: torch.addmm(total, a, b, out=total)) == 2 * 3 * 5 * 7
 
 
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_each_gradient_of_a_convolution_costs_what_it_costs_itself(groups):
+    layer, x = torch.nn.Conv1d(6, 6, 3, groups=groups), torch.ones(2, 6, 9, requires_grad=True)
+    once = 2 * 2 * 7 * 6 * (6 // groups) * 3  # rows, places, channels, channels of a group, taps
+    assert count_flops(lambda: layer(x)) == once
+    assert count_flops(lambda: layer(x).sum().backward()) == 3 * once
+    assert count_flops(lambda: layer(x.detach()).sum().backward()) == 2 * once
+
+
 def test_recomputation_is_no_model_flop():
     # With LoRA, checkpointing also has the gradient of the embeddings computed
     some = {"tuning": "full", "precomputed_reference": True}
@@ -171,7 +170,7 @@ def test_three_counts_give_the_cost():
 
 def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
     result = benchmark.run(rows(benchmark), num_batches=2, rounds=2)
-    names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods]
+    names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods if method.attention is None]
     assert list(result["methods"]) == names
     assert result["agree"]
     for values in result["differences"].values():
@@ -190,8 +189,8 @@ def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
     json.dumps(result)
 
 
-def test_no_speed_is_reported_where_a_method_computes_something_else(benchmark, monkeypatch):
-    collator = benchmark.runners[-1].trainer.data_collator
+def test_a_method_that_computes_something_else_is_flagged_beside_its_times(benchmark, monkeypatch):
+    collator = benchmark.runners[-1].collate
 
     def wrong(examples):
         batch = collator(examples)
@@ -201,26 +200,39 @@ def test_no_speed_is_reported_where_a_method_computes_something_else(benchmark, 
         flat.input_ids[0, flat.row_index[0, :2]] += 1
         return {**batch, "input_ids": batch["input_ids"] + changed}
 
-    monkeypatch.setattr(benchmark.runners[-1].trainer, "data_collator", wrong)
+    monkeypatch.setattr(benchmark.runners[-1], "collate", wrong)
     monkeypatch.setattr(benchmark, "_tree_batches", lambda batches: [collator(b)["flat_batch"] for b in batches])
     result = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
     assert not result["agree"]
     differences = result["differences"][benchmark.runners[-1].method.name]
-    assert any(value > result["allowed"][name] for name, value in differences.items())
-    assert not any("speedup" in method for method in result["methods"].values())
+    off = [name for name, value in differences.items() if value > result["allowed"][name]]
+    assert off == report.disagreeing(result, "budget") != []
+    assert all(method["speedup"] > 0 for method in result["methods"].values())
+    flags = [f"({', '.join(off)} DISAGREE)" in report.flag(result, name) for name in result["methods"]]
+    assert flags == [name == "budget" for name in result["methods"]]
 
 
-def test_a_method_that_does_not_fit_is_left_out_and_named(benchmark, monkeypatch):
-    def gradients(self, batch):
-        raise torch.OutOfMemoryError("no memory, on purpose")
+def test_the_operators_of_attention_are_named(benchmark):
+    expected = {f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward")}
+    for runner in benchmark.runners:
+        found = runner.attention_operators(runner.arrange([rows(benchmark).examples[:2]])[0])
+        assert expected <= set(found) <= {*expected, "aten::_fused_sdp_choice"}, runner.method.name
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_method_that_cannot_train_is_left_out_and_named(benchmark, monkeypatch, error):
+    def gradients(batch):
+        raise error("on purpose")
 
     (kept,) = (runner for runner in benchmark.runners if runner.method.name == "trl-kept")
-    monkeypatch.setattr(kept, "settings", replace(kept.settings, device="cuda"))
-    monkeypatch.setattr(kept, "gradients", gradients.__get__(kept))
+    # All else runs on the CPU: only there are methods not tried out before
+    monkeypatch.setattr(benchmark, "settings", replace(benchmark.settings, device="an accelerator"))
+    monkeypatch.setattr(kept, "gradients", gradients)
     everyone = list(benchmark.runners)
     measured = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
     assert list(measured["methods"]) == [runner.method.name for runner in everyone if runner is not kept]
-    assert measured["do_not_fit"] == [kept.method.label]
+    assert measured["failed"] == {kept.method.label: f"{error.__name__}: on purpose"}
+    assert only_too_large(measured["failed"]) == (error is torch.OutOfMemoryError)
     assert benchmark.runners == everyone
 
 
@@ -328,7 +340,7 @@ def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     arguments += ["--batches", "1", "--rounds", "1", "--profile", "--device", "cpu", "--output", str(tmp_path)]
     assert main(arguments) == 0
     result = json.loads((tmp_path / "dpo.json").read_text())
-    assert result["command"].startswith("trl-paddingfree bench dpo --model tiny --lengths uniform:6-40")
+    assert result["command"].startswith("python -m scripts.benchmark dpo --model tiny --lengths uniform:6-40")
     assert (tmp_path / "dpo.md").read_text() in capsys.readouterr().out
     assert (tmp_path / "dpo.png").stat().st_size > 10_000
     assert 0 < result["runs"][0]["profile"]["shared"]["gather"] < 1
@@ -354,24 +366,29 @@ def test_the_documentation_is_checked_against_the_results(tmp_path):
     folder = tmp_path / "docs" / "benchmarks"
     folder.mkdir(parents=True)
     pages = {tmp_path / "README.md": "benchmark", folder / "README.md": "benchmark-tables"}
-    for page, marker in pages.items():
-        page.write_text(f"before\n<!-- {marker}:start -->\nstale\n<!-- {marker}:end -->\nafter\n")
+    for written, marker in pages.items():
+        written.write_text(f"before\n<!-- {marker}:start -->\nstale\n<!-- {marker}:end -->\nafter\n")
     assert tables.update(tmp_path, check=True) == 1
-    assert all("stale" in page.read_text() for page in pages)
+    assert all("stale" in written.read_text() for written in pages)
     assert tables.update(tmp_path, check=False) == 0
     assert tables.update(tmp_path, check=True) == 0
-    for page in pages:
-        assert page.read_text().startswith("before\n")
-        assert page.read_text().endswith("\nafter\n")
-        assert "| machine, model |" in page.read_text()
+    for written in pages:
+        assert written.read_text().startswith("before\n")
+        assert written.read_text().endswith("\nafter\n")
+        assert "| machine, model |" in written.read_text()
     (tmp_path / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="needs the lines"):
         tables.update(tmp_path, check=False)
 
 
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.stem)
+def test_the_pages_of_results_say_what_their_figures_say(path):
+    assert path.with_suffix(".md").read_text() == page(json.loads(path.read_text()), path.stem)
+
+
 @pytest.mark.parametrize("newest", ["a", "b"])
 def test_the_readme_shows_the_newest_result(tmp_path, newest):
-    result = json.loads((Path(__file__).parents[2] / "docs/benchmarks/epyc-2-cores/sft.json").read_text())
+    result = json.loads((BENCHMARKS / "epyc-2-cores" / "sft.json").read_text())
     for machine in "ab":
         (tmp_path / machine).mkdir()
         dated = {**result, "date": "2026-11-21" if machine == newest else "2026-11-20"}
@@ -381,9 +398,9 @@ def test_the_readme_shows_the_newest_result(tmp_path, newest):
 
 
 def test_the_script_writes_what_a_study_measured_with_its_command(tmp_path):
-    assert script().main(["--collators", str(tmp_path)]) == 0
+    assert main(["--collators", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "collators.json").read_text())
-    assert result["command"] == f"python scripts/benchmark.py --collators {tmp_path}"
+    assert result["command"] == f"python -m scripts.benchmark --collators {tmp_path}"
     assert {"commit", "date", "measured"} <= result.keys()
     assert result["command"] in (tmp_path / "collators.md").read_text()
 
@@ -391,7 +408,7 @@ def test_the_script_writes_what_a_study_measured_with_its_command(tmp_path):
 @pytest.mark.parametrize("argv", [["--arranging"], ["--packing"], ["--render"], ["--collators"]], ids=" ".join)
 def test_the_script_asks_for_arguments_that_are_missing(argv, capsys):
     with pytest.raises(SystemExit) as exit:
-        script().main(argv)
+        main(argv)
     assert exit.value.code == 2
     assert f"{argv[0]}: expected" in capsys.readouterr().err
 
@@ -421,8 +438,8 @@ def test_pairs_of_one_prompt_share_it_when_they_meet(tmp_path):
     assert measured["arranged"] == pytest.approx((100 + 8 * 10 + 7) / 880)
     assert measured["arranged"] < measured["drawn"] < 1
     balance = measure_imbalance(str(file), num_processes=2, accumulation=1)
-    report = arranging_report([balance], [measured])
-    assert f"| {measured['rows']} | 64 | {measured['drawn']:.3f} |" in report
+    text = arranging.report({"imbalances": [balance], "meetings": [measured]})
+    assert f"| {measured['rows']} | 64 | {measured['drawn']:.3f} |" in text
 
 
 def test_packing_makes_fewer_steps_and_cuts_examples(tmp_path):
@@ -441,14 +458,15 @@ def test_packing_makes_fewer_steps_and_cuts_examples(tmp_path):
     assert methods["bfd_split"]["lost"] == methods["wrapped"]["lost"] == 0
     assert methods["padding_free"]["cut"] == methods["bfd_split"]["cut"] == pytest.approx(1 / 5)
     assert methods["wrapped"]["cut"] == pytest.approx(3 / 5)
-    assert "| `wrapped` | 4 |" in packing_report([measured])
+    assert "| `wrapped` | 4 |" in packing.report({"measured": [measured]})
 
 
 def test_collators_are_timed_beside_trls():
-    measured = time_collators(length=64, pairs=4, repeats=1)
+    measured = collators.measure(length=64, pairs=4, repeats=1)["measured"]
     assert [one["rows"] for one in measured] == [8] * 4
     assert all(one["ms"] > 0 for one in measured)
-    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in collators_report(measured, "machine")
+    text = collators.report({"measured": measured, "environment": {"gpu": "machine"}})
+    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in text
 
 
 def test_neighbours_stay_together_in_batches():
@@ -473,13 +491,14 @@ def test_a_data_set_is_measured_with_the_tokenizer_of_a_folder(task, tokenizer, 
 
 def test_backward_passes_of_all_parts_of_a_micro_batch_count_as_backward(monkeypatch):
     seconds = [0.0]
-    monkeypatch.setattr(clock, "now", lambda device: seconds[0])
+    monkeypatch.setattr(measure, "now", lambda device: seconds[0])
 
     def backward():
         seconds[0] += 3
 
     accelerator = SimpleNamespace(backward=backward)
-    runner = Runner(None, SimpleNamespace(accelerator=accelerator), SimpleNamespace(device="cpu"), False)
+    trainer = SimpleNamespace(accelerator=accelerator, get_train_dataloader=lambda: SimpleNamespace(collate_fn=None))
+    runner = Runner(None, trainer, SimpleNamespace(device="cpu"), False)
     for _ in range(2):
         seconds[0] += 1
         accelerator.backward()

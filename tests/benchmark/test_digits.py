@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_paddingfree.benchmark.studies import vision
+from scripts.benchmark.studies import vision
 
 pytest.importorskip("sklearn")
 
@@ -13,7 +13,7 @@ def test_a_model_learns_digits_the_same_in_every_layout(monkeypatch):
     for name, steps in {"WARM_UP_STEPS": 0, "TIMED_STEPS": 2, "COUNTED_STEPS": 1}.items():
         monkeypatch.setattr(vision, name, steps)
     said: list[str] = []
-    results = vision.measure_vision({"sft": 2, "dpo": 2}, say=said.append)
+    results = vision.measure({"sft": 2, "dpo": 2}, say=said.append)["measured"]
 
     assert [(one["task"], one["layout"]) for one in results] == [
         (task, layout) for task, layouts in vision.LAYOUTS.items() for layout in layouts
@@ -24,6 +24,7 @@ def test_a_model_learns_digits_the_same_in_every_layout(monkeypatch):
         assert one["losses"] == pytest.approx(padded["losses"], rel=1e-4)  # float32, after one optimizer step
         assert one["text_gflop"] <= padded["text_gflop"]
         assert (one["speed_up"]["median"] == 1) == (one is padded)
-    table = [line for line in vision.vision_report(results, "machine").splitlines() if line.startswith("| ")]
+    text = vision.report({"measured": results, "environment": {"gpu": "machine"}})
+    table = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(table) == 1 + len(results)
     assert table[1].startswith("| SFT | TRL, padded | 1.00x (1.00 to 1.00) |")

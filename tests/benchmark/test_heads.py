@@ -3,9 +3,11 @@
 import pytest
 from datasets import Dataset
 
+from scripts.benchmark.studies import heads
+from scripts.benchmark.studies.heads import ARRANGED, METHODS, measure_heads
 from tests.helpers.tiny import conversations, preference_data
-from trl_paddingfree.benchmark.studies import heads
-from trl_paddingfree.benchmark.studies.heads import ARRANGED, METHODS, Setup, heads_report, measure_heads
+
+SMALL = {"num_layers": 1, "batch_size": 8, "max_length": 64, "accumulation": 1}
 
 
 @pytest.fixture(scope="module")
@@ -19,22 +21,23 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize(("task", "source"), [("kto", "pairs"), ("grpo", "conversations")])
 def test_heads_are_measured_by_every_method(files, model_dir, task, source):
-    setup = Setup(task, files[source], model_dir, num_layers=1, batch_size=8, max_length=64, steps=1)
-    found = measure_heads(setup)
+    found = measure_heads(task, files[source], model_dir, **SMALL)
     methods = found["methods"]
     assert [*methods] == [*METHODS, *(ARRANGED if task == "grpo" else [])]
     padded, flat, shared = (methods[name] for name in METHODS)
     assert padded["flops"] > flat["flops"] > shared["flops"]
     assert padded["padded_slots"] == padded["computed_tokens"] > flat["computed_tokens"] > shared["computed_tokens"]
     assert len(padded["losses"]) == 2
-    assert f"| {task}, {source}, batch 8, 64 tokens, 1 layers | ours, shared prefixes |" in heads_report([found], "x")
+    assert f"| {task}, {source}, batch 8, 64 tokens, 1 layers | ours, shared prefixes |" in heads.report(
+        {"measured": [found], "environment": {"gpu": "machine"}}
+    )
 
 
 def test_methods_that_disagree_report_no_speed(files, model_dir, monkeypatch):
     losses = iter(([0.5], [0.6], [0.5]))
     monkeypatch.setattr(heads, "run_method", lambda *args, **kwargs: {"losses": next(losses)})
     with pytest.raises(AssertionError, match="kto, ours, padding-free: the losses are"):
-        measure_heads(Setup("kto", files["pairs"], model_dir, num_layers=1, batch_size=2, max_length=64, steps=1))
+        measure_heads("kto", files["pairs"], model_dir, **SMALL)
 
 
 def test_prompts_are_those_of_pairs_or_of_conversations():

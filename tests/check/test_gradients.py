@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import time
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from peft import LilyConfig, LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
+from tests.helpers.tiny import make_model
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
-from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
+from trl_paddingfree.check.prove import Progress, UnprovenModelError, check_flat, prove
 from trl_paddingfree.check.training import as_in_training
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
@@ -182,7 +184,7 @@ def test_a_row_that_is_longer_than_the_positions_is_refused_with_the_reason():
 def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_type):
     """Their tables and masks are as long as the longest row, however short the rows are."""
     model = make(model_type, attention=None)
-    install(model, choose_route(model, prefix_sharing=False))
+    FlatModel.install(model, choose_route(model, prefix_sharing=False))
     batch = FlatBatch.from_rows([[1] * 300] * 2, [[1] * 300] * 2, prefix_sharing=False)
     rows = torch.ones(2, 300, dtype=torch.long)
     with pytest.raises(ValueError, match="`max_tokens_per_micro_batch=512`"):
@@ -247,3 +249,29 @@ def test_a_model_without_watched_embeddings_is_refused():
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.detach())
     result = check_gradients(lambda: reference, prefix_sharing=False)
     assert not result.passed
+
+
+def test_of_layers_of_one_kind_the_first_and_the_last_are_differentiated():
+    model = make_model("gemma2", num_hidden_layers=8)  # layers with a window and without take turns
+    add_fused_lm_head(model)
+    model.model.layers[4].self_attn.scaling = 0.5  # one of its own kind
+    computed, before = [], [layer.forward for layer in model.model.layers]
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, i=i: computed.append(i))
+    with as_in_training(model):
+        model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert computed == [0, 1, 4, 6, 7]
+    assert [layer.forward for layer in model.model.layers] == before
+
+
+def test_a_check_that_takes_long_says_what_it_does_from_then_on():
+    said = []
+    progress = Progress(said.append)
+    with progress.after(0.05):
+        progress("the first thing")
+        time.sleep(0.5)
+        progress("the second")
+    assert said == ["the first thing", "the second"]
+    with Progress(said.append).after(60.0):
+        pass
+    assert len(said) == 2

@@ -9,7 +9,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions, vision_pairs
 from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.check.vision import check_images, prove_images
-from trl_paddingfree.data.image_probe import ImageProbe
+from trl_paddingfree.data.images import ImageProbe
 from trl_paddingfree.data.vision import VisionLanguageModelingCollator, VisionPreferenceCollator
 from trl_paddingfree.flat import batch as flat_batch
 from trl_paddingfree.flat.images import FlatImages, RowImages

@@ -21,8 +21,8 @@ from tests.helpers.reference_state import reference_state_kernels
 from trl_paddingfree.check.probe import RowsAlone
 from trl_paddingfree.check.prove import LEAK_FRACTION, UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
-from trl_paddingfree.model import attention, forward
-from trl_paddingfree.model.forward import installed
+from trl_paddingfree.model import attention, flat_model, forward
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
@@ -128,7 +128,7 @@ def test_swallowed_keyword_arguments_do_not_lose_the_layout(model_type):
 @pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
 def test_a_kernel_that_ignores_boundaries_is_caught(prefix_sharing):
     def one_run(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False):
-        whole_q, whole_k = torch.tensor([0, len(q)]), torch.tensor([0, len(k)])
+        whole_q, whole_k = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
         return flash_attn_varlen_func(q, k, v, whole_q, whole_k, len(q), len(k), 0.0, softmax_scale, causal)
 
     with reference_flash(one_run):
@@ -182,8 +182,8 @@ def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
 
 
 def test_a_state_that_passes_on_is_caught(monkeypatch):
-    monkeypatch.setattr(forward, "install_state_layers", lambda model: None)
-    monkeypatch.setattr(forward, "carries_state", lambda model: False)
+    monkeypatch.setattr(flat_model, "install_state_layers", lambda model, along_tree: None)
+    monkeypatch.setattr(flat_model, "carries_state", lambda model: False)
     result = check_flat(make("lfm2"), SEGMENT.without_sharing())
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed
@@ -405,7 +405,7 @@ def test_an_explicit_route_is_used_or_refused():
     model = make("phimoe", sliding_window=2047)
     with pytest.raises(UnprovenModelError):
         prove(model, choose_route(model, "segment"), fallback=False)
-    assert installed(model).route.backend == "segment"
+    assert FlatModel.of(model).route.backend == "segment"
     with pytest.raises(ValueError, match="takes no mask"), reference_flash():
         choose_route(make(attention="flash_attention_2"), "mask")
 

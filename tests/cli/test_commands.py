@@ -15,7 +15,7 @@ from tests.helpers.tiny import conversations, make_model, make_tokenizer, prefer
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.cli.main import main
 
-COMMANDS = ["inspect", "check", "bench", "dpo", "sft", "reward", "kto", "grpo", "rloo", "env", "quickstart"]
+COMMANDS = ["inspect", "check", "dpo", "sft", "reward", "kto", "grpo", "rloo", "env", "quickstart"]
 PNG = b"\x89PNG"
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 QUIET = {"bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "dataloader_pin_memory": False}
@@ -60,14 +60,14 @@ def test_the_help_of_a_command_shows_how_to_call_it(capsys, command):
     assert f"examples:\n  trl-paddingfree {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["bench", "dpo", "sft", "reward", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("command", ["dpo", "sft", "reward", "kto", "grpo", "rloo"])
 def test_the_help_of_scripts_is_their_own(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     printed = capsys.readouterr().out
     assert stopped.value.code == 0
     assert f"usage: trl-paddingfree {command}" in printed
-    assert "--max-length" in printed if command == "bench" else "--max_tokens_per_micro_batch" in printed
+    assert "--max_tokens_per_micro_batch" in printed
 
 
 def test_python_m_is_the_same_command():
@@ -259,15 +259,6 @@ def test_env_names_versions_and_attention(capsys):
     assert found["attention"]["segment"] == "yes"
     assert main(["env"]) == 0
     assert f"- trl-paddingfree: {trl_paddingfree.__version__}\n" in capsys.readouterr().out
-
-
-def test_bench_is_small_unless_asked_for_more(monkeypatch):
-    called = []
-    monkeypatch.setattr("trl_paddingfree.benchmark.main", lambda argv, prog: called.append(list(argv)) or 1)
-    assert main(["bench"]) == 1
-    assert main(["bench", "sft", "--rounds", "9"]) == 1
-    assert called[0][:2] == ["dpo", "--lengths"]
-    assert called[1] == ["sft", "--rounds", "9"]
 
 
 NAMED = ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]

@@ -88,13 +88,6 @@ def test_options_may_be_spelt_with_either_dash(capsys, tmp_path, model_dir, spel
     assert json.loads(capsys.readouterr().out)["batch_sizes"][0]["batch_size"] == 2
 
 
-def test_the_benchmark_takes_either_dash_too(monkeypatch):
-    given = []
-    monkeypatch.setattr("trl_paddingfree.benchmark.main", lambda argv, prog: given.extend(argv) or 0)
-    assert cli.main(["bench", "dpo", "--lengths", "equal:4", "--batch_size", "2"]) == 0
-    assert given == ["dpo", "--lengths", "equal:4", "--batch-size", "2"]
-
-
 def test_an_unknown_option_is_answered_with_the_options_of_the_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["inspect", "pairs.jsonl", "--tokenizer", "model", "--batchsize", "8"])

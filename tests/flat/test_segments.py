@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_paddingfree import FlatBatch, Segments
+from trl_paddingfree.flat import transfer
 from trl_paddingfree.flat.prefix_tree import num_distinct_tokens, share_prefixes
 
 # Few different tokens and short rows: prefixes, identical rows and rows that are prefixes of others are common
@@ -132,6 +133,22 @@ def test_a_batch_moves_and_pickles_as_one_thing():
     assert {meta.input_ids.device, meta.layout.kv_index.device, meta.layout.kv_rows.order.device} == {
         torch.device("meta")
     }
+
+
+def test_what_the_data_loader_has_pinned_is_not_pinned_again(monkeypatch):
+    """By stand-ins, as pages are locked for accelerators only."""
+    batch = FlatBatch.from_rows([[1, 2, 3, 4, 5], [1, 2, 6]], [[-100, 2, 3, 4, 5], [-100, 2, 6]])
+    monkeypatch.setattr(transfer, "_is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    packings, pack = [], transfer._packed
+    monkeypatch.setattr(transfer, "_packed", lambda tensors: packings.append(1) or pack(tensors))
+    pinned = batch.pin_memory()
+    assert pinned.to_rows() == batch.to_rows()
+    moved = pinned.to("meta")
+    assert len(packings) == 1
+    assert moved.layout.kv_index.shape == batch.layout.kv_index.shape
+    batch.to("meta")
+    assert len(packings) == 2
 
 
 @pytest.mark.parametrize("branches", [2, 7])

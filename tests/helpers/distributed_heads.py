@@ -10,7 +10,7 @@ from tests.helpers.equivalence import assert_same
 from tests.helpers.head_runs import prompts, reward_model, score, train, unpaired
 from tests.helpers.tiny import make_model, make_tokenizer, preference_data
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.trainers.memory_budget import MemoryBudget
+from trl_paddingfree.memory.plan import MemoryBudget
 
 # Shorter and longer examples take turns, so that the processes have different numbers of parts
 PAIRS = preference_data(24, 3).map(lambda row: {"length": len(str(row))}).sort("length")

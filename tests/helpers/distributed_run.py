@@ -14,10 +14,10 @@ from datasets import Dataset, load_from_disk
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.batching.budget import MemoryNeeds
-from trl_paddingfree.model.recompute import LOADS
-from trl_paddingfree.trainers.budgeted import BudgetedSteps
-from trl_paddingfree.trainers.memory_budget import MemoryBudget
+from trl_paddingfree.memory.kept_bytes import LOADS
+from trl_paddingfree.memory.needs import MemoryNeeds
+from trl_paddingfree.memory.plan import MemoryBudget
+from trl_paddingfree.trainers.base import FlatTrainer
 
 
 def from_disk(dataset: Dataset, folder: str) -> Dataset:
@@ -45,9 +45,9 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
         recompute, and how many do. Filled while training.
     """
     decisions: list[tuple[int, int]] = []
-    plan, start = BudgetedSteps.plan_memory, MemoryBudget.start
+    plan, start = FlatTrainer.plan_steps, MemoryBudget.start
 
-    def plan_memory(trainer):
+    def plan_steps(trainer):
         is_new = trainer.flat.memory is None
         plan(trainer)
         if is_new and (memory := trainer.flat.memory) is not None:
@@ -61,7 +61,7 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
         start(memory, batch, number)
         decisions.append((memory.num_recomputed(batch), number))
 
-    BudgetedSteps.plan_memory, MemoryBudget.start = plan_memory, note
+    FlatTrainer.plan_steps, MemoryBudget.start = plan_steps, note
     return decisions
 
 

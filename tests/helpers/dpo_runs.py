@@ -4,10 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from peft import LoraConfig
-from trl import DPOConfig, DPOTrainer
 
-from tests.helpers.equivalence import TOLERANCE, Trajectory, assert_same, run
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+from tests.helpers.equivalence import TOLERANCE, Trajectory, assert_same, run_layout
 
 LAYOUTS = ("flat", "shared")
 # More than in `run`, whose reason this has, and with larger steps: gradients of these models are about 1e-2 per entry
@@ -40,12 +38,8 @@ def train(layout: str, make: Callable[[], dict[str, Any]], train_dataset: Any, *
     """
     arguments = make()
     options = {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, **options}
-    common = {"model": arguments.pop("model"), "train_dataset": train_dataset, "trainer_kwargs": arguments, **options}
-    if layout == "padded":
-        return run(DPOTrainer, DPOConfig, **common)
-    result = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, prefix_sharing=layout == "shared", **common)
-    assert result.trainer.flat.route.prefix_sharing == (layout == "shared")
-    return result
+    model = arguments.pop("model")
+    return run_layout("dpo", layout, model=model, train_dataset=train_dataset, trainer_kwargs=arguments, **options)
 
 
 def assert_layouts_agree(

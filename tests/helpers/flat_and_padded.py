@@ -3,7 +3,7 @@
 import torch
 
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 
 # float32 on CPU (eps = 1.2e-7), relative to the largest entry: gradients are sums of up to 60 tokens' parts, which can
@@ -45,7 +45,7 @@ def assert_equals_padded(model, route: Route, seed: int, tolerance: float = TOLE
         "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels]),
     }
     expected, expected_gradients = log_probs_and_gradients(model, **padded)
-    install(model, route)
+    FlatModel.install(model, route)
     batch = FlatBatch.from_rows(rows, labels, prefix_sharing=route.prefix_sharing)
     assert batch.layout.segments.is_shared == route.prefix_sharing
     actual, gradients = log_probs_and_gradients(model, **padded, flat_batch=batch)

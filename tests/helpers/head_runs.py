@@ -1,17 +1,18 @@
-"""Reward, KTO, GRPO and RLOO trained by padded TRL, and by us with and without shared prefixes."""
+"""Any task trained by padded TRL, and by us with and without shared prefixes."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
+from trl import GRPOTrainer
 
 from tests.helpers.dpo_runs import ADAM_EPSILON, LAYOUTS
-from tests.helpers.equivalence import TOLERANCE, Trajectory, assert_same, run
+from tests.helpers.equivalence import TOLERANCE, Trajectory, assert_same, run_layout
 from tests.helpers.tiny import make_model, text
-from trl_paddingfree.trainers.registry import TRAINERS
 
 
 def reward_model(model_type: str = "llama", **overrides: Any):
@@ -42,11 +43,32 @@ def score(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]
     return [float(sum(map(ord, completion[0]["content"])) % 7) for completion in completions]
 
 
+@contextmanager
+def ties_broken() -> Iterator[None]:
+    """
+    Within this context, GRPO's quantile of entropies takes no two tokens for equal.
+
+    All completions of a prompt have the same entropy at their first token, and rounding would decide which of them
+    train, in padded TRL as in ours.
+    """
+    of_quantile = GRPOTrainer.get_high_entropy_mask
+
+    def untied(self, entropies, mask, threshold):
+        places = torch.arange(entropies.numel(), device=entropies.device).view_as(entropies)
+        return of_quantile(self, entropies + 1e-3 * places, mask, threshold)
+
+    GRPOTrainer.get_high_entropy_mask = untied
+    try:
+        yield
+    finally:
+        GRPOTrainer.get_high_entropy_mask = of_quantile
+
+
 # What makes the runs of a task short; steps as large as elsewhere
 COMMON: dict[str, dict[str, Any]] = {
     # A common shift of all rewards has no gradient: Adam would make steps of its rounding
     "reward": {"optim": "sgd", "learning_rate": 0.1, "steps": 2},
-    "kto": {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "steps": 2},
+    **dict.fromkeys(("dpo", "sft", "kto"), {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "steps": 2}),
     **dict.fromkeys(
         ("grpo", "rloo"),
         {
@@ -76,18 +98,13 @@ def train(task: str, layout: str, make: Callable[[], dict[str, Any]], data: Any,
         **options:
             Fields of the config, and `steps`.
     """
-    ours, arguments = TRAINERS[task], make()
-    model, options = arguments.pop("model"), {**COMMON[task], **options}
+    arguments, options = make(), {**COMMON[task], **options}
     torch.manual_seed(0)  # completions are drawn alike
     if layout == "padded":
-        options = {name: value for name, value in options.items() if name != "arrange_micro_batches"}
-        return run(
-            ours.trl_trainer, ours.trl_config, model=model, train_dataset=data, trainer_kwargs=arguments, **options
-        )
-    options["prefix_sharing"] = layout == "shared"
-    result = run(ours, ours.config_class, model=model, train_dataset=data, trainer_kwargs=arguments, **options)
-    assert result.trainer.flat.route.prefix_sharing == (layout == "shared")
-    assert result.trainer.total_counts().computed
+        options.pop("arrange_micro_batches", None)
+    model = arguments.pop("model")
+    result = run_layout(task, layout, model=model, train_dataset=data, trainer_kwargs=arguments, **options)
+    assert layout == "padded" or result.trainer.total_counts().computed
     return result
 
 

@@ -2,13 +2,14 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
-from trl_paddingfree.model.recompute import load
-from trl_paddingfree.model.saved_bytes import SavedBytes
-from trl_paddingfree.trainers.memory_budget import GIB
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.kept_bytes import load
+from trl_paddingfree.memory.saved_bytes import SavedBytes
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 # What the prediction may be off by
@@ -28,12 +29,11 @@ def counted(trainer, batch, number):
     """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
     memory, base = trainer.flat.memory, trainer.flat_base(trainer.model)
     counter = SavedBytes(base, memory.layers)
-    batch = {name: value for name, value in batch.items() if name != "examples"}
-    memory.number = number
+    batch = {name: value for name, value in batch.items() if name != "rows"}
+    batch["flat_batch"] = replace(batch["flat_batch"], recomputed=number)
     trainer.model.train()
     with counter.counting():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-    memory.number = None
     assert loss.requires_grad
     # A checkpoint holds the input of its layer in a closure, where autograd does not see it
     inside = sum(counter.total(i) for i in range(number, len(memory.layers)))

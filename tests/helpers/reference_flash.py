@@ -1,18 +1,55 @@
-"""Flash attention in plain PyTorch, and a way to have transformers take it for the kernel.
+"""Flash attention in plain PyTorch, and ways to have transformers and PyTorch take it for their kernels.
 
-Slow and obvious: one matrix of scores per segment, masked by comparing positions. What transformers does around the
-kernel (which arguments it passes, and which it drops) is transformers' own code.
+Slow and obvious: one matrix of scores per segment, masked by comparing positions. What transformers and PyTorch do
+around the kernel (which arguments they pass, and which they drop) is their own code.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, modeling_flash_attention_utils
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
+
+from trl_paddingfree.model import attention, backends
+
+
+def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> list[tuple[slice, slice]]:
+    """The queries and the keys of each segment, once the kernels' own checks of states and boundaries have passed."""
+    for states in (q, k, v):
+        assert states.ndim == 3, f"the kernels read states of shape (tokens, heads, size), not {tuple(states.shape)}"
+        assert (states.dtype, states.device) == (q.dtype, q.device), "states differ in dtype or device"
+        assert states.stride(-1) == 1, "the last dimension of states is not contiguous"
+    assert k.shape[:2] == v.shape[:2], "keys and values differ in number or heads"
+    assert k.size(2) == q.size(2), "keys and queries differ in size"
+    assert q.size(1) % k.size(1) == 0, f"{q.size(1)} query heads cannot share {k.size(1)} key heads"
+    runs = []
+    for boundaries, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
+        assert boundaries.dtype == torch.int32, f"boundaries are {boundaries.dtype}, not int32"
+        starts = boundaries.tolist()
+        runs.append([slice(start, end) for start, end in zip(starts, starts[1:], strict=False)])
+        lengths = [run.stop - run.start for run in runs[-1]]
+        assert min(lengths) > 0, "kernels hang on empty segments"
+        assert max(lengths) == longest, f"the longest segment has {max(lengths)} tokens, not {longest}"
+    assert runs[1][-1].stop == len(k), "keys beyond the last boundary get no gradient from the kernels"
+    return list(zip(*runs, strict=True))
+
+
+def check_call(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+    """What kernels are compiled for, and arguments that no host waits for."""
+    assert q.dtype in (torch.float16, torch.bfloat16), f"the kernels have no {q.dtype}"
+    assert q.size(-1) <= 256, f"the kernels have no heads of {q.size(-1)}"
+    assert q.size(-1) % 8 == 0, f"the kernels have no heads of {q.size(-1)}, no multiple of 8"
+    for longest, boundaries in ((max_seqlen_q, cu_seqlens_q), (max_seqlen_k, cu_seqlens_k)):
+        assert type(longest) is int, f"the host would wait for {longest!r} in each layer"
+        assert boundaries.device == q.device, f"boundaries are on {boundaries.device}"
 
 
 def flash_attn_varlen_func(
@@ -34,24 +71,21 @@ def flash_attn_varlen_func(
     """
     Attention of `(T, H, D)` queries over `(S, K, D)` keys, segment by segment, aligned to the bottom right.
 
-    As the kernels, it leaves tokens beyond the last boundary uninitialised.
+    In any dtype, and rounded to it once. As the kernels, it leaves tokens beyond the last boundary uninitialised.
     """
     assert dropout_p == 0.0, "dropout is random: nothing to compare"
-    boundaries_q, boundaries_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    assert max_seqlen_q == max(b - a for a, b in zip(boundaries_q, boundaries_q[1:], strict=False))
-    assert max_seqlen_k == max(b - a for a, b in zip(boundaries_k, boundaries_k[1:], strict=False))
-    assert boundaries_k[-1] == len(k) == len(v), "keys beyond the last boundary get no gradient from the kernels"
-    outputs = []
-    runs = zip(boundaries_q, boundaries_q[1:], boundaries_k, boundaries_k[1:], strict=False)
-    for start_q, end_q, start_k, end_k in runs:
-        assert end_q > start_q, "kernels hang on empty segments"
-        outputs.append(
-            _attend(
-                q[start_q:end_q], k[start_k:end_k], v[start_k:end_k], softmax_scale, causal, window_size, softcap, s_aux
-            )
-        )
-    outputs.append(q.new_full((len(q) - boundaries_q[-1], *q.shape[1:]), float("nan")))
+    runs = check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    rest = (softmax_scale, causal, window_size, softcap, s_aux)
+    outputs = [_attend(q[queries], k[keys], v[keys], *rest)[0] for queries, keys in runs]
+    outputs.append(q.new_full((len(q) - runs[-1][0].stop, *q.shape[1:]), float("nan")))
     return torch.cat(outputs)
+
+
+@functools.wraps(flash_attn_varlen_func)  # transformers looks at the kernel's signature
+def half_flash_func(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The same, of what the kernels take and no more."""
+    check_call(q, *(kwargs[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")))
+    return flash_attn_varlen_func(q, *args, **kwargs)
 
 
 def torch_varlen_func(
@@ -67,11 +101,9 @@ def torch_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
     """The kernel that ships in PyTorch under flash-attn's arguments, for tests on a GPU."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    assert causal
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    window = (window_size[0], 0 if causal else window_size[1])
-    return varlen_attn(q, k, v, *lengths, scale=softmax_scale, window_size=window, enable_gqa=q.size(1) != k.size(1))
+    return attention.torch_varlen()(q, k, v, *lengths, softmax_scale, window_size[0] + 1 or None)
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -79,8 +111,8 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs)
     rows, length_q, length_k = len(q), q.size(1), k.size(1)
     output = flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in (q, k, v)),
-        torch.arange(rows + 1) * length_q,
-        torch.arange(rows + 1) * length_k,
+        torch.arange(rows + 1, dtype=torch.int32) * length_q,
+        torch.arange(rows + 1, dtype=torch.int32) * length_k,
         length_q,
         length_k,
         **kwargs,
@@ -88,7 +120,8 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs)
     return output.unflatten(0, (rows, length_q))
 
 
-def _attend(q, k, v, scale, causal, window_size, softcap, s_aux):
+def _attend(q, k, v, scale, causal, window_size, softcap=0.0, s_aux=None):
+    """Output of one segment in the dtype of `q`, log-sum-exp and weights `(H, T, S)` of its scores in float32."""
     group = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * (q.size(-1) ** -0.5 if scale is None else scale)
@@ -108,7 +141,69 @@ def _attend(q, k, v, scale, causal, window_size, softcap, s_aux):
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.float().view(-1, 1, 1).expand(-1, len(q), 1)], -1)
     weights = scores.softmax(-1)[..., : len(k)]
-    return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype), scores.logsumexp(-1), weights
+
+
+def _aten_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None, **windows):
+    """`aten::_flash_attention_forward` of boundaries: output, log-sum-exp `(H, T)`, and three that tell nothing."""
+    runs, window = check_arguments(q, k, v, cu_q, cu_k, max_q, max_k), _window(windows)
+    assert runs[-1][0].stop == len(q), "queries beyond the last boundary are left as they were"
+    outputs, lse, _ = zip(*(_attend(q[i], k[j], v[j], scale, is_causal, window) for i, j in runs), strict=True)
+    return torch.cat(outputs), torch.cat(lse, 1), *(q.new_empty(0) for _ in range(3))
+
+
+def _aten_backward(
+    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *, scale=None, **windows
+):
+    """`aten::_flash_attention_backward`: what the kernels compute of the output and the weights, in float32."""
+    gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    factor, group = q.size(-1) ** -0.5 if scale is None else scale, q.size(1) // k.size(1)
+    for i, j in check_arguments(q, k, v, cu_q, cu_k, max_q, max_k):
+        _, _, weights = _attend(q[i], k[j], v[j], scale, is_causal, _window(windows))
+        above, (keys, values) = grad[i].float(), (x[j].float().repeat_interleave(group, 1) for x in (k, v))
+        from_scores = torch.einsum("qhd,khd->hqk", above, values) - (above * out[i].float()).sum(-1).T[..., None]
+        from_scores = weights * from_scores * factor
+        gradients[0][i] = torch.einsum("hqk,khd->qhd", from_scores, keys)
+        of_heads = (from_scores, q[i].float()), (weights, above)
+        for total, (scores, states) in zip(gradients[1:], of_heads, strict=True):
+            total[j] = torch.einsum("hqk,qhd->khd", scores, states).unflatten(1, (-1, group)).sum(2)
+    return tuple(gradient.to(x.dtype) for gradient, x in zip(gradients, (q, k, v), strict=True))
+
+
+def _window(windows: dict[str, Any]) -> tuple[int, int]:
+    given = {name: value for name, value in windows.items() if value is not None}
+    window = given.pop("window_size_left", -1), given.pop("window_size_right", -1)
+    assert not given, f"nothing here knows of {given}"
+    return window
+
+
+@contextmanager
+def varlen_on(device_type: str = "cpu") -> Iterator[list[inspect.BoundArguments]]:
+    """
+    Within this context, devices of a type have PyTorch's varlen kernel, and nothing else has.
+
+    `varlen_attn`, the operator under it and its place in autograd and in checkpointing are PyTorch's own: only the two
+    functions of ATen that hold the kernel are computed here, of CPU tensors. Gives the calls of `varlen_attn`, growing.
+    """
+    calls, varlen_attn = [], varlen.varlen_attn
+    signature = inspect.signature(varlen_attn)
+
+    @functools.wraps(varlen_attn)
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(signature.bind(*args, **kwargs))
+        check_call(*(calls[-1].arguments[name] for name in ("query", "cu_seq_q", "cu_seq_k", "max_q", "max_k")))
+        return varlen_attn(*args, **kwargs)
+
+    with ExitStack() as stack:
+        aten = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        aten.impl("_flash_attention_forward", _aten_forward, "CPU")
+        aten.impl("_flash_attention_backward", _aten_backward, "CPU")
+        has_kernel = lambda device: device.type == device_type  # noqa: E731
+        stack.enter_context(mock.patch.object(backends, "has_varlen_kernel", has_kernel))
+        stack.callback(attention.torch_varlen.cache_clear)
+        stack.enter_context(mock.patch.object(varlen, "varlen_attn", watched))
+        attention.torch_varlen.cache_clear()
+        yield calls
 
 
 def _register(implementation: str) -> None:

@@ -1,5 +1,6 @@
 """Kernels of layers that carry state, in plain PyTorch: what `causal-conv1d`, `flash-linear-attention` and `mamba-ssm`
-do with the boundaries of a flat row, by running transformers' own functions segment by segment."""
+do with the boundaries of a flat row, and with initial states, by running transformers' own functions segment by
+segment."""
 
 import functools
 import sys
@@ -10,6 +11,8 @@ from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
+
+from trl_paddingfree import upstream
 
 # transformers' names of the functions for which it looks for a kernel, with the dimension of the tokens
 _FUNCTIONS = {
@@ -24,7 +27,7 @@ def by_segment(function: Callable, dim: int) -> Callable:
     """`function` of one row, called for each segment that `seq_idx` or `cu_seqlens` tell of."""
 
     @functools.wraps(function)
-    def call(states: torch.Tensor, *args: Any, seq_idx=None, cu_seqlens=None, **kwargs: Any) -> Any:
+    def call(states: torch.Tensor, *args: Any, seq_idx=None, cu_seqlens=None, initial_state=None, **kwargs) -> Any:
         if cu_seqlens is not None:
             boundaries = cu_seqlens.tolist()
         elif seq_idx is not None:
@@ -32,19 +35,37 @@ def by_segment(function: Callable, dim: int) -> Callable:
             boundaries = [0, *lengths.cumsum(0).tolist()]
         else:
             return function(states, *args, **kwargs)
-        total, outputs = states.size(dim), []
+        assert "chunk_size" not in kwargs or function.__name__ == "mamba2_chunk_scan"  # FLA's kernels have none
+        total, outputs, finals = states.size(dim), [], []
         assert boundaries[-1] == total
 
         def cut(x: Any, first: int, last: int) -> Any:
             has_tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.size(dim) == total
             return x.narrow(dim, first, last - first) if has_tokens else x
 
-        for first, last in zip(boundaries, boundaries[1:], strict=False):
+        for i, (first, last) in enumerate(zip(boundaries, boundaries[1:], strict=False)):
             sliced = {name: cut(x, first, last) for name, x in kwargs.items()}
+            if initial_state is not None:
+                assert initial_state.shape[0] == len(boundaries) - 1
+                sliced["initial_state"] = initial_state[i : i + 1]
             output = function(*(cut(x, first, last) for x in (states, *args)), **sliced)
             outputs.append(output[0] if isinstance(output, tuple) else output)
+            finals.append(output[1] if isinstance(output, tuple) else None)
         result = torch.cat(outputs, dim)
-        return (result, None) if isinstance(output, tuple) else result
+        if not isinstance(output, tuple):
+            return result
+        return result, torch.cat(finals) if kwargs.get("output_final_state") else None
+
+    return call
+
+
+def without_gradient_of_state(scan: Callable) -> Callable:
+    """The first Mamba's `scan` as its kernel: no gradient goes through the state in which it ends."""
+
+    @functools.wraps(scan)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = scan(*args, **kwargs)
+        return (result[0], result[1].detach()) if isinstance(result, tuple) else result
 
     return call
 
@@ -58,6 +79,10 @@ def reference_state_kernels(model: PreTrainedModel) -> Iterator[None]:
             if hasattr(getattr(module, name, None), "__wrapped__"):  # LFM3's convolution has no kernel
                 function = by_segment(getattr(module, name).__wrapped__, dim)
                 patches.enter_context(mock.patch.object(module, name, function))
+        if hasattr(module, "mamba_selective_scan"):
+            scan = without_gradient_of_state(module.mamba_selective_scan)
+            patches.enter_context(mock.patch.object(module, "mamba_selective_scan", scan))
+            patches.enter_context(mock.patch.object(upstream, "find_spec", lambda name: name == "mamba_ssm"))
         name = "mamba2_split_conv1d_scan_combined"  # the fused kernel of training; without it the parts are called
         if hasattr(module, name):
             patches.enter_context(mock.patch.object(module, name, return_value=None))

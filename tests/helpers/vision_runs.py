@@ -5,17 +5,11 @@ from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.helpers.equivalence import Trajectory, run
+from tests.helpers.equivalence import Trajectory, run_layout
 from tests.helpers.vision import make_vision
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
-TRAINERS = {
-    "dpo": (DPOTrainer, DPOConfig, PaddingFreeDPOTrainer, PaddingFreeDPOConfig),
-    "sft": (SFTTrainer, SFTConfig, PaddingFreeSFTTrainer, PaddingFreeSFTConfig),
-}
 
 
 def train(
@@ -56,12 +50,6 @@ def train(
         kwargs["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     elif task == "dpo":
         kwargs["ref_model"] = make_vision(kind, seed=seed + 1)[0]
-    trl, trl_config, ours, our_config = TRAINERS[task]
     # Adam's epsilon: as in tests/helpers/dpo_runs.py
     options = {"max_length": None, "learning_rate": 5e-3, "adam_epsilon": 1e-2, "steps": 2, **options}
-    common = {"model": model, "train_dataset": dataset, "trainer_kwargs": kwargs}
-    if layout == "padded":
-        return run(trl, trl_config, **common, **options)
-    result = run(ours, our_config, **common, prefix_sharing=layout == "shared", **options)
-    assert result.trainer.flat.route.prefix_sharing == (layout == "shared")
-    return result
+    return run_layout(task, layout, model=model, train_dataset=dataset, trainer_kwargs=kwargs, **options)

@@ -9,7 +9,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import ARCHITECTURES, make_vision, vision_pairs
 from trl_paddingfree.check.vision import check_images
-from trl_paddingfree.data.image_probe import ImageProbe
+from trl_paddingfree.data.images import ImageProbe
 from trl_paddingfree.data.vision import VisionPreferenceCollator
 from trl_paddingfree.model.routes import Route
 from trl_paddingfree.model.vision import vision_rules, why_no_images

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,13 +13,25 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash, torch_varlen_func
+from tests.helpers.reference_flash import (
+    flash_attn_varlen_func,
+    half_flash_func,
+    reference_flash,
+    torch_varlen_func,
+    varlen_on,
+)
 from trl_paddingfree import upstream
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.prefix_tree import share_prefixes
 from trl_paddingfree.flat.segments import Segments
-from trl_paddingfree.model import attention
-from trl_paddingfree.model.attention import ATTENTION, GatherRows, register_attention, varlen_reasons
+from trl_paddingfree.flat.transfer import pinned
+from trl_paddingfree.model.attention import (
+    ATTENTION,
+    GatherRows,
+    register_attention,
+    torch_varlen,
+    varlen_reasons,
+)
 from trl_paddingfree.model.masks import FlatMask, dense_mask
 
 # float64 against float32 scores of the stand-in kernel: rounding of sums over at most 30 keys of order one
@@ -165,32 +178,67 @@ def test_flash_backend_equals_the_dense_mask(segments, feature):
         compare("flash", "flash_attention_2", module, states(segments, **shape), segments, FLOAT32, kwargs, options)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("feature", ["plain", "grouped", "window", "narrow value", "scale"])
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
-def test_gpu_kernels_equal_the_dense_mask(backend, segments, feature):
-    """PyTorch's kernel, called by us, and called by transformers in the place of flash-attn's."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernels_equal_the_dense_mask(device, backend, segments, feature):
+    """PyTorch's kernel, called by us, and called by transformers in the place of flash-attn's; stand-ins on a CPU."""
     shape, module, kwargs, options = feature_arguments(feature, "sdpa")
-    inputs = states(segments, **shape, dtype=torch.bfloat16, device="cuda")
+    inputs = states(segments, **shape, dtype=torch.bfloat16, device=device)
     high = [x.detach().double().requires_grad_() for x in inputs]
-    expected = oracle(*high, segments, **options)
-    with reference_flash(torch_varlen_func) if backend == "flash" else nullcontext():
-        layout = FlatLayout.from_segments(segments).to("cuda")
-        previous = "flash_attention_2" if backend == "flash" else "sdpa"
-        output, _ = ATTENTION[backend](layout, previous, module.cuda(), *inputs, **kwargs)
-    low = oracle(*inputs, segments, **options)
-    # The kernel may err twice as much as plain bfloat16 arithmetic does
-    budget = 2 * ((low - expected).abs().max() + torch.finfo(torch.bfloat16).eps * expected.abs().max())
-    assert (output - expected).abs().max() <= budget
+    expected, low = oracle(*high, segments, **options), oracle(*inputs, segments, **options)
     weights = torch.rand_like(expected)
-    gradients = [
-        torch.autograd.grad((x * weights).sum(), y, retain_graph=True)
-        for x, y in ((output, inputs), (expected, high), (low, inputs))
-    ]
-    for ours, exact, rough in zip(*gradients, strict=True):
+    kernel = half_flash_func if device == "cpu" else torch_varlen_func
+    with reference_flash(kernel) if backend == "flash" else varlen_on(device):
+        layout = FlatLayout.from_segments(segments).to(device)
+        previous = "flash_attention_2" if backend == "flash" else "sdpa"
+        output, _ = ATTENTION[backend](layout, previous, module.to(device), *inputs, **kwargs)
+        gradients = [
+            torch.autograd.grad((x * weights).sum(), y, retain_graph=True)
+            for x, y in ((output, inputs), (expected, high), (low, inputs))
+        ]
+    for ours, exact, rough in zip(
+        (output, *gradients[0]), (expected, *gradients[1]), (low, *gradients[2]), strict=True
+    ):
+        # The kernel may err twice as much as plain bfloat16 arithmetic does
         budget = 2 * ((rough - exact).abs().max() + torch.finfo(torch.bfloat16).eps * exact.abs().max())
         assert (ours - exact).abs().max() <= budget
+
+
+REFUSED = {
+    "float32": (lambda q, k, v, cu, n: (q.float(), k.float(), v.float(), cu, n), "no torch.float32"),
+    "dtypes": (lambda q, k, v, cu, n: (q, k.half(), v, cu, n), "differ in dtype"),
+    "head of 12": (lambda q, k, v, cu, n: (*(x.repeat(1, 1, 2)[..., :12] for x in (q, k, v)), cu, n), "heads of 12"),
+    "head of 264": (lambda q, k, v, cu, n: (*(x.repeat(1, 1, 33) for x in (q, k, v)), cu, n), "heads of 264"),
+    "three heads": (lambda q, k, v, cu, n: (q, k[:, [0, 0, 0]], v[:, [0, 0, 0]], cu, n), "heads"),
+    "strided": (lambda q, k, v, cu, n: (q.mT.contiguous().mT, k, v, cu, n), "not contiguous"),
+    "int64": (lambda q, k, v, cu, n: (q, k, v, cu.long(), n), "not int32"),
+    "meta": (lambda q, k, v, cu, n: (q, k, v, cu.to("meta"), n), "on meta"),
+    "a tensor": (lambda q, k, v, cu, n: (q, k, v, cu, torch.tensor(n)), "would wait"),
+    "too short": (lambda q, k, v, cu, n: (q, k, v, cu, n - 1), "longest segment"),
+    "empty": (lambda q, k, v, cu, n: (q, k, v, torch.cat([cu, cu[-1:]]), n), "empty segments"),
+    "keys beyond": (
+        lambda q, k, v, cu, n: (q, torch.cat([k, k]), torch.cat([v, v]), cu, n),
+        "beyond the last boundary",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+def test_stand_ins_refuse_what_kernels_refuse(backend, change, message):
+    q, k, v = (torch.randn(9, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    call = (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32), 5)
+    refused = pytest.raises((AssertionError, ValueError), match=message)
+    for arguments, outcome in ((call, nullcontext()), (change(*call), refused)):
+        q, k, v, boundaries, longest = arguments
+        with outcome, varlen_on("cpu"):
+            if backend == "varlen":
+                torch_varlen()(q, k, v, boundaries, boundaries, longest, longest, None, None)
+            else:
+                lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+                half_flash_func(q, k, v, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, **lengths, causal=True)
 
 
 @pytest.mark.parametrize("backend", ["segment-sdpa", "segment-eager", "flash", "mask"])
@@ -292,29 +340,44 @@ def test_what_the_varlen_kernel_lacks_goes_to_segments():
 
 
 @pytest.mark.parametrize("prefix_sharing", [False, True])
-def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_sharing, monkeypatch):
+def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_sharing):
     """Rotary embeddings of float32 weights make float32 queries and keys, which autocast hands to SDPA in bfloat16."""
-    given = []
-
-    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
-        given.append((query, key, value))
-        return flash_attn_varlen_func(query, key, value, cu_q, cu_k, max_q, max_k, 0.0, scale, True)
-
-    reasons = varlen_reasons
-    on_gpu = lambda query, kwargs: [reason for reason in reasons(query, kwargs) if "CUDA" not in reason]  # noqa: E731
-    monkeypatch.setattr(attention, "varlen_reasons", on_gpu)
-    monkeypatch.setattr(attention, "torch_varlen", lambda: kernel)
     segments = SEGMENTS["nested" if prefix_sharing else "flat"]
     query, key, value = states(segments, dtype=torch.float32)
     layout, low = FlatLayout.from_segments(segments), value.detach().bfloat16().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        output, _ = ATTENTION["varlen"](layout, "sdpa", Attention(1), query, key, low, scaling=8**-0.5)
-    assert [x.dtype for x in given[0]] == [torch.bfloat16] * 3
+    with varlen_on("cpu") as calls:
+        with torch.autocast("cpu", torch.bfloat16):
+            output, _ = ATTENTION["varlen"](layout, "sdpa", Attention(1), query, key, low, scaling=8**-0.5)
+        output.sum().backward()
+    assert [calls[0].arguments[name].dtype for name in ("query", "key", "value")] == [torch.bfloat16] * 3
     expected = oracle(*(x.detach().bfloat16().float() for x in (query, key, value)), segments)
     assert output.dtype == torch.bfloat16
     assert (output - expected).abs().max() <= torch.finfo(torch.bfloat16).eps * expected.abs().max()
-    output.sum().backward()
     assert all(x.grad.dtype == x.dtype and x.grad.isfinite().all() for x in (query, key, low))
+
+
+def same_boundaries(segments: Segments) -> bool:
+    """Whether PyTorch's kernel is given one tensor for both boundaries, of a batch that was moved and sent on."""
+    layout = pickle.loads(pickle.dumps(pinned(FlatLayout.from_segments(segments))))
+    inputs = states(segments, dtype=torch.bfloat16)
+    with varlen_on("cpu") as calls:
+        ATTENTION["varlen"](layout, "sdpa", Attention(1), *inputs)
+    return calls[0].arguments["cu_seq_q"] is calls[0].arguments["cu_seq_k"]
+
+
+def test_boundaries_are_one_tensor_when_nothing_is_shared():
+    """PyTorch 2.15 has a faster causal kernel, cuDNN's, and takes it for boundaries that are one tensor."""
+    assert same_boundaries(SEGMENTS["flat"])
+    assert not same_boundaries(SEGMENTS["nested"])
+
+
+def test_boundaries_are_two_tensors_where_determinism_is_asked_for():
+    """That kernel adds gradients up in any order, which PyTorch's choice between the kernels does not look at."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not same_boundaries(SEGMENTS["flat"])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_calls_without_a_layout_go_to_the_previous_implementation():

@@ -8,6 +8,7 @@ from trl.models import enable_selective_activation_checkpointing
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree import upstream
+from trl_paddingfree.model import architecture
 from trl_paddingfree.model.routes import choose_route
 
 CUDA = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
@@ -25,7 +26,7 @@ CUDA = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
 def test_attention_dropout_speaks_against_varlen(model_type, config, dropout):
     """In training it would run per segment, which a check without dropout does not try."""
     model = tiny_model(model_type, attn_implementation="sdpa", **config)
-    assert upstream.attention_dropout(model) == dropout
+    assert architecture.attention_dropout(model) == dropout
     if not dropout:
         assert choose_route(model, "varlen", **CUDA).backend == "varlen"
         return
@@ -51,8 +52,8 @@ def test_varlen_by_name_is_refused_for_what_only_some_layers_ask(model_type, con
 
 
 def test_attention_with_sinks_is_beyond_varlen():
-    assert upstream.beyond_varlen(tiny_model("gpt_oss", attn_implementation="eager")) == ["sinks"]
-    assert upstream.beyond_varlen(make_model()) == []
+    assert architecture.beyond_varlen(tiny_model("gpt_oss", attn_implementation="eager")) == ["sinks"]
+    assert architecture.beyond_varlen(make_model()) == []
 
 
 def test_selective_checkpointing_keeps_the_results_of_varlen():

@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.model.forward import install, installed
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
 # float64 on CPU: rounding of sums over at most a few hundred terms of order one
@@ -43,7 +43,7 @@ def padded(rows, labels):
 def double_model(request):
     model = make_model(dtype=torch.float64, attn_implementation=request.param.previous, vocab_size=8)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    install(model, request.param)
+    FlatModel.install(model, request.param)
     return model
 
 
@@ -82,7 +82,7 @@ def test_flat_log_probs_and_gradients_equal_padded(double_model, rows, prefix_sh
 def test_only_scored_tokens_reach_the_head_and_only_computed_tokens_the_layers():
     model = make_model()
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     prompt = list(range(1, 31))
     rows = [[*prompt, 40, 41, 42], [*prompt, 50], [*prompt, 60, 61]]
     labels = [[-100] * 30 + row[30:] for row in rows]
@@ -106,7 +106,7 @@ def test_calls_without_a_flat_batch_are_untouched():
     model = make_model()
     reference = copy.deepcopy(model)
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     inputs = padded([[1, 2, 3, 4], [5, 6]], [[1, 2, 3, 4], [5, 6]])
     assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
     generate = {"max_new_tokens": 5, "do_sample": False}
@@ -117,11 +117,11 @@ def test_calls_without_a_flat_batch_are_untouched():
 def test_installing_again_changes_the_route_and_nothing_else():
     model = make_model()
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     before = model.forward
     for route in (choose_route(model), choose_route(model, "mask"), choose_route(model, "segment")):
-        install(model, route)
-        assert installed(model).route == route
+        FlatModel.install(model, route)
+        assert FlatModel.of(model).route == route
         assert route.previous == "sdpa"
         assert model.forward == before
 
@@ -130,7 +130,7 @@ def test_a_copy_of_a_model_computes_with_its_own_weights_and_on_its_own_route():
     model = make_model()
     add_fused_lm_head(model)
     route = choose_route(model)
-    install(model, route)
+    FlatModel.install(model, route)
     clone = copy.deepcopy(model)
     rows = [[1, 2, 3, 4], [1, 2, 6]]
     padded_rows, batch = padded(rows, rows) | {"fused_lm_head": True}, FlatBatch.from_rows(rows, rows)
@@ -141,9 +141,9 @@ def test_a_copy_of_a_model_computes_with_its_own_weights_and_on_its_own_route():
         for inputs in (padded_rows, {**padded_rows, "flat_batch": batch}):
             assert not torch.allclose(clone(**inputs).log_probs, before)
         assert torch.allclose(clone(**inputs).log_probs, clone(**padded_rows).log_probs, atol=FLOAT32)
-        install(clone, choose_route(clone, "mask"))
-        assert installed(model).route == route
-        assert installed(clone).route.backend == "mask"
+        FlatModel.install(clone, choose_route(clone, "mask"))
+        assert FlatModel.of(model).route == route
+        assert FlatModel.of(clone).route.backend == "mask"
         assert torch.allclose(clone(**inputs).log_probs, clone(**padded_rows).log_probs, atol=FLOAT32)
         assert torch.allclose(model(**inputs).log_probs, before, atol=FLOAT32)
 
@@ -164,7 +164,7 @@ def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_batch(reen
     """Two batches go forward before either goes backward: no layout may be looked up in shared state."""
     model = make_model(dtype=torch.float64)
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     rows = [
         [[1, 2, 3, 4, 5], [1, 2, 3, 6]],
         [[7, 8, 9, 10], [7, 11, 12, 13, 14]],
@@ -190,17 +190,17 @@ def test_a_second_trainer_and_mixed_precision_find_the_route():
     """Trainers add their head to the same instance, accelerate wraps its forward, and models may share a config."""
     model = make_model()
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
     wrapped = model.forward
-    assert choose_route(model) == installed(model).route == Route("segment", "sdpa", prefix_sharing=True)
-    install(model, choose_route(model, "mask"))
+    assert choose_route(model) == FlatModel.of(model).route == Route("segment", "sdpa", prefix_sharing=True)
+    FlatModel.install(model, choose_route(model, "mask"))
     assert model.forward == wrapped
-    assert installed(model).route == Route("mask", "sdpa", prefix_sharing=True)
+    assert FlatModel.of(model).route == Route("mask", "sdpa", prefix_sharing=True)
     add_fused_lm_head(model)
-    assert installed(model) is None
-    install(model, choose_route(model))
-    assert installed(model).route == Route("segment", "sdpa", prefix_sharing=True)
+    assert FlatModel.of(model) is None
+    FlatModel.install(model, choose_route(model))
+    assert FlatModel.of(model).route == Route("segment", "sdpa", prefix_sharing=True)
     sibling = type(model)(model.config)
     assert choose_route(sibling) == Route("segment", "sdpa", prefix_sharing=True)
 
@@ -209,7 +209,7 @@ def test_neftune_noise_has_the_size_of_rows():
     """Uniform noise of at most alpha / sqrt(length * hidden size): the longest of many draws is near that."""
     model = make_model()
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     embeddings, seen = model.get_input_embeddings(), []
     embeddings.neftune_noise_alpha = 5.0
     embeddings.register_forward_hook(neftune_post_forward_hook)

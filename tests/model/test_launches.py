@@ -4,12 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.architectures import tiny_model
-from trl_paddingfree import FlatBatch
-from trl_paddingfree.model import attention
-from trl_paddingfree.model.forward import install
+from tests.helpers.reference_flash import varlen_on
+from trl_paddingfree import FlatBatch, upstream
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 
 MODELS = {"llama": None, "qwen3": "full_attention", "gemma3_text": "sliding_attention"}
@@ -32,50 +33,49 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class OneKernel(torch.autograd.Function):
-    """Stands in for a varlen kernel: one launch forward and one backward, of no meaning."""
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        ctx.save_for_backward(query, key, value)
-        return torch.zeros_like(query)
-
-    @staticmethod
-    def backward(ctx, grad):
-        zeros = torch.zeros(sum(x.numel() for x in ctx.saved_tensors))  # three results of one kernel
-        parts = zeros.split([x.numel() for x in ctx.saved_tensors])
-        return tuple(part.view_as(x) for part, x in zip(parts, ctx.saved_tensors, strict=True))
-
-
 @pytest.fixture(autouse=True)
-def one_kernel(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_reasons", lambda *args: [])
-    monkeypatch.setattr(attention, "torch_varlen", lambda: lambda q, k, v, *args: OneKernel.apply(q, k, v))
+def kernels():
+    with varlen_on("cpu"):
+        yield
 
 
-def launches(model_type: str, n_layers: int, prefix_sharing: bool | None) -> tuple[Counter[str], Counter[str]]:
-    """What one pass launches forward and backward: padded if `prefix_sharing` is None."""
+def launches(model_type: str, n_layers: int, prefix_sharing: bool | None, casts: int = 0) -> list[Counter[str]]:
+    """
+    What one pass launches forward and backward.
+
+    Args:
+        model_type (`str`), n_layers (`int`):
+            The model, in bfloat16.
+        prefix_sharing (`bool`, *optional*):
+            Whether to share prefixes; `None`: padded.
+        casts (`int`, *optional*, defaults to 0):
+            How often inputs of adapters are cast under autocast; 0: there are no adapters.
+    """
     kinds = {"layer_types": [MODELS[model_type]] * n_layers} if MODELS[model_type] else {}
-    model = tiny_model(model_type, num_hidden_layers=n_layers, **kinds).train()
+    model = tiny_model(model_type, num_hidden_layers=n_layers, dtype=torch.bfloat16, **kinds).train()
     width = max(map(len, ROWS))
     inputs = {
         "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in ROWS]),
         "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ROWS]),
     }
     if prefix_sharing is not None:
-        install(model, Route("varlen", "sdpa", prefix_sharing=prefix_sharing))
+        FlatModel.install(model, Route("varlen", "sdpa", prefix_sharing=prefix_sharing))
         inputs["flat_batch"] = FlatBatch.from_rows(ROWS, ROWS, prefix_sharing=prefix_sharing)
-    with Launches() as forward:
+    if casts:
+        get_peft_model(model, LoraConfig(target_modules="all-linear")).enable_input_require_grads()
+    if casts == 1:
+        upstream.cast_inputs_once(model, "cpu")
+    with Launches() as forward, torch.autocast("cpu", torch.bfloat16, enabled=bool(casts)):
         logits = model(**inputs, use_cache=False).logits
     with Launches() as backward:
         logits.sum().backward()
-    return Counter(forward.names), Counter(backward.names)
+    return [Counter(forward.names), Counter(backward.names)]
 
 
-def per_layer(model_type: str, prefix_sharing: bool | None) -> tuple[Counter[str], Counter[str]]:
+def per_layer(model_type: str, prefix_sharing: bool | None, casts: int = 0) -> list[Counter[str]]:
     """Launches that one more layer adds, forward and backward."""
-    (forward, backward), (more_forward, more_backward) = (launches(model_type, n, prefix_sharing) for n in (1, 2))
-    return more_forward - forward, more_backward - backward
+    fewer, more = (launches(model_type, n, prefix_sharing, casts) for n in (1, 2))
+    return [b - a for a, b in zip(fewer, more, strict=True)]
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -92,3 +92,9 @@ def test_no_gradient_is_written_into_a_zeroed_copy(prefix_sharing):
     """That of `states[0]` is one: a full pass over memory for each of queries, keys, values and logits."""
     _, backward = launches("llama", 2, prefix_sharing)
     assert "select_backward" not in backward
+
+
+def test_inputs_of_adapters_that_are_cast_once_save_28_launches_of_a_layer():
+    """Of seven linear layers: a cast to float32 and one back, forward and backward."""
+    twice, once = (sum(way.total() for way in per_layer("llama", False, casts)) for casts in (2, 1))
+    assert (twice, once) == (226, 198)

@@ -13,7 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
 from tests.helpers.reference_flash import reference_flash
 from trl_paddingfree.model.attention import StandIn, register_attention
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, routes_to_try
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
@@ -72,7 +72,7 @@ def assert_unchanged(model, ask):
     before = ask(model)
     assert before
     for route in routes_to_try(model, choose_route(model, prefix_sharing=False)):
-        install(model, route)
+        FlatModel.install(model, route)
         for old, new in zip(before, ask(model), strict=True):
             same = torch.equal(old.nan_to_num(), new.nan_to_num()) if isinstance(old, torch.Tensor) else old == new
             assert same, route
@@ -125,7 +125,7 @@ def test_a_stand_in_reads_as_the_name_that_it_stands_for_and_is_found_as_its_own
 def test_a_compiled_model_takes_the_stand_in():
     model = make("llama", num_hidden_layers=1)
     before = forward(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     compiled = torch.compile(model, backend="eager")
     torch._dynamo.utils.counters.clear()
     for old, new in zip(before, forward(compiled), strict=True):

@@ -8,10 +8,11 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.model.forward import install
-from trl_paddingfree.model.recompute import count_kept_bytes, load, recomputable_layers, recompute_first
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
+from trl_paddingfree.memory.saved_bytes import SavedBytes
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.recompute import recomputable_layers, recompute_first
 from trl_paddingfree.model.routes import Route
-from trl_paddingfree.model.saved_bytes import SavedBytes
 
 
 def test_only_what_the_backward_pass_still_needs_is_counted():
@@ -44,7 +45,7 @@ def test_short_segments_keep_the_bytes_that_are_predicted(attention, prefix_shar
     model, route = make_model(), Route("segment", attention, prefix_sharing)
     model.set_attn_implementation(attention)
     add_fused_lm_head(model)
-    install(model, route)
+    FlatModel.install(model, route)
     predicted = count_kept_bytes(model, route).kept
     draws = torch.Generator().manual_seed(0)
 

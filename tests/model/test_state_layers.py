@@ -18,10 +18,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_config, tiny_model
 from tests.helpers.equivalence import assert_same, run
-from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
+from tests.helpers.flat_and_padded import NEGLIGIBLE, assert_equals_padded, assert_same_gradients
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.trees import random_segments
 from trl_paddingfree import (
     FlatBatch,
     PaddingFreeDPOConfig,
@@ -30,9 +31,10 @@ from trl_paddingfree import (
     PaddingFreeSFTTrainer,
 )
 from trl_paddingfree.check.prove import prove
+from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.path_rows import PathRows, groups_of_like_length
-from trl_paddingfree.model import state_layers
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model import state_layers, state_tree
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
 
@@ -60,7 +62,9 @@ FAMILIES = {
     "matrix memory": "xlstm",
     "compressed keys": "deepseek_v4",
 }
-NO_KERNELS = {"lfm3", "zaya", "recurrent_gemma", "minimax", "rwkv", "xlstm", "deepseek_v4"}
+# What these look along the sequence with is none of the functions that can be given a state
+ROWS = {"zaya", "recurrent_gemma", "minimax", "rwkv", "xlstm", "deepseek_v4"}
+NO_KERNELS = {"lfm3"} | ROWS
 # No kernel of the first Mamba's scan knows of boundaries
 NO_BOUNDARIES = NO_KERNELS | {"mamba", "jamba", "zamba", "inkling_text"}
 
@@ -82,7 +86,11 @@ def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, k
         result, failed = prove(model, choose_route(model))
         assert not failed
         assert result.prefix_sharing
-        told = {layer.forward.rows.takes_boundaries for layer in state_layers.state_layers(model)}
+        assert result.route.states == ("rows" if model_type in ROWS else "tree")
+        installed = [layer.forward.state for layer in state_layers.state_layers(model)]
+        # Inkling has convolutions within its attention, which sees rows, and outside of it
+        assert {state.along_tree for state in installed} >= {result.route.states == "tree"}
+        told = {state.takes_boundaries for state in installed}
         assert (True in told) == (kernels and model_type not in NO_BOUNDARIES - {"inkling_text"})
         assert_equals_padded(model, result.route.without_sharing(), SEED)
         # Recomputation must meet the layout of its own batch: on CUDA it runs on another thread
@@ -91,6 +99,111 @@ def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, k
             if reentrant:
                 model.enable_input_require_grads()
             assert_equals_padded(model, result.route, SEED)
+        assert_equals_padded(model, replace(result.route, states="rows"), SEED)
+
+
+# Layers alone, float32 (eps = 1.2e-7), relative to the largest entry. Recurrences add up to 100 tokens in another order
+OUTPUTS, GRADIENTS = 2e-6, 2e-5
+# Those of decays are sums over all tokens and channels of a head, which cancel to a hundredth of their parts
+DECAYS, GRADIENTS_OF_DECAYS = ("A_log", "dt_bias", "forget_gate.A_log", "forget_gate.dt_bias"), 2e-4
+# Layers of one forward each: delta rules with one decay per head and per channel, scans with limits of time steps and
+# without, heads of their own, a convolution alone
+LAYERS = ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "jamba", "zamba", "lfm2", "lfm3"]
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("model_type", LAYERS)
+@pytest.mark.parametrize("draw", [SEED, SEED + 1])
+def test_layer_along_a_random_tree_equals_itself_on_each_path(model_type, draw, kernels):
+    if kernels and model_type in NO_KERNELS:
+        pytest.skip("it has no kernels")
+    model = make(model_type, initializer_range=0.05)
+    layout = FlatLayout.from_segments(random_segments(draw))
+    segments, width = layout.segments, model.config.hidden_size
+    states = torch.randn(1, segments.num_tokens, width, generator=torch.Generator().manual_seed(draw))
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(draw + 1))
+    layer = state_layers.state_layers(model)[0]
+    names = [name for name, _ in layer.named_parameters()]
+
+    def differentiated(compute):
+        given = states.clone().requires_grad_()
+        output = compute(given)
+        inputs = [given, *layer.parameters()]
+        found = torch.autograd.grad((output * weights).sum(), inputs, allow_unused=True)
+        return {"output": output.detach(), **dict(zip(["input", *names], found, strict=True))}
+
+    def path_by_path(given):
+        outputs = [layer(given[:, segments.path(i)])[:, -n:] for i, n in enumerate(segments.lengths)]
+        return torch.cat(outputs, 1)
+
+    expected = differentiated(path_by_path)
+    with reference_state_kernels(model) if kernels else nullcontext():
+        FlatModel.install(model, choose_route(model))
+        assert layer.forward.state.along_tree
+        assert bool(layer.forward.state.kernels) == kernels
+        found = differentiated(lambda given: layer(given, attention_mask=FlatMask.carrying(layout, per_token=True)))
+    least = NEGLIGIBLE * max(float(x.abs().max()) for name, x in expected.items() if x is not None and name != "output")
+    for name, value in expected.items():
+        if value is None:
+            assert found[name] is None
+            continue
+        tolerance = {"output": OUTPUTS, **dict.fromkeys(DECAYS, GRADIENTS_OF_DECAYS)}.get(name, GRADIENTS)
+        assert (found[name] - value).abs().max() <= tolerance * max(float(value.abs().max()), least), name
+
+
+def test_what_is_put_on_layers_comes_off_and_is_of_one_model_only():
+    model, other = make("qwen3_5_text"), make("qwen3_5_text")
+    clone = copy.deepcopy(model)
+    plain = [vars(layer).get("forward") for layer in state_layers.state_layers(model)]
+    FlatModel.install(model, choose_route(model))
+    after = copy.deepcopy(model)
+    FlatModel.install(after, replace(choose_route(after), states="rows"))
+    (layer,), (copied,) = map(state_layers.state_layers, (model, after))
+    assert layer.forward.state.along_tree
+    assert not copied.forward.state.along_tree
+    assert layer.forward.state.layer() is layer
+    assert not any("forward" in vars(layer) for one in (other, clone) for layer in state_layers.state_layers(one))
+    for one in (model, after):
+        assert_equals_padded(one, replace(choose_route(one), states="tree" if one is model else "rows"), SEED)
+        state_layers.remove_state_layers(one)
+        assert [vars(layer).get("forward") for layer in state_layers.state_layers(one)] == plain
+
+
+def test_states_that_do_not_go_on_are_caught_and_rows_are_tried_next(monkeypatch):
+    """A branch that starts from nothing, as if its prefix were not there."""
+    model, by_levels = make("qwen3_5_text"), state_tree._by_levels
+
+    def forgetful(pieces, inputs, call, padding=None):
+        return by_levels(
+            pieces, inputs, lambda piece, parts, state, goes_on: call(piece, parts, None, goes_on), padding
+        )
+
+    monkeypatch.setattr(state_tree, "_by_levels", forgetful)
+    result, failed = prove(model, choose_route(model))
+    assert [(one.route.states, one.prefix_sharing) for one in failed] == [("tree", True)]
+    assert (result.route.states, result.prefix_sharing) == ("rows", True)
+    assert "states along the tree" in str(failed[0])
+    assert "rows of like length in one call" in state_layers.describe_state_layers(model)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "qwen3_5_text"])
+def test_a_wrong_decay_shows_in_the_gradients_of_the_check(monkeypatch, model_type):
+    """Gradients of the parameters that make the decay stop where a state goes on."""
+    model, gather = make(model_type), state_tree.GatherRows
+    for name, parameter in model.named_parameters():
+        if "A_log" in name:  # a state that lasts: what is forgotten has no gradient to lose
+            parameter.data.fill_(-4.0)
+
+    class Detached:
+        @staticmethod
+        def apply(states, rows):
+            return gather.apply(states.detach() if len(rows.index) < 20 else states, rows)
+
+    monkeypatch.setattr(state_tree, "GatherRows", Detached)
+    _, failed = prove(model, choose_route(model))
+    assert [one.route.states for one in failed] == ["tree"]
+    assert failed[0].gradients is not None
+    assert failed[0].gradients.reason
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1", "zaya"])
@@ -111,16 +224,22 @@ def test_hashed_neighbours_are_those_of_the_own_row():
     assert_equals_padded(model, choose_route(model, "mask"), SEED)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", r".*(in_proj\w*|conv1d|conv\.conv)"], ids=["linear", "convolution"])
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text"])
-def test_lora_on_the_projections_of_a_layer_learns_as_with_padding(model_type):
+def test_lora_on_a_layer_learns_as_with_padding(model_type, targets):
     model = tiny_model(model_type, seed=SEED)
-    peft_model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    # PEFT asks for a multiple of a convolution's groups
+    peft_model = get_peft_model(model, LoraConfig(r=64, target_modules=targets, init_lora_weights=False))
     add_fused_lm_head(model)
     peft_model.train()
-    adapted = [name for name, p in model.named_parameters() if p.requires_grad and "proj" in name]
+    adapted = [name for name, p in model.named_parameters() if p.requires_grad]
     assert any(part in name for name in adapted for part in ("conv.in_proj", "linear_attn.in_proj"))
+    convolutions = [name for name in adapted if "conv1d.lora" in name or "conv.conv.lora" in name]
+    assert bool(convolutions) == (targets != "all-linear")
     for route in (choose_route(model), choose_route(model).without_sharing()):
         assert_equals_padded(model, route, SEED)
+    # transformers reads the weight that the adapter wraps, with padding too
+    assert all(model.get_parameter(name).grad is None for name in convolutions)
 
 
 @pytest.mark.parametrize("is_patched", [False, True], ids=["plain", "patched"])
@@ -132,13 +251,14 @@ def test_calls_without_a_layout_and_copies_are_untouched(is_patched):
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     generate = {"input_ids": ids[:1], "max_new_tokens": 5, "do_sample": False}
     logits, tokens = model(input_ids=ids, attention_mask=mask).logits, model.generate(**generate)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     forwards = [layer.forward for layer in state_layers.state_layers(model)]
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     assert [layer.forward for layer in state_layers.state_layers(model)] == forwards
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, logits)
     assert torch.equal(model.generate(**generate), tokens)
     (layer,) = state_layers.state_layers(model)
+    assert layer.forward.state.along_tree
     clone, states = copy.deepcopy(layer), torch.randn(1, 4, model.config.hidden_size)
     with torch.no_grad():
         clone.out_proj.weight.zero_()
@@ -148,12 +268,12 @@ def test_calls_without_a_layout_and_copies_are_untouched(is_patched):
 def test_padding_on_the_right_cannot_reach_a_token_or_a_gradient(monkeypatch):
     """Rows all in one group, padded, agree with rows one by one, for tokens and gradients."""
     model = make("qwen3_5_text", dtype=torch.float64)
-    install(model, choose_route(model))
+    FlatModel.install(model, replace(choose_route(model), states="rows"))
     rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 10], [11]]
     batch = FlatBatch.from_rows(rows, rows)
     names, answers = [name for name, _ in model.named_parameters()], []
     for step_cost in (1e9, 0.0):
-        monkeypatch.setattr(state_layers, "_STEP_COST", step_cost)
+        monkeypatch.setattr(state_tree, "_STEP_COST", step_cost)
         assert len(PathRows.of(batch.layout, step_cost).shapes) == (1 if step_cost else 3)
         logits = model(flat_batch=batch).logits
         gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
@@ -184,10 +304,11 @@ def test_what_would_be_faster_is_named():
     assert state_layers.describe_state_layers(tiny_model("llama")) == ""
     model = tiny_model("qwen3_5_text")
     said = state_layers.describe_state_layers(model)
-    assert "Qwen3_5GatedDeltaNet" in said
+    assert "along the tree, each token once (Qwen3_5GatedDeltaNet)" in said
     assert "pip install causal-conv1d flash-linear-attention" in said
     assert state_layers.missing_kernels(tiny_model("jamba")) == ["causal-conv1d", "mamba-ssm"]
     with reference_state_kernels(model):
+        FlatModel.install(model, replace(choose_route(model), states="rows"))
         assert "in one call of their kernels" in state_layers.describe_state_layers(model)
 
 
@@ -225,8 +346,9 @@ def test_family_trains_like_padded_trl(model_type, trainer_class, tokenizer):
     flat = run(ours, config, model=model(1), trainer_kwargs=kwargs(), **options, **own)
     assert flat.trainer.flat.route.prefix_sharing
     assert_same(padded, flat)
-    repeated = sum(entry.get("flat/repeated_by_state_layers", 0) for entry in flat.log_history)
-    assert repeated == flat.trainer.total_counts().repeated > 0
+    assert flat.trainer.flat.route.states == "tree"
+    assert not flat.trainer.total_counts().repeated
+    assert not any("flat/repeated_by_state_layers" in entry for entry in flat.log_history)
 
 
 def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
@@ -243,5 +365,3 @@ def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
     parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
     flat = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **models(), **options, **parts)
     assert_same(padded, flat)
-    counts = flat.trainer.total_counts()
-    assert replace(counts, repeated=0) != counts

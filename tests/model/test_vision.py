@@ -8,7 +8,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions
 from trl_paddingfree.data.vision import VisionLanguageModelingCollator
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 from trl_paddingfree.model.vision import vision_rules
 
@@ -29,7 +29,7 @@ def test_logits_and_loss_of_rows_with_images_are_those_of_padded_rows(kind, back
     )
     rows = [*vision_completions(4, SEED)]
     padded, flat = collator.padded(rows), collator(rows)
-    install(model, Route(backend, "sdpa", prefix_sharing=True))
+    FlatModel.install(model, Route(backend, "sdpa", prefix_sharing=True))
     with torch.no_grad():
         expected, actual = model(**padded), model(**flat)
         logits = model(**{name: value for name, value in flat.items() if name != "labels"}).logits

@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model import answers
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
 # model types and what is special: windows, soft-capping, sinks, chunks, experts, compressed keys, layers with a state
@@ -27,6 +27,7 @@ MODELS = {
     "falcon_h1": {},
     "lfm2": {},
     "mamba2": {},
+    "jamba": {},
     "falcon": {},
 }
 ROWS = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 2], [5, 6, 7, 8, 3, 3, 3], [4], [11] * 20]
@@ -49,7 +50,7 @@ def test_nothing_inside_the_flat_model_needs_a_value(unread, name, prefix_sharin
     if name == "llama4_text":  # as docs/models.md says
         model.base_model_prefix = "model"
     add_fused_lm_head(model)
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.to("meta")

@@ -12,7 +12,7 @@ from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.quickstart import compare as quickstart
 from trl_paddingfree.quickstart import data as stdlib_data
-from trl_paddingfree.quickstart.watch import MemoryWatch, Run, watch_memory
+from trl_paddingfree.quickstart.watch import MemoryWatch, watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
 
@@ -113,13 +113,13 @@ def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, model_di
 
 
 def test_memory_is_that_of_the_peak_above_the_start(monkeypatch):
-    run, size, watched, start = Run(), 2**28, [], MemoryWatch.start
+    size, watched, start = 2**28, [], MemoryWatch.start
     monkeypatch.setattr(MemoryWatch, "start", lambda watch: [watched.append(watch), start(watch)])
-    with watch_memory(run):
+    with watch_memory() as memory:
         block = mmap.mmap(-1, size)  # not of what an allocator has kept
         block[:: 2**12] = b"x" * len(block[:: 2**12])  # memory counts once it is written to
         deadline = time.monotonic() + 10
         while watched[0].peak < watched[0].before + 0.9 * size and time.monotonic() < deadline:
             time.sleep(0.01)  # until it was sampled, however busy the machine is
         block.close()
-    assert 0.9 * size < run.memory * 2**30 < 1.5 * size
+    assert 0.9 * size < memory() * 2**30 < 1.5 * size

@@ -24,6 +24,8 @@ CASES = {
     # Every second micro-batch, and so every one of the second process, is all prompt
     "nothing to score": ("sft", {"max_steps": 3, "train_sampling_strategy": "sequential", "unscored": True}, {}),
     "layers that carry state": ("sft", {"prefix_sharing": True, "gradient_checkpointing": True}, {}),
+    # Processes have different numbers of parts, each along a tree of its own
+    "recurrences": ("dpo", {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
 }
 FSDP2_CASES = {
     "dpo": ("dpo", {}),
@@ -36,10 +38,12 @@ FSDP2_CASES = {
 @pytest.fixture
 def folder_of(model_dir, vision_dir, tokenizer, tmp_path):
     """The folder of the model of a case."""
-    state_dir = str(tmp_path / "lfm2")
-    tiny_model("lfm2").save_pretrained(state_dir)
-    tokenizer.save_pretrained(state_dir)
-    return lambda case: {"images": vision_dir, "layers that carry state": state_dir}.get(case, model_dir)
+    state_dirs = {"layers that carry state": "lfm2", "recurrences": "qwen3_5_text"}
+    folders = {"images": vision_dir, **{case: str(tmp_path / model_type) for case, model_type in state_dirs.items()}}
+    for case, model_type in state_dirs.items():
+        tiny_model(model_type).save_pretrained(folders[case])
+        tokenizer.save_pretrained(folders[case])
+    return lambda case: folders.get(case, model_dir)
 
 
 def test_two_processes_train_what_one_trains(folder_of, tmp_path):

@@ -1,4 +1,4 @@
-"""Reward, KTO, GRPO and RLOO of models whose layers carry state, padded TRL beside ours."""
+"""Reward, KTO, GRPO, RLOO and turns of models whose layers carry state, padded TRL beside ours."""
 
 import os
 
@@ -16,7 +16,9 @@ from tests.helpers.head_runs import (
     train,
     unpaired,
 )
-from tests.helpers.tiny import make_tokenizer, preference_data
+from tests.helpers.tiny import conversations, make_tokenizer, preference_data
+from trl_paddingfree import split_turns
+from trl_paddingfree.flat.pieces import Pieces
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -60,8 +62,18 @@ HEADS = {
 def test_training_follows_padded_trl(task, model_type):
     make, data = HEADS[task]
     result = assert_layouts_agree(task, lambda: make(model_type), data(), ("shared",))
-    assert result.trainer.total_counts().repeated
-    assert "flat/repeated_by_state_layers" in result.log_history[0]
+    assert result.trainer.flat.route.states == "tree"
+
+
+def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
+    def make():
+        return {"model": tiny_model("qwen3_5_text", seed=SEED), "processing_class": make_tokenizer()}
+
+    options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 8, "max_length": 128}
+    trainer = assert_layouts_agree("sft", make, split_turns(conversations(16, SEED)), ("shared",), **options).trainer
+    assert trainer.flat.route.states == "tree"
+    batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
+    assert max(len(Pieces.of(batch.layout, None).levels) for batch in batches) > 1
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "rwkv"])

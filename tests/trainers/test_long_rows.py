@@ -10,8 +10,8 @@ from tests.helpers.dpo_runs import LAYOUTS, lora, train
 from tests.helpers.equivalence import assert_same
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import make_model, text
-from trl_paddingfree.model.recompute import count_kept_bytes, load
-from trl_paddingfree.trainers.memory_needs import needs_of
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
+from trl_paddingfree.memory.needs import needs_of
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # What the prediction may be off by

@@ -11,18 +11,21 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import DPOConfig, DPOTrainer
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import Trajectory, run
+from tests.helpers.equivalence import Trajectory, assert_same, run
 from tests.helpers.memory import assert_predicted, between, failing, ready, step
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.model.recompute import count_kept_bytes, recompute_first
-from trl_paddingfree.trainers.memory_budget import GIB
-from trl_paddingfree.trainers.memory_needs import tensor_bytes
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
+from trl_paddingfree.memory.needs import tensor_bytes
+from trl_paddingfree.memory.steps import BudgetedSteps
+from trl_paddingfree.model.recompute import recompute_first
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
@@ -95,6 +98,20 @@ def test_predicted_bytes_of_layers_with_a_state(tokenizer):
         assert_predicted(made(SFT, model, data, trainer_kwargs={"processing_class": tokenizer}))
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1", "jamba", "lfm2"])
+def test_predicted_bytes_of_states_along_the_tree(model_type, tokenizer):
+    """Pieces of many lengths, shorter and longer than the chunks of their recurrence."""
+    longer = {"prompt": 6, "chosen": 4, "rejected": 3}
+    data = preference_data(8, SEED).map(lambda row: {name: row[name] * times for name, times in longer.items()})
+    # A state of a head is more than its tokens keep, as in real models
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if model_type == "qwen3_5_text" else {}
+    models = [tiny_model(model_type, seed=seed, **sizes) for seed in (1, 2)]
+    kwargs = {"processing_class": tokenizer, "ref_model": models[1]}
+    trainer = made(DPO, models[0], data, trainer_kwargs=kwargs, max_length=512)
+    assert trainer.flat.route.states == "tree"
+    assert_predicted(trainer)
+
+
 def test_predicted_bytes_of_4_bit_weights(folder):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
@@ -153,7 +170,7 @@ def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reent
     plain = ready(made(task, folder, data, memory_budget=None, trainer_kwargs=dict(kwargs)))
     trainer = ready(made(task, folder, data, **options, trainer_kwargs=dict(kwargs)))
     batch = next(iter(trainer.get_train_dataloader()))
-    expected = step(plain, {name: value for name, value in batch.items() if name != "examples"})
+    expected = step(plain, {name: value for name, value in batch.items() if name != "rows"})
     recomputations = []
     for number in range(LAYERS + 1):
         with count_calls(trainer.flat.memory.layers) as calls:
@@ -209,11 +226,53 @@ def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
     run(*DPO, model=folder, train_dataset=stream, memory_budget=least, steps=1)
 
 
-def test_losses_that_couple_examples_are_not_split(folder):
-    common = {"model": folder, "train_dataset": preference_data(16, SEED), "loss_type": ["aot"], "steps": 4}
-    least = between(run(*DPO, **common, memory_budget=8).trainer, LAYERS)
-    with pytest.raises(ValueError, match=r"with `loss_type='aot'` it cannot run in parts"):
-        run(*DPO, **common, memory_budget=least * 0.8)
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("options", "model_type", "overrides"),
+    [
+        ({"loss_type": ["aot"]}, "llama", {}),
+        ({"loss_type": ["sigmoid", "sft"]}, "llama", {}),
+        ({"loss_type": ["aot_unpaired"]}, "llama", {}),
+        ({}, "mixtral", MOE),
+    ],
+    ids=["aot", "sft", "aot-unpaired", "routers"],
+)
+@pytest.mark.parametrize("limit", ["memory", "tokens"])
+def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(tokenizer, options, model_type, overrides, limit):
+    def common():
+        model = make_model(model_type, num_hidden_layers=LAYERS, **overrides)
+        kwargs = {"processing_class": tokenizer, "peft_config": lora()}
+        common = {"model": model, "train_dataset": preference_data(16, SEED), "trainer_kwargs": kwargs}
+        return {**common, "steps": 2, "per_device_train_batch_size": 8, **options}
+
+    padded = run(DPOTrainer, DPOConfig, **common())
+    whole = run(*DPO, **common(), memory_budget=8).trainer
+    if limit == "memory":
+        steps, memory, fixed = whole.flat.steps, whole.flat.memory, whole.flat.memory.needs.fixed
+        budget = (fixed + steps.beside + 0.7 * (memory.peak(steps.largest[0], LAYERS) - fixed)) / GIB
+        limited = {"memory_budget": budget}
+    else:
+        limited = {"max_tokens_per_micro_batch": 120}
+    with parts_beneath() as numbers:
+        assert_same(padded, run(*DPO, **common(), **limited))
+    assert max(numbers) > 1
+
+
+@contextmanager
+def parts_beneath():
+    """How many parts each pass that trains ran in."""
+    numbers, divided = [], BudgetedSteps.divided
+
+    def watch(*args):
+        batch = divided(*args)
+        numbers.append(len(batch.parts))
+        return batch
+
+    BudgetedSteps.divided = watch
+    yield numbers
+    BudgetedSteps.divided = divided
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from tests.helpers.equivalence import TOLERANCE, run
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.batching.arrange import StepSampler, balance, by_tokens, imbalance
-from trl_paddingfree.batching.budget import split_by_tokens
-from trl_paddingfree.batching.lengths import example_tokens, truncated
+from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens, imbalance
+from trl_paddingfree.data.lengths import example_tokens, truncated
+from trl_paddingfree.memory.parts import split_by_tokens
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Figures that are averaged over micro-batches weigh their tokens anew when examples move between them
@@ -188,43 +188,37 @@ def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):
         ({"loss_type": ["sigmoid", "sft"]}, "loss_type='sft'"),
     ],
 )
-@pytest.mark.parametrize("moving", [{"arrange_micro_batches": "tokens"}, {"max_tokens_per_micro_batch": 500}])
-def test_losses_that_couple_examples_are_refused(model_dir, options, reason, moving):
+def test_losses_that_couple_examples_refuse_to_have_them_moved(model_dir, options, reason):
     common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
     with pytest.raises(ValueError, match=reason):
-        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, **moving)
+        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, arrange_micro_batches="tokens")
 
 
-@pytest.mark.parametrize("moving", [{"arrange_micro_batches": "tokens"}, {"max_tokens_per_micro_batch": 80}])
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind, moving):
+def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind):
     def trained(trainer_class, config_class, data, limit, **options):
         kwargs = {"processing_class": tokenizer}
-        if trainer_class is PaddingFreeDPOTrainer:
+        if trainer_class in (DPOTrainer, PaddingFreeDPOTrainer):
             kwargs["ref_model"] = make_model(**following_rotary(limit, kind))
         model = make_model(**following_rotary(limit, kind))
         common = {"model": model, "train_dataset": data, "trainer_kwargs": kwargs, "steps": 2}
         return run(trainer_class, config_class, **common, **options)
 
     pairs, instructions = preference_data(16, SEED), conversations(16, SEED)
-    ours = (
-        (PaddingFreeDPOTrainer, PaddingFreeDPOConfig, pairs),
-        (PaddingFreeSFTTrainer, PaddingFreeSFTConfig, instructions),
-    )
-    for trainer_class, config_class, data in ours:
+    dpo, sft = (PaddingFreeDPOTrainer, PaddingFreeDPOConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
+    for ours, data in ((dpo, pairs), (sft, instructions)):
         with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 24 tokens the loss"):
-            trained(trainer_class, config_class, data, 24, **moving, oversized_examples="alone")
-        stream = data.to_iterable_dataset()
-        if "max_tokens_per_micro_batch" in moving:
-            with pytest.raises(ValueError, match=f"`rope_type='{kind}'`"):
-                trained(trainer_class, config_class, stream, 24, **moving, oversized_examples="alone")
-    # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's
+            trained(*ours, data, 24, arrange_micro_batches="tokens")
+    # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch
     below, beyond = {"max_length": 24, "limit": 24}, {"limit": 24}
+    parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
     padded = [trained(SFTTrainer, SFTConfig, instructions, **options) for options in (below, beyond)]
-    same_training(padded[0], trained(*ours[1], **below, **moving, oversized_examples="alone"))
-    same_training(padded[1], trained(*ours[1], **beyond))
+    same_training(padded[0], trained(*sft, instructions, **below, arrange_micro_batches="tokens"))
+    for limited in ({}, parts):
+        same_training(padded[1], trained(*sft, instructions, **beyond, **limited))
+    same_training(trained(DPOTrainer, DPOConfig, pairs, 24), trained(*dpo, pairs, 24, **parts))
     with pytest.raises(ValueError, match="`pad_to_multiple_of=32`: .* beyond 24 tokens"):
-        trained(*ours[1], **below, pad_to_multiple_of=32)
+        trained(*sft, instructions, **below, pad_to_multiple_of=32)
 
 
 def test_a_streaming_data_set_cannot_be_arranged(model_dir):
@@ -262,14 +256,3 @@ def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
     plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
     same_training(plain, run(Mine, PaddingFreeDPOConfig, **common), ignored=())
     same_training(plain, run(Mine, PaddingFreeDPOConfig, **common, max_tokens_per_micro_batch=130), ignored=())
-
-
-def test_a_collator_brings_no_token_budget_of_its_own(model_dir):
-    """A budget moves examples, which has to be checked: it comes from the configuration."""
-    from trl_paddingfree import PreferenceCollator
-
-    collator = PreferenceCollator(0, max_tokens=10)
-    common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
-    result = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, trainer_kwargs={"data_collator": collator})
-    assert result.trainer.data_collator.max_tokens is None
-    assert collator.max_tokens == 10

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.equivalence import Trajectory
 from tests.helpers.random_draws import HYBRIDS, MODEL_TYPES, TASKS, draw
-from tests.helpers.random_runs import differences, outcome
+from tests.helpers.random_runs import off_by, outcome
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
@@ -39,8 +39,8 @@ def test_draws_reach_every_model_and_repeat_by_their_seed():
 def test_a_difference_is_seen(value):
     weights = {"w": torch.ones(3)}
     one, other = (Trajectory([{"loss": x}], weights, None) for x in (1.0, value))
-    assert differences(one, one, 2e-4) == {}
-    assert differences(one, other, 2e-4)
-    assert differences(other, other, 2e-4) == {}
-    assert differences(one, Trajectory([{"loss": 1.0}], {"w": torch.ones(3) * value}, None), 2e-4)
-    assert differences(one, Trajectory([], weights, None), 2e-4)
+    assert off_by(one, one, 2e-4) == {}
+    assert off_by(one, other, 2e-4)
+    assert off_by(other, other, 2e-4) == {}
+    assert off_by(one, Trajectory([{"loss": 1.0}], {"w": torch.ones(3) * value}, None), 2e-4)
+    assert off_by(one, Trajectory([], weights, None), 2e-4)

@@ -23,6 +23,7 @@ from trl_paddingfree import (
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
+from trl_paddingfree.trainers import TRAINERS
 
 SEED = 7793
 COMMON = {"bf16": False, "report_to": "none", "use_cpu": True, "padding_free": True, "max_steps": 1}
@@ -115,6 +116,21 @@ OPTIONS = {
         "`sp_size=4`: sequence parallelism .* Set `sp_size=1`",
     ),
 }
+
+
+@pytest.mark.parametrize("task", ["dpo", "grpo", "rloo"])
+def test_streaming_data_that_is_dispatched_is_refused_in_trls_words(task, tokenizer, tmp_path):
+    trainer = TRAINERS[task]
+    options = {"use_cpu": True, "bf16": False, "max_steps": 1, "accelerator_config": {"dispatch_batches": True}}
+    stream = preference_data(8, 0).to_iterable_dataset()
+    rewards = {} if task == "dpo" else {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    said = []
+    for each, config in ((trainer.trl_trainer, trainer.trl_config), (trainer, trainer.config_class)):
+        args = config(str(tmp_path), **options)
+        with pytest.raises(ValueError, match="dispatch_batches") as error:
+            each(model=make_model(), args=args, train_dataset=stream, processing_class=tokenizer, **rewards)
+        said.append(str(error.value))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

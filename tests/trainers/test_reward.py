@@ -17,7 +17,7 @@ from tests.helpers.tiny import make_tokenizer, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeRewardTrainer, RewardCollator
 from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model import answers
-from trl_paddingfree.model.forward import install
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -44,7 +44,7 @@ def lora():
         (plain(), {"gradient_accumulation_steps": 2}),
         (plain(), {"center_rewards_coefficient": 0.1, "gradient_checkpointing": True}),
         (lora, {"learning_rate": 0.01, "pad_to_multiple_of": 8}),
-        (plain(), {"max_length": 20}),
+        (plain(), {"max_length": 30}),
         (plain(model_type="gpt2"), {}),
     ],
     ids=["accumulated", "centred-and-checkpointed", "lora", "max-length", "gpt2"],
@@ -115,7 +115,7 @@ def test_lora_for_language_models_is_refused(data):
 
 def test_a_row_without_tokens_is_refused():
     model = reward_model()
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     batch = FlatBatch.from_rows([[5, 6, 7], []], [[-100] * 3, []])
     with pytest.raises(ValueError, match="1 of 2 rows have no token to read"):
         model(input_ids=torch.tensor([[5, 6, 7], [0, 0, 0]]), flat_batch=batch)
@@ -125,7 +125,7 @@ def test_a_row_without_tokens_is_refused():
 def test_a_reward_is_read_within_its_row_whatever_pads_it(end):
     model = reward_model().eval()
     alone = model(input_ids=torch.tensor([[8, end]])).logits
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     batch = FlatBatch.from_rows([[5, 6, 7, 4], [8, end]], [[-100] * 4, [-100] * 2])
     for padding in (0, 3):
         input_ids = torch.tensor([[5, 6, 7, 4], [8, end, padding, padding]])
@@ -142,7 +142,7 @@ def test_the_host_reads_nothing_that_a_device_computes(monkeypatch):
             return function(*args, **(kwargs or {}))
 
     model = reward_model()
-    install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     monkeypatch.setattr(answers.EditsFound, "ask", lambda *args: None)  # on a GPU it does not wait
     batch = FlatBatch.from_rows([[5, 6, 7], [5, 6]], [[-100] * 3, [-100] * 2])
     with Read():
@@ -190,4 +190,4 @@ def test_a_stream_of_pairs_and_a_model_that_is_placed_late_follow_padded_trl(dat
 
     monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
     result = assert_layouts_agree("reward", plain(), data.to_iterable_dataset(), ("shared",))
-    assert not result.trainer.flat.awaits_weights
+    assert not result.trainer.flat.check.awaits_weights

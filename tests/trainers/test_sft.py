@@ -227,12 +227,14 @@ def test_packing_equals_trls_own(model_dir, strategy):
 def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
     from trl.trainer.utils import add_fused_lm_head
 
-    from trl_paddingfree.check.prove import check_flat, undisturbed
-    from trl_paddingfree.model.forward import Route, install
+    from trl_paddingfree.check.probe import undisturbed
+    from trl_paddingfree.check.prove import check_flat
+    from trl_paddingfree.model.flat_model import FlatModel
+    from trl_paddingfree.model.routes import Route
 
     model = make_model(attn_implementation=attention)
     add_fused_lm_head(model)
-    install(model, Route("segment", attention, prefix_sharing=True))
+    FlatModel.install(model, Route("segment", attention, prefix_sharing=True))
     collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
     document = [5, 6, 7, 8, 9]
     outputs = []

@@ -24,14 +24,14 @@ from tests.helpers.vision import (
     vision_messages,
     vision_pairs,
 )
-from tests.helpers.vision_runs import TRAINERS, train
+from tests.helpers.vision_runs import train
 from tests.helpers.vision_table import refused_model
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.data.vision import VisionPreferenceCollator, take_images, take_rows
 from trl_paddingfree.model.answers import EditedRowsError
 from trl_paddingfree.model.vision import vision_rules, why_no_images
+from trl_paddingfree.trainers import TRAINERS
 from trl_paddingfree.trainers.refusals import refuse_blind
-from trl_paddingfree.trainers.registry import TRAINERS as ALL_TRAINERS
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
@@ -116,7 +116,7 @@ def test_dpo_runs_the_tower_half_as_often():
 def test_images_are_processed_once_and_cut_into_parts(kind):
     model, processor = make_vision(kind, seed=SEED)
     rows = [{**row, "images": row["images"][:1]} for row in vision_pairs(6, SEED)]
-    collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model), max_tokens=40)
+    collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model), keeps_rows=True)
     images = []
     process = type(processor.image_processor).__call__
 
@@ -125,11 +125,11 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
         return process(self, given, *args, **kwargs)
 
     with patch.object(type(processor.image_processor), "__call__", counting):
-        batch = collator(rows)
-    assert len(batch["parts"]) > 1
+        whole = collator(rows)["rows"]
+        parts = [whole.take(examples).batch() for examples in ([0, 3], [1, 2, 4], [5])]
     # InternVL's tiles have no lengths that tell whose they are
     assert kind == "internvl" or len(images) == sum(len(row["images"]) for row in rows)
-    assert sum(len(part["input_ids"]) for part in batch["parts"]) == 2 * len(rows)
+    assert sum(len(part["input_ids"]) for part in parts) == 2 * len(rows)
     cut = take_images(collator.rows(rows), [0, 3, 2], [len(row["images"]) for row in rows])
     for name, values in (cut or {}).items():
         alone = torch.as_tensor(collator.rows([rows[i] for i in (0, 3, 2)])[name])
@@ -158,13 +158,15 @@ def test_a_batch_is_pinned_with_all_that_it_knows_of_its_images(monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self.clone()) or pinned[-1])
     model, processor = make_vision("gemma3", seed=SEED)
-    collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model), max_tokens=60)
+    collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model))
     batch = collator([*vision_pairs(6, SEED)])
-    found = tensors_of(pin_memory(batch))
-    assert batch["parts"]
+    rows = tensors_of({name: value for name, value in batch.items() if name != "flat_batch"})
+    found = pin_memory(batch)
     assert batch["flat_batch"].images is not None
-    assert len(found) == len(tensors_of(batch))
-    assert {id(tensor) for tensor in found} == {id(tensor) for tensor in pinned}
+    assert len(pinned) == len(rows)  # the flat batch is one buffer of its own
+    assert {id(tensor) for tensor in pinned} <= {id(tensor) for tensor in tensors_of(found)}
+    flat, expected = (tensors_of(each["flat_batch"]) for each in (found, batch))
+    assert all(map(torch.equal, flat, expected))
 
 
 # --- rows that somebody edits ---------------------------------------------------------------------------------------
@@ -195,8 +197,13 @@ def other_order(examples):
 
 @pytest.mark.parametrize(
     ("edits", "limit"),
-    [({"edit": fewer_scored}, None), ({"edit_examples": other_order}, None), ({"edit_examples": other_order}, 60)],
-    ids=["rows", "examples", "examples in parts"],
+    [
+        ({"edit": fewer_scored}, None),
+        ({"edit": more_scored}, 60),
+        ({"edit_examples": other_order}, None),
+        ({"edit_examples": other_order}, 60),
+    ],
+    ids=["fewer scored", "more scored in parts", "examples", "examples in parts"],
 )
 def test_edits_of_a_collator_are_trained_on(edits, limit):
     processor = make_vision("llava", seed=SEED)[1]
@@ -209,14 +216,6 @@ def test_edits_of_a_collator_are_trained_on(edits, limit):
     assert_same(padded, train("llava", "dpo", "shared", vision_pairs(8, SEED), **kwargs[1], **parts))
 
 
-def test_other_edits_of_rows_are_refused():
-    model, processor = make_vision("llava", seed=SEED)
-    collator = editing(VisionPreferenceCollator, processor, more_scored)
-    collator.padding_free, collator.rules = True, vision_rules(model)
-    with pytest.raises(ValueError, match="edits rows that have images"):
-        collator([*vision_pairs(4, SEED)])
-
-
 @pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
 def test_later_edits_are_refused(limit):
     class Stepping(PaddingFreeDPOTrainer):
@@ -225,7 +224,7 @@ def test_later_edits_are_refused(limit):
 
     parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
     with (
-        patch.dict(TRAINERS, {"dpo": (*TRAINERS["dpo"][:2], Stepping, PaddingFreeDPOConfig)}),
+        patch.dict(TRAINERS, {"dpo": Stepping}),
         pytest.raises(EditedRowsError, match="more or other tokens to score"),
     ):
         train("llava", "dpo", "shared", vision_pairs(8, SEED), **parts)
@@ -236,7 +235,8 @@ def test_later_edits_are_refused(limit):
 
 def refused(task="dpo", kind="llava", dataset=None, **options):
     model, processor = make_vision(kind, seed=SEED)
-    _, _, trainer, config = TRAINERS[task]
+    trainer = TRAINERS[task]
+    config = trainer.config_class
     data = dataset or {"dpo": vision_pairs, "sft": vision_completions}[task](4, SEED)
     args = config("unused", bf16=False, use_cpu=True, report_to="none", max_length=None, **options)
     return trainer(
@@ -289,7 +289,7 @@ def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):
 
 
 def build_other(task, model, processor, **options):
-    trainer, arguments, data = ALL_TRAINERS[task], {}, vision_pairs(4, SEED)
+    trainer, arguments, data = TRAINERS[task], {}, vision_pairs(4, SEED)
     if task == "kto":
         arguments["ref_model"] = make_vision("llava", seed=SEED)[0]
         data = vision_completions(4, SEED).add_column("label", [True, False] * 2)

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .. import upstream
 from ..flat.batch import FlatBatch
+from ..model import architecture
 from ..model.forward import is_pooled
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, compute_dtype, row_inputs
-from .training import WatchedEmbeddings, as_in_training, gradients, small_parameters
+from .training import as_in_training, gradients, small_parameters, watched_embeddings
 
 # Length of the rows, and the share of them that two rows have in common: together more than 256 flat tokens
 _LENGTH, _SHARED = 104, 0.75
@@ -32,8 +32,8 @@ _GROUPS = ((0, 2), (1, 3))
 _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
 # Limits of a row, and of a flat row, that are worth the time at start-up that it takes to pass them
-_LONGEST_LIMIT = {"cuda": 1024, "cpu": 256}
-_LONGEST_FLAT = {"cuda": 8192, "cpu": 2048}
+_LONGEST_LIMIT = {"cpu": 256, "accelerator": 1024}
+_LONGEST_FLAT = {"cpu": 2048, "accelerator": 8192}
 # Gradients of less than this share of the largest are as good as none: rounding alone may make them zero
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
 # Arithmetic that rounds more than its dtype says (4-bit weights) is measured, where it matters; however large that
@@ -45,30 +45,14 @@ _LEAST_PARAMETER = 0.1
 
 @dataclass(frozen=True)
 class GradientResult:
-    """
-    What the pass found on one route.
+    """What the pass found on one route."""
 
-    Args:
-        error (`float`):
-            Largest difference of gradients from those of the rows alone, relative to them.
-        worst (`str`):
-            Whose gradients have this difference.
-        tolerance (`float`):
-            Largest `error` that passes.
-        failure (`str`):
-            What is wrong with which tokens carry gradient, or the error that the model raised; empty if nothing is.
-        skipped (`str`):
-            Why numbers could not be compared; empty if they were.
-        notes (`tuple[str, ...]`):
-            What else could not be checked.
-    """
-
-    error: float = float("nan")
-    worst: str = ""
-    tolerance: float = float("nan")
-    failure: str = ""
-    skipped: str = ""
-    notes: tuple[str, ...] = ()
+    error: float = float("nan")  # largest difference of gradients from those of the rows alone, relative to them
+    worst: str = ""  # whose gradients have this difference
+    tolerance: float = float("nan")  # largest `error` that passes
+    failure: str = ""  # what is wrong with which tokens carry gradient, or the error that the model raised
+    skipped: str = ""  # why numbers could not be compared
+    notes: tuple[str, ...] = ()  # what else could not be checked
 
     @property
     def passed(self) -> bool:
@@ -100,31 +84,17 @@ def long_rows(vocab_size: int, length: int, draw: int = 0) -> list[np.ndarray]:
     return [first, second, third, fourth]
 
 
-def _limits(model: PreTrainedModel) -> dict[str, int]:
-    values = {name: getattr(model.config.get_text_config(), name, None) for name in _BUILT_WITH}
-    return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
-
-
 class RowsInTraining:
-    """
-    What a model says of long rows as it trains, each by itself, with gradients.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model with TRL's fused LM head.
-        call (`Callable`, *optional*):
-            What to call in place of `model`.
-        draw (`int`, *optional*, defaults to `0`):
-            Seed of the rows' tokens.
-    """
+    """What a model says of long rows as it trains, with gradients; see [`~trl_paddingfree.check.probe.RowsAlone`]."""
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
         self.model, self.call = model, model if call is None else call
         self.in_training: Callable[[], Any] = partial(as_in_training, model, call)
-        kind = "cpu" if model.device.type == "cpu" else "cuda"
-        limits, positions = _limits(model), upstream.position_limits(model)
+        kind = "cpu" if model.device.type == "cpu" else "accelerator"
+        config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)
+        limits = {name: config[name] for name in _BUILT_WITH if isinstance(config.get(name), int) and config[name] > 0}
         reached = [limit for limit in limits.values() if limit <= _LONGEST_LIMIT[kind]]
-        length = min(max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions)
+        length = min([max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions])
         self.notes = tuple(f"`{name}={limit}` is out of reach" for name, limit in limits.items() if limit >= length)
         self.beyond = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
         self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
@@ -150,17 +120,16 @@ class RowsInTraining:
 
         Where `inputs` hold some of the rows only, `of` says at which place each of `rows` is.
         """
-        with WatchedEmbeddings(self.model) as embeddings:
+        with watched_embeddings(self.model) as embedded:
             log_probs = self.answers(inputs)
-        if embeddings.output is None:
+        if not embedded:
             raise RuntimeError("its input embeddings are not what it computes with")
         # float16 has next to no small numbers: training scales its losses, too
         scale = 2.0**8 if compute_dtype(self.model) == torch.float16 else 1.0
-        parameters = [*self.model.parameters()]
-        watched = [embeddings.output, *small_parameters(self.model)]
         places = zip(of or rows, rows, strict=True)
         loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in places]).sum()
-        found = gradients(loss * scale, watched, parameters)
+        watched = [*embedded, *small_parameters(self.model)]
+        found = gradients(loss * scale, watched, [*self.model.parameters()])
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
     def noise(self) -> float:
@@ -177,15 +146,7 @@ class RowsInTraining:
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
-    """
-    Differentiate a flat batch as training will, on the route that is installed.
-
-    Args:
-        in_training (`Callable`):
-            Gives the model's answers one by one.
-        prefix_sharing (`bool`):
-            Whether to share prefixes.
-    """
+    """Differentiate a flat batch as training will, on the route that is installed, beside the model's rows alone."""
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding
@@ -199,7 +160,7 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
 
 def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
-    batch: FlatBatch = inputs["flat_batch"]
+    batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
     errors: dict[str, float] = {}
     answers, small, notes = [], [], list(reference.notes)
     for rows in _GROUPS:

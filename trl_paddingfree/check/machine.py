@@ -1,6 +1,5 @@
 """What a machine has: versions, devices, attention packages."""
 
-import importlib.util
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -8,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from ..model import backends
 
 PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("flash-attn", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
@@ -28,33 +29,35 @@ def package_versions() -> dict[str, str | None]:
     return found
 
 
+def accelerators() -> list[str]:
+    """Name, memory and compute capability of each accelerator, as far as PyTorch tells them of its kind."""
+    accelerator, found = torch.accelerator.current_accelerator(check_available=True), []
+    if accelerator is None:
+        return []
+    describe: Any = getattr(torch.get_device_module(accelerator), "get_device_properties", lambda index: None)
+    for properties in map(describe, range(torch.accelerator.device_count())):
+        words = [getattr(properties, "name", accelerator.type)]
+        if memory := getattr(properties, "total_memory", 0):
+            words.append(f"{memory / 2**30:.0f} GiB")
+        if major := getattr(properties, "major", 0):
+            words.append(f"compute capability {major}.{properties.minor}")
+        found.append(", ".join(words))
+    return found
+
+
 def environment() -> dict[str, Any]:
-    """
-    Versions, devices and attention backends, for bug reports.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.check.machine import environment
-    >>> [*environment()]
-    ['python', 'platform', 'packages', 'cpu_threads', 'gpus', 'attention']
-
-    ```
-    """
-    gpus = [
-        f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
-        f"{properties.major}.{properties.minor}"
-        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    ]
-    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    """Versions, devices and attention backends, for bug reports."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    has_varlen = accelerator is not None and backends.has_varlen_kernel(accelerator)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": package_versions(),
         "cpu_threads": torch.get_num_threads(),
-        "gpus": gpus,
+        "gpus": accelerators(),
         "attention": {
             "flash": flash_implementations() or "no flash attention package installed",
-            "varlen": "yes" if has_varlen and gpus else "needs a CUDA GPU",
+            "varlen": "yes" if has_varlen else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",
         },

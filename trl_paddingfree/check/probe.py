@@ -1,8 +1,7 @@
 """What a model says of a few rows one by one, and what a difference from that means."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,20 +41,31 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def narrowed(model: torch.nn.Module) -> Iterator[None]:
-    """Within this context, sliding windows and chunks are shorter than the rows that are tried."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+def attributes_set(
+    modules: Iterable[torch.nn.Module], is_meant: Callable[[Any, str, Any], bool], value: Any
+) -> Iterator[None]:
+    """Within this context, attributes that `is_meant`, of modules and of their configurations, are `value`."""
+    modules = [*modules]
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
     configs = [config for module in models for config in (module.config, module.config.get_text_config())]
-    holders = {id(holder): holder for holder in (*configs, *model.modules())}.values()
-    limits = [(holder, name, vars(holder).get(name)) for holder in holders for name in _LIMITS]
-    limits = [(holder, name, value) for holder, name, value in limits if isinstance(value, int) and value > _NARROW]
-    for holder, name, _ in limits:
-        setattr(holder, name, _NARROW)
+    holders = {id(holder): holder for holder in (*configs, *modules)}.values()
+    found = [(holder, *entry) for holder in holders for entry in vars(holder).items() if is_meant(holder, *entry)]
+    for holder, name, _ in found:
+        vars(holder)[name] = value
     try:
         yield
     finally:
-        for holder, name, value in limits:
-            setattr(holder, name, value)
+        for holder, name, before in found:
+            vars(holder)[name] = before
+
+
+def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Within this context, sliding windows and chunks are shorter than the rows that are tried."""
+
+    def is_wide(holder: Any, name: str, value: Any) -> bool:
+        return name in _LIMITS and isinstance(value, int) and value > _NARROW
+
+    return attributes_set(model.modules(), is_wide, _NARROW)
 
 
 def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
@@ -73,7 +83,7 @@ def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
     return rows
 
 
-def row_inputs(model: PreTrainedModel, rows: list[np.ndarray], width: int = 0, **flat: Any) -> dict[str, Any]:
+def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 0, **flat: Any) -> dict[str, Any]:
     """Arguments by which a model computes rows: padded to `width`, or flat if told how. Pooled heads score no token."""
     pooled, pad_token_id = is_pooled(model), 0
     if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
@@ -94,25 +104,6 @@ def row_inputs(model: PreTrainedModel, rows: list[np.ndarray], width: int = 0, *
     return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
 
 
-def _log_probs(
-    model: PreTrainedModel, rows: list[np.ndarray], *, call: Call | None = None, width: int = 0, **flat: Any
-) -> list[torch.Tensor]:
-    """Log-probability of every token of every row but its first: padded to `width`, or flat if told how."""
-    inputs = row_inputs(model, rows, width, **flat)
-    output = (model if call is None else call)(**inputs).log_probs.double().cpu()
-    return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
-
-
-def _rewards(
-    model: PreTrainedModel, rows: list[np.ndarray], *, call: Call | None = None, width: int = 0, **flat: Any
-) -> list[torch.Tensor]:
-    """What a pooled head says of every prefix of every row: padded to `width`, or flat if told how."""
-    prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
-    inputs = row_inputs(model, prefixes, width, **flat)
-    logits = (model if call is None else call)(**inputs).logits.double().cpu()
-    return list(logits.flatten().split([len(row) * logits.size(1) for row in rows]))
-
-
 def root_mean_square(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     """Root mean square difference of two lists of rows, over all their entries."""
     return float((torch.cat(a) - torch.cat(b)).pow(2).mean().sqrt())
@@ -120,42 +111,60 @@ def root_mean_square(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 class RowsAlone:
     """
-    What a model says of the rows to try one by one, and what a difference from that means.
+    What a model says of a few random rows one by one, and what a difference from that means.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model with TRL's fused LM head, or a model with a pooled head.
-        call (`Callable`, *optional*):
-            What to call in place of `model`: the same model under a wrapper that gathers its weights.
-        draw (`int`, *optional*, defaults to `0`):
-            Seed of the rows' tokens.
+    `call` is what to call in place of the model: the same under a wrapper that gathers its weights.
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
-        config = model.config.get_text_config()
-        self.vocab_size = config.vocab_size
-        self.rows = check_rows(self.vocab_size, draw)
-        answers = _rewards if is_pooled(model) else _log_probs
-        self.log_probs: Callable[..., list[torch.Tensor]] = partial(answers, model, call=call)
-        with undisturbed(model), narrowed(model):
-            self.alone = [self.log_probs([row])[0] for row in self.rows]
+        self.model, self.call = model, model if call is None else call
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.rows: Sequence[Any] = check_rows(self.vocab_size, draw)
+        with self.trying():
+            self.alone = [self.answers([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))
             # Another width is another draw: kernels choose their tiles by it
-            paddings = [self.log_probs(self.rows, width=width) for width in (longest, longest + 5)]
-            moved = self.log_probs([np.concatenate([self._others(self.rows[3][:1]), self.rows[3][1:]])])
-        self.noise = max(root_mean_square(padded, self.alone) for padded in paddings)
-        self.effect = root_mean_square(moved, self.alone[3:])
+            paddings = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
+            (moved,) = self.answers([np.concatenate([self._others(self.rows[3][:1]), self.rows[3][1:]])])
+        self.measure(paddings, moved, self.alone[3])
+
+    def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
+        """What a difference means, by padded runs, and by an answer in other context beside that in its own."""
+        self.noise = max(self.difference(padded, self.alone) for padded in paddings)
+        self.effect = root_mean_square([moved], [still])
         # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
         # to the log-probabilities, is the least that can be told apart
         scale = float(torch.cat(self.alone).pow(2).mean().sqrt())
-        unit = torch.finfo(compute_dtype(model)).eps
+        unit = torch.finfo(compute_dtype(self.model)).eps
         self.tolerance = min(NOISE_FACTOR * self.noise + unit * scale, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
+
+    def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        """How far answers are from what was expected."""
+        return root_mean_square(found, expected)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """The context in which the model answers."""
+        with undisturbed(self.model), narrowed(self.model):
+            yield
+
+    def answers(self, rows: Sequence[Any], width: int = 0, **flat: Any) -> list[torch.Tensor]:
+        """
+        Log-probability of every token of every row but its first, or what a pooled head says of every prefix of every
+        row: padded to `width`, or flat if told how.
+        """
+        if is_pooled(self.model):
+            prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
+            logits = self.call(**row_inputs(self.model, prefixes, width, **flat)).logits.double().cpu()
+            return list(logits.flatten().split([len(row) * logits.size(1) for row in rows]))
+        output = self.call(**row_inputs(self.model, rows, width, **flat)).log_probs.double().cpu()
+        return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
 
     def _others(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + 1) % self.vocab_size
 
-    def changed(self) -> list[tuple[list[np.ndarray], list[int]]]:
-        """Variants in which other tokens stand in some rows, with the rows that stay. The tree stays the same."""
+    def changed(self) -> list[tuple[list[Any], list[int]]]:
+        """Variants with other tokens in some rows, with the places of those that stay. The tree stays the same."""
         a, b, c, d = self.rows
         prompt, a_branch, c_branch = a[:9], self._others(a[9:]), self._others(c[9:])
         return [

@@ -12,20 +12,24 @@ log-probability, as root mean squares over scored tokens:
 A route that passes then computes gradients, as training will: see [`~trl_paddingfree.check.gradients`].
 """
 
+import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from threading import Timer
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..model.forward import install
+from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
+from ..model.state_layers import carries_state
 from .gradients import GradientResult, RowsInTraining, check_gradients
-from .obstacles import obstacles
-from .probe import Call, RowsAlone, compute_dtype, narrowed, root_mean_square, undisturbed
+from .probe import Call, RowsAlone, compute_dtype, root_mean_square
 
 # Rows that move with others must move far less than with their own context: all that may move them is rounding
 LEAK_FRACTION = 0.1
@@ -59,15 +63,12 @@ class CheckResult:
 
     Examples:
     ```python
-    >>> from trl.trainer.utils import add_fused_lm_head
-    >>> from trl_paddingfree.check.prove import check_flat
-    >>> from trl_paddingfree.model.routes import choose_route
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
-    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
-    >>> add_fused_lm_head(model)
-    >>> result = check_flat(model, choose_route(model))
-    >>> result.passed, result.prefix_sharing, result.route.backend
-    (True, True, 'segment')
+    >>> from trl_paddingfree import CheckResult
+    >>> from trl_paddingfree.model.routes import Route
+    >>> route = Route("segment", "sdpa", prefix_sharing=True)
+    >>> result = CheckResult(route, error=2e-7, noise=2e-7, leak=0.0, effect=0.5, tolerance=8e-7)
+    >>> result.passed, result.smallest_mistake
+    (True, 1.6e-06)
 
     ```
     """
@@ -132,33 +133,23 @@ def check_flat(
     """
     Run `model` flat and one by one. Leaves `route` installed, and the model otherwise as it was.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model with TRL's fused LM head.
-        route (`Route`):
-            How to compute the flat batch.
-        reference (`RowsAlone`, *optional*):
-            The model's answers one by one, if known already.
-        in_training (`Callable`, *optional*):
-            Gives its answers one by one in training, to compute gradients if all else passed. By default, none are.
-        agree (`Callable`, *optional*):
-            Gives whether something is so on all processes, from whether it is on this one.
+    Gradients are computed if all else passed and `in_training` gives its answers one by one in training. `agree` gives
+    whether something is so on all processes, from whether it is on this one.
     """
     reference = reference or RowsAlone(model)
-    log_probs = partial(reference.log_probs, prefix_sharing=route.prefix_sharing)
-    install(model, route)
-    with undisturbed(model), narrowed(model):
+    FlatModel.install(model, route)
+    with reference.trying():
         try:
-            flat = log_probs(reference.rows)
-            movements = []
+            flat = reference.answers(reference.rows, prefix_sharing=route.prefix_sharing)
+            movements = [0.0]
             for rows, staying in reference.changed():
-                changed = log_probs(rows)
+                changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square([changed[row]], [flat[row]]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     result = CheckResult(
         route,
-        error=root_mean_square(flat, reference.alone),
+        error=reference.difference(flat, reference.alone),
         noise=reference.noise,
         leak=max(movements),
         effect=reference.effect,
@@ -170,10 +161,35 @@ def check_flat(
 
 
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
-    """What stands between `model` and flat batches: what it does wrong only as it trains, or [`obstacles`]."""
+    """What stands between `model` and flat batches: what it does wrong only as it trains, or what it cannot."""
     in_training = [result.gradients.reason for result in failed if result.gradients is not None]
     reasons = [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]
-    return reasons or obstacles(model, [result.failure for result in failed])
+    return reasons or _obstacles(model, [result.failure for result in failed])
+
+
+def _obstacles(model: PreTrainedModel, failures: list[str]) -> list[str]:
+    """What keeps a model from computing flat batches, in its user's words; `failures` are what it raised, if it did."""
+    config, offset = vars(model.config.get_text_config()), _first_position(model)
+    is_stateful = model._is_stateful or "linear_attention" in (config.get("layer_types") or ())
+    is_unknown = is_stateful and not carries_state(model)
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    reasons = {
+        "It carries state from token to token, in layers that are not known here.": is_unknown,
+        "It takes no `position_ids`: it counts positions along the whole flat row.": not takes_positions,
+        f"It counts positions from {offset} rather than from 0.": offset > 0,
+        "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,
+        "It makes its masks from a 2-D one, and takes no 4-D mask.": failures and all(failures),
+    }
+    found = [reason for reason, is_so in reasons.items() if is_so]
+    return found or ["Something in it does not ask where the sequences of a flat row begin."]
+
+
+def _first_position(model: PreTrainedModel) -> int:
+    """The position of a row's first token: RoBERTa and its kind leave room for the padding token's."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding) and module.padding_idx:
+            return module.padding_idx + 1
+    return 0
 
 
 class UnprovenModelError(ValueError):
@@ -199,6 +215,33 @@ class UnprovenModelError(ValueError):
     """
 
 
+class Progress:
+    """Says by `say` what a check does, and what it will do then, once it has taken longer than some seconds."""
+
+    def __init__(self, say: Callable[[str], Any]):
+        self.say, self.doing, self.is_long = say, "", False
+
+    def __call__(self, doing: str) -> None:
+        self.doing = doing
+        if self.is_long:
+            self.say(doing)
+
+    @contextmanager
+    def after(self, seconds: float) -> Iterator[None]:
+        """Within this context, a check runs that is long after so many seconds."""
+        timer = Timer(seconds, self._begin)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _begin(self) -> None:
+        self.is_long = True
+        self(self.doing)
+
+
 def prove(
     model: PreTrainedModel,
     route: Route,
@@ -207,32 +250,15 @@ def prove(
     call: Call | None = None,
     agree: Callable[[bool], bool] = bool,
     no_gradients: str = "",
+    tell: Callable[[str], Any] = lambda doing: None,
 ) -> tuple[CheckResult, list[CheckResult]]:
     """
-    Find the first exact route, and install it.
+    Find the first exact route, and install it: the result that passed, and those that failed before it.
 
-    Tries `route` with and without sharing, then what asks less of the model; in low precision each on up to three
-    draws of rows, as long as rows do not see one another.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model with TRL's fused LM head.
-        route (`Route`):
-            The route to try first.
-        fallback (`bool`, *optional*, defaults to `True`):
-            Whether to try another backend if that of `route` fails.
-        call (`Callable`, *optional*):
-            See [`RowsAlone`].
-        agree (`Callable`, *optional*):
-            Gives whether something is so on all processes, from whether it is on this one.
-        no_gradients (`str`, *optional*):
-            Why gradients cannot be checked; empty if they can.
-
-    Returns:
-        `tuple[CheckResult, list[CheckResult]]`: The result that passed, and those that failed before it.
-
-    Raises:
-        `UnprovenModelError`: If nothing passed.
+    Tries `route` with and without sharing, then, with `fallback`, backends that ask less of the model; in low precision
+    each on up to three draws of rows, as long as rows do not see one another. `call` is that of [`RowsAlone`], `agree`
+    that of [`check_flat`], `no_gradients` why gradients cannot be checked, if they cannot, and `tell` is told of each
+    thing that is done.
     """
     started = time.perf_counter()
     draws = 1 if compute_dtype(model) in (torch.float32, torch.float64) else DRAWS_IN_LOW_PRECISION
@@ -240,6 +266,8 @@ def prove(
     failed: list[CheckResult] = []
     for candidate in routes_to_try(model, route, fallback=fallback):
         for draw in range(draws):
+            again = f" (draw {draw + 1} of at most {draws})" if draw else ""
+            tell(f"{candidate}: short rows alone and flat, then gradients of long ones{again}")
             trained = None if no_gradients else partial(in_training, draw)
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):

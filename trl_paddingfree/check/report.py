@@ -1,6 +1,7 @@
 """The start-up check by hand: every backend that this machine offers, and how exact each is on a model."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -18,83 +19,43 @@ from .prove import CheckResult, UnprovenModelError, check_flat, prove
 
 
 @dataclass(frozen=True)
-class BackendReport:
-    """
-    What one backend makes of a model.
-
-    Args:
-        backend (`str`):
-            Name of the backend, as for `flat_attention`.
-        results (`tuple[CheckResult, ...]`):
-            With shared prefixes and without; empty if it cannot serve the model.
-        reasons (`str`):
-            Why it cannot.
-    """
-
-    backend: str
-    results: tuple[CheckResult, ...] = ()
-    reasons: str = ""
-
-
-@dataclass(frozen=True)
 class ModelReport:
-    """
-    What the start-up check says of a model, on this machine.
+    """What the start-up check says of a model, on this machine."""
 
-    Args:
-        model (`str`):
-            Class of the model.
-        device, dtype, attn_implementation (`str`):
-            How it was loaded.
-        backends (`tuple[BackendReport, ...]`):
-            Every backend, the fastest first.
-        chosen (`CheckResult`, *optional*):
-            How a trainer would train it; `None` if it would refuse.
-        refusal (`str`):
-            What the trainer would say then.
-    """
-
-    model: str
+    model: str  # its class
     device: str
     dtype: str
     attn_implementation: str
-    backends: tuple[BackendReport, ...]
-    chosen: CheckResult | None = None
-    refusal: str = ""
+    backends: dict[str, tuple[list[CheckResult], str]]  # the fastest first, as [`try_backends`] gives them
+    chosen: CheckResult | None = None  # how a trainer would train it
+    refusal: str = ""  # what the trainer would say else
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
         return {
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "attn_implementation": self.attn_implementation,
+            **{name: vars(self)[name] for name in ("model", "device", "dtype", "attn_implementation")},
             "passed": self.chosen is not None,
             "chosen": None if self.chosen is None else _as_dict(self.chosen),
             "refusal": self.refusal,
             "routes": [
-                {"backend": one.backend, "results": [*map(_as_dict, one.results)], "reasons": one.reasons}
-                for one in self.backends
+                {"backend": backend, "results": [*map(_as_dict, results)], "reasons": reasons}
+                for backend, (results, reasons) in self.backends.items()
             ],
         }
 
 
 def _as_dict(result: CheckResult) -> dict[str, Any]:
-    figures = {
-        name: value if math.isfinite(value := getattr(result, name)) else None  # JSON has no NaN
-        for name in ("error", "tolerance", "noise", "leak", "effect", "smallest_mistake")
-    }
+    figures = {name: vars(result)[name] for name in ("error", "tolerance", "noise", "leak", "effect")}
+    figures["smallest_mistake"] = result.smallest_mistake
     if result.gradients is not None:
-        compared = result.gradients.error == result.gradients.error
-        figures["gradient_error"] = result.gradients.error if compared else None
-        figures["gradient_tolerance"] = result.gradients.tolerance if compared else None
+        figures |= {"gradient_error": result.gradients.error, "gradient_tolerance": result.gradients.tolerance}
     return {
         "backend": result.route.backend,
         "attn_implementation": result.route.previous,
         "prefix_sharing": result.prefix_sharing,
         "passed": result.passed,
         "failure": result.failure or ("" if result.gradients is None else result.gradients.reason),
-        **figures,
+        **{name: value if math.isfinite(value) else None for name, value in figures.items()},  # JSON has no NaN
     }
 
 
@@ -106,52 +67,54 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
     return model
 
 
-def try_backends(model: PreTrainedModel) -> list[BackendReport]:
-    """Check `model` with every backend, with shared prefixes and without."""
-    reference, in_training, reports = RowsAlone(model), cache(partial(RowsInTraining, model)), []
+def try_backends(
+    model: PreTrainedModel, tell: Callable[[str], Any] = lambda doing: None
+) -> dict[str, tuple[list[CheckResult], str]]:
+    """What every backend makes of a model, with shared prefixes and without, or why it cannot serve it."""
+    reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
+    found: dict[str, tuple[list[CheckResult], str]] = {}
     for backend in BACKENDS:
         try:
-            route = choose_route(model, backend)
+            routes = routes_to_try(model, choose_route(model, backend), fallback=False)
         except ValueError as error:
-            reports.append(BackendReport(backend, reasons=str(error)))
-            continue
-        routes = routes_to_try(model, route, fallback=False)
-        reports.append(BackendReport(backend, tuple(check_flat(model, r, reference, in_training) for r in routes)))
-    return reports
+            found[backend] = [], str(error)
+        else:
+            found[backend] = [], ""
+            for route in routes:
+                tell(f"Trying {route} ...")
+                found[backend][0].append(check_flat(model, route, reference, in_training))
+                tell(str(found[backend][0][-1]))
+    return found
 
 
-def check_model(name: str, dtype: str = "auto", attn_implementation: str | None = None) -> ModelReport:
+def check_model(
+    name: str,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    tell: Callable[[str], Any] = lambda doing: None,
+) -> ModelReport:
     """
-    Run the start-up check with every backend that this machine offers.
-
-    Args:
-        name (`str`):
-            Hub name or folder of a causal language model.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Dtype to load it in: `"auto"`, `"float32"`, `"float16"` or `"bfloat16"`.
-        attn_implementation (`str`, *optional*):
-            Attention implementation to load it with. By default transformers chooses one, and every flash attention
-            package that is installed is tried besides.
-
-    Returns:
-        `ModelReport`: Every backend, and how a trainer would train the model.
+    Run the start-up check on a causal language model with every backend that this machine offers. Unless an
+    `attn_implementation` is named, every flash attention package that is installed is tried besides. `tell` is told of
+    each thing that is done.
     """
     model, chosen, refusal = load_model(name, dtype, attn_implementation), None, ""
     loaded_with = upstream.attn_implementation(model)
     try:
-        chosen, _ = prove(model, choose_route(model))
+        tell("As a trainer would choose ...")
+        chosen, _ = prove(model, choose_route(model), tell=tell)
     except UnprovenModelError as error:
         refusal = str(error)
-    backends = {report.backend: report for report in try_backends(model)}
-    for flash in flash_implementations() if attn_implementation is None and model.device.type == "cuda" else ():
-        reports = {report.backend: report for report in try_backends(load_model(name, dtype, flash))}
-        backends |= {backend: report for backend, report in reports.items() if not backends[backend].results}
+    backends = try_backends(model, tell)
+    for flash in flash_implementations() if attn_implementation is None and model.device.type != "cpu" else ():
+        found = try_backends(load_model(name, dtype, flash), tell)
+        backends |= {backend: report for backend, report in found.items() if not backends[backend][0]}
     return ModelReport(
         model=type(model).__name__,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         attn_implementation=loaded_with,
-        backends=tuple(backends[backend] for backend in BACKENDS),
+        backends=backends,
         chosen=chosen,
         refusal=refusal,
     )

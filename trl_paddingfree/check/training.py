@@ -1,16 +1,17 @@
 """A model as training will have it, for a moment, and afterwards bit for bit as it was."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from .. import upstream
-from ..model.restored import modes_restored, random_state_restored
-from ..model.saved_bytes import local_part
+from ..model import architecture
+from ..model.restored import local_part, modes_restored, random_state_restored
+from .probe import attributes_set
 
 # Spread of weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
@@ -27,7 +28,8 @@ def _parts(model: PreTrainedModel, call: Callable[..., Any] | None) -> list[torc
 @contextmanager
 def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = None) -> Iterator[None]:
     """
-    Training mode with gradients, without dropout, adapters moved off zero, all compiled code run as it is written.
+    Training mode with gradients, without dropout, adapters moved off zero, all compiled code run as it is written; of
+    layers of one kind, those between the first and the last pass on what they get.
 
     Afterwards training modes, weights, buffers and the random state are as before.
     """
@@ -35,40 +37,79 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
     with ExitStack() as stack:
         stack.enter_context(random_state_restored(model))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(upstream.rotary_state_restored(model))
+        stack.enter_context(architecture.rotary_state_restored(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks on compiled modules would not run
         if isinstance(call, DistributedDataParallel):
             stack.enter_context(call.no_sync())
-        for restored in (_buffers_restored, _in_training_mode, _without_dropout, moved_off_zero):
+        stack.enter_context(one_layer_of_each_kind(model))
+        for restored in (_buffers_restored, modes_restored, _without_dropout, moved_off_zero):
             stack.enter_context(restored(modules))
-        yield
-
-
-@contextmanager
-def _in_training_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    with modes_restored(modules):
         for module in modules:
             module.training = True
         yield
 
 
+def _kind(layer: torch.nn.Module) -> tuple:
+    """What layers of one kind have in common: all but the numbers of their weights, and their place."""
+    plain, parts = (bool, int, float, str), [*layer.named_modules()]
+    attributes = [
+        (name, attribute, value)
+        for name, part in parts
+        for attribute, value in vars(part).items()
+        if isinstance(value, plain) and attribute not in ("layer_idx", "training")
+    ]
+    weights = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+    return (*((name, type(part)) for name, part in parts), *sorted(map(repr, attributes)), *weights)
+
+
 @contextmanager
-def _without_dropout(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Dropout of modules, and of functions whose probability stands in a module or a configuration."""
-    configs = [module.config for module in modules if isinstance(module, PreTrainedModel)]
-    configs += [config.get_text_config() for config in configs]
-    rates: list[tuple[Any, str]] = [(module, "p") for module in modules if "Dropout" in type(module).__name__]
-    holders = {id(holder): holder for holder in (*modules, *configs)}.values()
-    rates += [(holder, name) for holder in holders for name in vars(holder) if "drop" in name]
-    values = [(holder, name, vars(holder).get(name)) for holder, name in rates]
-    values = [entry for entry in values if isinstance(entry[2], float) and entry[2] > 0]
-    for holder, name, _ in values:
-        vars(holder)[name] = 0.0
+def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Within this context, of layers of one kind only the first and the last compute; the others pass on what they get.
+
+    What a kind of layer forgets shows in any of them, and a deep model is differentiated in the time of a shallow one.
+    Weights that are sharded stay with all layers: engines expect each to compute.
+    """
+    skipped: list[tuple[Any, Any]] = []
+    outputs: dict[tuple, Any] = {}
+    handles = []
+    is_sharded = any(local_part(p) is not p or hasattr(p, "ds_id") for p in model.parameters())
+    stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
+    for stack in () if is_sharded else stacks:
+        kinds = [_kind(layer) for layer in stack]
+        for i, (layer, kind) in enumerate(zip(stack, kinds, strict=True)):
+            if kind not in kinds[:i]:
+                note = partial(outputs.__setitem__, kind)
+                handles.append(layer.register_forward_hook(lambda _, args, output, note=note: note(output)))
+            elif kind in kinds[i + 1 :]:
+                skipped.append((layer, vars(layer).get("forward")))
+                layer.forward = partial(_passed_on, outputs, kind)
     try:
         yield
     finally:
-        for holder, name, value in values:
-            vars(holder)[name] = value
+        for handle in handles:
+            handle.remove()
+        for layer, forward in skipped:
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _passed_on(outputs: dict[tuple, Any], kind: tuple, *args: Any, **kwargs: Any) -> Any:
+    """What a layer gets, in the form in which the first of its kind gives what it has computed."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    given = outputs[kind]
+    return (hidden, *given[1:]) if isinstance(given, tuple) else hidden
+
+
+def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+    """Dropout of modules, and of functions whose probability stands in a module or a configuration, is off."""
+
+    def is_rate(holder: Any, name: str, value: Any) -> bool:
+        drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
+        return drops and isinstance(value, float) and value > 0
+
+    return attributes_set(modules, is_rate, 0.0)
 
 
 @contextmanager
@@ -90,13 +131,8 @@ def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> 
     """
     Weights of adapters, and of projectors of images, that start at zero hide what the adapter or projector does.
 
-    Full training moves weights that are zero, too: what starts at zero is small either way.
-
-    Args:
-        modules (`Sequence[torch.nn.Module]`):
-            The modules whose own weights to look at.
-        frozen (`bool`, *optional*, defaults to `False`):
-            Whether to move weights that are not trained, too: a reference starts as the model that is.
+    Full training moves weights that are zero, too: what starts at zero is small either way. `frozen` moves weights that
+    are not trained, too: a reference starts as the model that is.
     """
     generator, zeros = torch.Generator().manual_seed(0), []
     for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
@@ -117,39 +153,29 @@ def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and 0 < p.numel() <= _SMALL]
 
 
-class WatchedEmbeddings:
-    """Within this context, `output` is what the input embeddings of a model gave last, and takes a gradient."""
+@contextmanager
+def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Within this context, the one entry is what the input embeddings of a model gave last, and takes a gradient."""
+    found: list[torch.Tensor] = []
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
-        self.output: torch.Tensor | None = None
+    def watch(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        found[:] = [output if output.requires_grad else output.requires_grad_()]
+        return found[0]
 
-    def __enter__(self) -> "WatchedEmbeddings":
-        embeddings: Any = self.model.get_input_embeddings()
-        self.handle = embeddings.register_forward_hook(self._watch)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.handle.remove()
-
-    def _watch(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        self.output = output if output.requires_grad else output.requires_grad_()
-        return self.output
+    embeddings: Any = model.get_input_embeddings()
+    handle = embeddings.register_forward_hook(watch)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def gradients(
     loss: torch.Tensor, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]
 ) -> list[torch.Tensor | None]:
     """
-    Gradients of `loss` with respect to `inputs`, `None` where it does not depend on one. No `.grad` changes.
-
-    Args:
-        loss (`torch.Tensor` of shape `()`):
-            What to differentiate.
-        inputs (`Sequence[torch.Tensor]`):
-            With respect to what.
-        parameters (`Sequence[torch.nn.Parameter]`):
-            All parameters that a backward pass gives gradients to.
+    Gradients of `loss` with respect to `inputs`, `None` where it does not depend on one. No `.grad` changes, also of
+    `parameters`, which are all that a backward pass gives gradients to.
     """
     try:
         return list(torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True))

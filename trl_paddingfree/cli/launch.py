@@ -1,7 +1,6 @@
 """Training scripts under `accelerate launch`."""
 
 import subprocess
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,22 +14,10 @@ SCRIPT = "trl_paddingfree.cli.train"
 
 def launch(task: str, argv: list[str]) -> int:
     """
-    Run a training script through `accelerate launch`.
+    Run the training script of a task through `accelerate launch`, and give its exit code.
 
     Options that the script does not know are those of `accelerate launch`, on the command line and in the YAML file of
     `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
-
-    Args:
-        task (`str`):
-            Name of the task.
-        argv (`list[str]`):
-            Options of the script and of `accelerate launch`.
-
-    Returns:
-        `int`: Exit code of the script.
-
-    Raises:
-        `ValueError`: If an option has a value that it cannot have, or model or data are missing.
     """
     parser = make_parser(task, prog=f"trl-paddingfree {task}")
     parsed: Any = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
@@ -51,18 +38,8 @@ def without(items: Iterable[str], subsequence: Iterable[str]) -> list[str]:
     """
     `items` less an ordered subsequence of them.
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree.cli.launch import without
     >>> without(["--beta", "1", "--num_processes", "2", "--seed", "2"], ["--num_processes", "2"])
     ['--beta', '1', '--seed', '2']
-
-    ```
     """
-    left, rest = deque(subsequence), []
-    for item in items:
-        if left and item == left[0]:
-            left.popleft()
-        else:
-            rest.append(item)
-    return rest
+    left = [*subsequence]
+    return [item for item in items if left[:1] != [item] or left.pop(0) != item]

@@ -3,58 +3,24 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..trainers.quiet import silence
+from ..trainers.configs import silence
+from .options import TRAINING, make_parser
 
 OK, NO, WRONG_USE = 0, 1, 2
 # As shells report processes that SIGINT or SIGPIPE ended
 INTERRUPTED, PIPE_CLOSED = 130, 141
-EXIT_CODES = """\
-exit codes:
-  0  done; of `check`, `bench` and `quickstart` also: exact
-  1  the answer is no: a model that is refused, losses that differ
-  2  wrong arguments, or something that cannot be loaded
-  commands that train end with the exit code of the training script"""
-# Small enough for two minutes on two cores
-SMALL_BENCHMARK = ["dpo", "--lengths", "uniform:16-256", "--batch-size", "4", "--batches", "1", "--rounds", "1"]
-# Those that train, and what on
-TRAINING = {
-    "dpo": "on preference pairs",
-    "sft": "on instructions",
-    "reward": "a reward model on preference pairs",
-    "kto": "on completions that are desirable or not",
-    "grpo": "on rewards of completions that it generates, by groups",
-    "rloo": "on rewards of completions that it generates, leaving one out",
-}
 # Errors of arguments, of names, and of packages that are missing
 LOADING = (ValueError, OSError, ImportError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """
-    Run a command.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments. Defaults to those of the process.
-
-    Returns:
-        `int`: Exit code: 0 if done, 1 if the answer is no, 2 if the arguments are wrong or something cannot be loaded.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.cli import main
-    >>> main(["env", "--json"])  # doctest: +ELLIPSIS
-    {
-      "python": ...
-    0
-
-    ```
-    """
+    """Run a command, of the process if none is given, and give its exit code."""
     silence()
     given = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -71,16 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(given: list[str]) -> int:
     """Run the command that the arguments name, and give its exit code."""
-    # These have parsers of their own, with hundreds of options
+    # These have a parser of their own, with hundreds of options
     if given and given[0] in TRAINING:
         return train(given[0], given[1:])
-    if given and given[0] == "bench":
-        return bench(given[1:])
-    args, unknown = make_parser().parse_known_args(spelled(given, "_"))
+    args, unknown = make_parser().parse_known_args(spelled(given))
     if unknown:  # argparse would show how all commands are called, not this one
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return args.run(args)
+        return {"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[args.command](args)
     except BrokenPipeError:  # an `OSError`, of which the user need not hear
         raise
     except LOADING as error:
@@ -89,148 +53,20 @@ def run(given: list[str]) -> int:
         return refuse(args.command, error)
 
 
-def spelled(argv: Sequence[str], dash: str) -> list[str]:
+def spelled(argv: Sequence[str]) -> list[str]:
     """
     The arguments, with names of options in one spelling: `--batch_size` and `--batch-size` are the same, as in TRL.
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree.cli.main import spelled
-    >>> spelled(["bench", "dpo", "--batch_size=4", "--name", "my_run"], "-")
-    ['bench', 'dpo', '--batch-size=4', '--name', 'my_run']
-
-    ```
+    >>> spelled(["inspect", "my-pairs.jsonl", "--batch-size=4", "--max-length", "512"])
+    ['inspect', 'my-pairs.jsonl', '--batch_size=4', '--max_length', '512']
     """
-    parts = (given.partition("=") for given in argv)
-    return [
-        f"--{name[2:].translate({ord('_'): dash, ord('-'): dash})}{equals}{value}"
-        if name.startswith("--")
-        else name + equals + value
-        for name, equals, value in parts
-    ]
+    return [re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), given) for given in argv]
 
 
 def refuse(command: str, error: Exception) -> int:
     """Say why a command cannot be carried out."""
     sys.stderr.write(f"trl-paddingfree {command}: {error}\n")
     return WRONG_USE
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands but those that hand their arguments on."""
-    parser = argparse.ArgumentParser(
-        prog="trl-paddingfree",
-        description="TRL's trainers without computing a single wasted token, exactly.",
-        epilog="examples:\n"
-        "  trl-paddingfree quickstart\n"
-        "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B --batch_size 8\n"
-        "  trl-paddingfree check Qwen/Qwen3-0.6B\n"
-        "  trl-paddingfree dpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized\n\n"
-        + EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(name: str, run: Callable[[argparse.Namespace], int] | None, text: str, examples: str = "") -> Any:
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.set_defaults(run=run, parser=command)
-        command.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
-        return command
-
-    _add_inspect(add)
-    _add_check(add)
-    add("bench", None, "time padded TRL and padding-free training side by side; two minutes, if nothing else is asked")
-    for task, data in TRAINING.items():
-        add(task, None, f"train {data}: `trl {task}`, without padding")
-    command = add(
-        "env", env, "versions, GPU and attention backends, for bug reports", "  trl-paddingfree env --json > env.json"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    _add_quickstart(add)
-    return parser
-
-
-def _add_inspect(add: Callable) -> None:
-    command = add(
-        "inspect",
-        inspect,
-        "what padding wastes on a data set and what shared prefixes save, without a model or a GPU",
-        "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B\n"
-        "  trl-paddingfree inspect pairs.jsonl.gz --tokenizer ./my-model --batch_size 16 --max_length 2048 --json",
-    )
-    command.add_argument("dataset", help="hub name, folder, or .json, .jsonl, .csv, .parquet or .arrow file")
-    command.add_argument("--tokenizer", required=True, help="hub name or folder of the model or its tokenizer")
-    command.add_argument("--dataset_config", help="configuration of the hub data set")
-    command.add_argument("--dataset_train_split", default="train", help="split to look at (default: %(default)s)")
-    command.add_argument("--batch_size", type=int, default=8, help="examples per device and batch (default: 8)")
-    command.add_argument(
-        "--max_length", type=int, default=1024, help="tokens per sequence, 0 for no limit (default: %(default)s)"
-    )
-    command.add_argument("--truncation_mode", choices=["keep_start", "keep_end"], default="keep_start")
-    command.add_argument(
-        "--one_sample_per_turn", action="store_true", help="cut conversations into turns first, as `sft` does"
-    )
-    command.add_argument(
-        "--num_generations", type=int, default=8, help="of prompts alone: completions of each (default: %(default)s)"
-    )
-    command.add_argument(
-        "--max_completion_length",
-        type=int,
-        default=256,
-        help="of prompts alone: tokens of each completion, which are all counted (default: %(default)s)",
-    )
-    command.add_argument("--sample", type=int, default=2000, help="rows to look at, 0 for all (default: %(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="seed of the sample and the batches (default: 0)")
-    command.add_argument(
-        "--model", help="also predict memory: hub name or folder (its config only), or a shape of `bench`"
-    )
-    command.add_argument(
-        "--tuning", choices=["full", "lora", "qlora"], default="lora", help="what of --model is trained"
-    )
-    command.add_argument("--memory_gib", type=float, help="memory of a device: which batches of --model fit, how fast")
-    command.add_argument("--plot", default="inspect.png", help="PNG to write, '' for none (default: %(default)s)")
-    command.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_check(add: Callable) -> None:
-    command = add(
-        "check",
-        check,
-        "the start-up check by hand: every backend that this machine offers, how exact it is, and the verdict",
-        "  trl-paddingfree check Qwen/Qwen3-0.6B\n  trl-paddingfree check ./my-model --dtype float32 --json",
-    )
-    command.add_argument("model", help="hub name or folder of a causal language model")
-    command.add_argument("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto")
-    command.add_argument("--attn_implementation", help="load the model with this one, and try no other")
-    command.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_quickstart(add: Callable) -> None:
-    command = add(
-        "quickstart",
-        quickstart,
-        "padded TRL and padding-free training side by side, on a small model from scratch or on yours",
-        "  trl-paddingfree quickstart\n"
-        "  trl-paddingfree quickstart --model Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --use_peft",
-    )
-    command.add_argument("--model", help="hub name or folder of a model; a small Llama from scratch, if left out")
-    command.add_argument("--dataset_name", help="hub name, folder or file; Python's own documentation, if left out")
-    command.add_argument("--dataset_config", help="configuration of the hub data set")
-    command.add_argument("--dataset_train_split", default="train", help="split to train on (default: %(default)s)")
-    command.add_argument("--steps", type=int, default=24, help="optimizer steps of each run (default: %(default)s)")
-    command.add_argument("--sft_steps", type=int, default=150, help="steps of SFT before DPO (default: %(default)s)")
-    command.add_argument("--batch_size", type=int, default=8, help="examples per batch (default: %(default)s)")
-    command.add_argument("--max_length", type=int, default=512, help="tokens per sequence (default: %(default)s)")
-    command.add_argument("--use_peft", action="store_true", help="train LoRA adapters only")
-    command.add_argument("--seed", type=int, default=42, help="seed of everything (default: %(default)s)")
-    command.add_argument("--output_dir", default="quickstart", help="where to write to (default: %(default)s)")
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def loaded(name: str, load: Callable[[], Any]) -> Any:
@@ -245,10 +81,10 @@ def loaded(name: str, load: Callable[[], Any]) -> Any:
         raise OSError(f"{name!r} is no file or folder here, and the hub does not give it: {error}") from error
 
 
-def at_least(least: int, **values: int) -> None:
+def at_least(least: int, args: argparse.Namespace, *names: str) -> None:
     """Refuse values of options that are too small."""
-    for name, value in values.items():
-        if value < least:
+    for name in names:
+        if (value := vars(args)[name]) < least:
             raise ValueError(f"`--{name} {value}` must be at least {least}.")
 
 
@@ -263,18 +99,17 @@ def inspect(args: argparse.Namespace) -> int:
     from rich.progress import track
     from transformers import AutoProcessor, AutoTokenizer
 
-    from ..charts import plot_waste
+    from ..charts import drawn, plot_waste
     from ..data.images import has_images
     from ..data.load import load_rows
     from ..data.savings import measure
     from ..data.task import task_of
     from ..data.turns import split_turns
-    from ..trainers.registry import TASKS
+    from ..trainers import TASKS
     from .tables import print_memory, print_waste
 
-    at_least(1, batch_size=args.batch_size, num_generations=args.num_generations)
-    at_least(1, max_completion_length=args.max_completion_length)
-    at_least(0, max_length=args.max_length, sample=args.sample)
+    at_least(1, args, "batch_size", "num_generations", "max_completion_length")
+    at_least(0, args, "max_length", "sample")
     progress = Console(stderr=True)
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
     if args.one_sample_per_turn:
@@ -309,11 +144,7 @@ def inspect(args: argparse.Namespace) -> int:
         if memory:
             print_memory(memory)
     if args.plot:
-        try:
-            plot_waste(report, args.plot)
-            progress.print(f"Chart: {args.plot}", soft_wrap=True)
-        except ImportError as error:
-            progress.print(f"No chart: {error}", markup=False, soft_wrap=True)
+        drawn(lambda: plot_waste(report, args.plot), args.plot, progress)
     return OK
 
 
@@ -336,19 +167,23 @@ def _memory(args: argparse.Namespace, report: Any) -> dict[str, Any] | None:
         if args.memory_gib is not None:
             raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, whose memory it is.")
         return None
-    from ..benchmark.memory import memory_report
+    from .memory import memory_report
 
-    batches = [(waste.batch_size, waste.batches) for waste in report.waste]
+    batches = [*report.batches.items()]
     make = partial(memory_report, report.task.name, batches, args.model, args.tuning, args.memory_gib)
     return loaded(args.model, make)
 
 
 def check(args: argparse.Namespace) -> int:
     """`trl-paddingfree check`."""
+    from rich.console import Console
+
     from ..check.report import check_model
     from .tables import print_routes
 
-    report = loaded(args.model, lambda: check_model(args.model, args.dtype, args.attn_implementation))
+    progress = Console(stderr=True)
+    tell = partial(progress.print, markup=False, highlight=False, soft_wrap=True)
+    report = loaded(args.model, lambda: check_model(args.model, args.dtype, args.attn_implementation, tell))
     if args.json:
         print_json(report.as_dict())
     else:
@@ -381,28 +216,13 @@ def quickstart(args: argparse.Namespace) -> int:
 
     from ..quickstart import compare
 
-    at_least(1, steps=args.steps, sft_steps=args.sft_steps, batch_size=args.batch_size, max_length=args.max_length)
-    one_gpu()
+    at_least(1, args, "steps", "sft_steps", "batch_size", "max_length")
+    # One GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if args.model is None:  # what is tokenized, saved and loaded here takes no time
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
     return compare.run(args)
-
-
-def bench(argv: list[str]) -> int:
-    """`trl-paddingfree bench`."""
-    from ..benchmark import main as benchmark
-
-    one_gpu()
-    try:
-        return benchmark(spelled(argv or SMALL_BENCHMARK, "-"), prog="trl-paddingfree bench")
-    except LOADING as error:
-        return refuse("bench", error)
-
-
-def one_gpu() -> None:
-    """Leave this process one GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them."""
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
 def train(task: str, argv: list[str]) -> int:

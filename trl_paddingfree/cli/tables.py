@@ -1,12 +1,18 @@
 """Results as tables in the terminal."""
 
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..check.report import ModelReport
 from ..data.savings import WasteReport
+
+
+def _of_figures(title: str, heads: list[str]) -> Table:
+    """A table as wide as a terminal: without padding, with heads in several lines."""
+    return Table(*(Column(head, justify="right") for head in heads), title=title, title_justify="left", padding=0)
 
 
 def print_waste(report: WasteReport) -> None:
@@ -14,13 +20,10 @@ def print_waste(report: WasteReport) -> None:
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
     sequence = "sequence" if report.task.truncates else "prompt"  # those of completions are the user's
-    table = Table(
-        title=f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
-        title_justify="left",
-        padding=0,  # as wide as a terminal
+    table = _of_figures(
+        f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
+        ["batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"],
     )
-    for column in ("batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"):
-        table.add_column(column, justify="right")
     for row in figures["batch_sizes"]:
         totals = (row[name] / row["num_batches"] for name in ("padded_slots", "real_tokens", "computed_tokens"))
         table.add_row(
@@ -52,12 +55,9 @@ def print_waste(report: WasteReport) -> None:
 def print_memory(memory: dict[str, Any]) -> None:
     """The memory that training would need as a table."""
     has_limit = memory["memory_gib"] is not None
-    # As wide as a terminal: no padding, and heads in several lines
-    title = f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB"
-    table = Table(title=title, title_justify="left", padding=0)
     heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
-    for column in heads + ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit:
-        table.add_column(column, justify="right")
+    heads += ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit
+    table = _of_figures(f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB", heads)
     for row in memory["sizes"]:
         for layout in ("padded", "padding_free", "shared"):
             found = row[layout]
@@ -83,34 +83,25 @@ def print_memory(memory: dict[str, Any]) -> None:
 
 def print_routes(report: ModelReport) -> None:
     """The report as a table."""
+    title = f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}"
+    table = Table("backend", "prefixes", "verdict", "error", "allowed", "leak", title=title, title_justify="left")
+    for backend, (results, _) in report.backends.items():
+        for result in results:
+            verdict = "failed" if result.failure else "exact" if result.passed else "WRONG"
+            figures = [f"{figure:.1e}" for figure in (result.error, result.tolerance, result.leak)]
+            table.add_row(backend, "shared" if result.prefix_sharing else "not shared", verdict, *figures)
+        if not results:
+            table.add_row(backend, "", "not here")
     console = Console()
-    table = Table(
-        title=f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}", title_justify="left"
-    )
-    for column in ("backend", "prefixes", "verdict", "error", "allowed", "leak"):
-        table.add_column(column)
-    for one in report.backends:
-        for result in one.results:
-            table.add_row(
-                one.backend,
-                "shared" if result.prefix_sharing else "not shared",
-                "failed" if result.failure else "exact" if result.passed else "WRONG",
-                f"{result.error:.1e}",
-                f"{result.tolerance:.1e}",
-                f"{result.leak:.1e}",
-            )
-        if not one.results:
-            table.add_row(one.backend, "", "not here")
     console.print(table)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if report.chosen is None:
-        console.print(f"\nRefused. {report.refusal}", markup=False, highlight=False, soft_wrap=True)
+        say(f"\nRefused. {report.refusal}")
         return
-    console.print(f"\nTrains as {report.chosen}.", markup=False, highlight=False, soft_wrap=True)
-    names = [one.backend for one in report.backends]
-    faster = report.backends[: names.index(report.chosen.route.backend)]
+    say(f"\nTrains as {report.chosen}.")
+    faster = [*report.backends][: [*report.backends].index(report.chosen.route.backend)]
     if faster:
-        console.print("\nFaster, if it can be had:")
-    for one in faster:
-        for text in (one.reasons, *(f"{result}" for result in one.results)):
-            if text:
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say("\nFaster, if it can be had:")
+    for results, reasons in map(report.backends.__getitem__, faster):
+        for text in [reasons] if reasons else map(str, results):
+            say(text)

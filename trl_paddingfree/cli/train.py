@@ -1,5 +1,7 @@
 """The training scripts: TRL's own parser and options, with the trainers of this package."""
 
+import os
+import pkgutil
 import sys
 import time
 from collections.abc import Sequence
@@ -7,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import trl.rewards
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
@@ -17,26 +20,17 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
-from ..trainers.peak_memory import peak_memory
-from ..trainers.quiet import silence
-from ..trainers.registry import TRAINERS
-from .rewards import load_rewards
+from ..memory.device import GIB
+from ..trainers import TRAINERS
+from ..trainers.configs import silence
 
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
     """
-    TRL's script arguments, one switch over the ways to batch, and one that cuts conversations into turns.
-
-    Args:
-        batch_method (`str`, *optional*):
-            `"padding"`: TRL's padded batches. `"packing"`: documents packed into rows of `max_length` by
-            `packing_strategy`. `"padding_free"`: the examples of each padded batch, without the padding. Defaults to
-            what `packing` and `padding_free` say.
-        one_sample_per_turn (`bool`, *optional*, defaults to `False`):
-            Whether conversations are cut by [`~trl_paddingfree.split_turns`]. Those to train on are shuffled, and their
-            turns come one after the other in every epoch: without packing, `train_sampling_strategy` becomes
-            `"sequential"` and `prefix_sharing` `True`.
+    TRL's script arguments, one switch over the ways to batch, and one that cuts conversations into turns: those to
+    train on are shuffled, and their turns come one after the other in every epoch. Without packing,
+    `train_sampling_strategy` becomes `"sequential"` for that, and `prefix_sharing` `True`.
     """
 
     batch_method: str | None = field(
@@ -52,12 +46,7 @@ class SFTScriptArguments(ScriptArguments):
     )
 
     def settle(self, training_args: Any) -> None:
-        """
-        Set what the switches stand for.
-
-        Raises:
-            `ValueError`: If another option contradicts one.
-        """
+        """Set what the switches stand for, unless another option contradicts one."""
         if training_args.packing and self.batch_method not in (None, "packing"):
             raise ValueError(
                 f"`--packing true` and `--batch_method {self.batch_method}` contradict each other: leave one out."
@@ -119,17 +108,7 @@ def make_parser(task: str, prog: str | None = None) -> TrlParser:
 
 
 def main(task: str, args: Sequence[str] | None = None, strict: bool = True) -> None:
-    """
-    Run the script of a task.
-
-    Args:
-        task (`str`):
-            Name of the task.
-        args (`Sequence[str]`, *optional*):
-            Command line. Defaults to that of the process.
-        strict (`bool`, *optional*, defaults to `True`):
-            Whether unknown options are an error. Under `trl-paddingfree` they are those of `accelerate launch`.
-    """
+    """Run the script of a task. Unless `strict`, options that it does not know are those of `accelerate launch`."""
     silence()
     parsed = make_parser(task).parse_args_and_config(args, fail_with_unknown_args=strict)
     if isinstance(parsed[0], SFTScriptArguments):
@@ -138,12 +117,7 @@ def main(task: str, args: Sequence[str] | None = None, strict: bool = True) -> N
 
 
 def check_names(script_args: Any, model_args: Any, dataset_args: Any) -> None:
-    """
-    Look for the model and the data before anything is launched or loaded.
-
-    Raises:
-        `ValueError`: If one is not named, or is a path with nothing there.
-    """
+    """Refuse a model or data that is not named or not there, before anything is launched or loaded."""
     if not model_args.model_name_or_path:
         raise ValueError("Name the model: `--model_name_or_path` (hub name or folder).")
     refuse_missing(model_args.model_name_or_path)
@@ -152,6 +126,34 @@ def check_names(script_args: Any, model_args: Any, dataset_args: Any) -> None:
     if not script_args.dataset_name:
         raise ValueError(NAME_THE_DATA)
     refuse_missing(script_args.dataset_name)
+
+
+def load_rewards(script_args: Any) -> list[Any]:
+    """The rewards of `--reward_model_name_or_path` and `--reward_funcs`, as `trl grpo` and `trl rloo` take them."""
+    model, names = script_args.reward_model_name_or_path, script_args.reward_funcs or []
+    found = [*([model] if model else []), *map(_load_function, names)]
+    if not found:
+        raise ValueError(
+            "Name what rewards completions: `--reward_funcs` (a function of TRL or an import path, such as "
+            "my_lib.rewards.my_reward), or `--reward_model_name_or_path`."
+        )
+    return found
+
+
+def _load_function(name: str) -> Any:
+    if name == "get_soft_overlong_punishment":
+        return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+    module, _, function = name.rpartition(".")
+    if module and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(f"{module or trl.rewards.__name__}:{function}")
+    except AttributeError:
+        known = ", ".join(sorted(name for name in dir(trl.rewards) if name.endswith("_reward")))
+        raise ValueError(
+            f"`--reward_funcs {name}` is no import path of a function, and none of TRL's: {known}, "
+            "get_soft_overlong_punishment."
+        ) from None
 
 
 def train(trainer_class: type, script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> None:
@@ -203,7 +205,7 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
 def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
     """Print what the run took and what it computed, on the main process."""
     counts = trainer.total_counts()
-    memory, gigabytes = peak_memory(trainer.accelerator.device)
+    memory = trainer.peak_memory
     if not trainer.accelerator.is_main_process:
         return
     examples = metrics["train_samples_per_second"] * metrics["train_runtime"]
@@ -216,7 +218,7 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
         "tokens computed": f"{counts.computed:,}",
         "slots of the padded batches": f"{counts.padded:,}",
         "computed, of padded": f"{counts.computed / counts.padded:.1%}",
-        memory: f"{gigabytes:.2f} GiB",
+        memory.name: f"{memory.highest / GIB:.2f} GiB",
     }
     if counts.distinct:
         figures["computed, of distinct tokens"] = f"{counts.computed / counts.distinct:.1%}"

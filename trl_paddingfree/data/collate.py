@@ -1,7 +1,8 @@
 """Collators: TRL's padded rows, and beside them the flat batch that the model computes instead."""
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, ClassVar
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
@@ -9,8 +10,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch
-from ..flat.edits import edits
-from .parts import collate_parts
+from .rows import CollatedRows
 
 
 @dataclass
@@ -18,16 +18,19 @@ class FlatCollator(DataCollatorMixin):
     """
     Mixed in before one of TRL's collators: adds the flat batch that the model computes in place of its rows.
 
-    The flat batch is of the rows that leave the collator, whatever a subclass did to these.
+    The flat batch, the [`FlatBatch`] that the model computes in place of the rows, is made last, of the rows that
+    `torch_call` gives, whatever a subclass did to these. They hold integers only: their padding costs nothing. All but
+    two arguments are those of TRL's collator: its `max_length` is applied before anything is flattened or shared, and
+    its `pad_to_multiple_of` pads rows and flat batches.
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to add the flat batch.
+            Whether to add the flat batch, as `"flat_batch"`. Without, the output is that of TRL's collator, tensor for
+            tensor.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether prefixes that rows share are computed once. Read only if `padding_free`.
-        max_tokens (`int`, *optional*):
-            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
-            each. Read only if `padding_free`.
+        keeps_rows (`bool`, *optional*, defaults to `False`):
+            Whether batches have what they were made of under `"rows"`, on the host, so that a trainer can split them.
 
     Examples:
     ```python
@@ -46,94 +49,50 @@ class FlatCollator(DataCollatorMixin):
 
     padding_free: bool = False
     prefix_sharing: bool = True
-    max_tokens: int | None = None
+    keeps_rows: bool = False
+
+    # Rows of each example, all first ones before all second ones; `None`: as many as there are
+    rows_per_example: ClassVar[int | None] = None
 
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
-    def flatten(self, rows: dict[str, Any]) -> FlatBatch:
-        """The flat batch of padded rows."""
+    def flatten(self, rows: dict[str, Any], reach: int | None = None) -> FlatBatch:
+        """The flat batch of padded rows, with positions that tell of `reach` tokens."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
-        own: Any = self  # the collator that this is mixed into
-        return FlatBatch.from_padded(
-            rows["input_ids"],
-            self.row_labels(rows),
-            rows["attention_mask"].sum(1).tolist(),
-            prefix_sharing=self.prefix_sharing,
-            pad_to_multiple_of=own.pad_to_multiple_of,
-            pad_token_id=own.pad_token_id,
-        )
-
-    def is_edited(self, batch: dict[str, Any]) -> bool:
-        """Whether the rows of a batch are not those that its flat batch was made of."""
-        rows = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        if edits(batch["flat_batch"], **rows, labels=self.row_labels(batch)).any():
-            return True
-        # Fewer scored tokens are no edit of a batch that is computed whole, but its parts have rows of their own
-        return "parts" in batch and self._num_scored(batch) != sum(map(self._num_scored, batch["parts"]))
-
-    def _num_scored(self, rows: dict[str, Any]) -> int:
-        return int((self.row_labels(rows)[:, 1:] != IGNORE_INDEX).sum())
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.padding_free:
-            trl: Any = super()
-            return trl.torch_call(examples)
-        return collate_parts(self.flat_call, examples, self.max_tokens)
-
-    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The rows of some examples, with their flat batch."""
-        trl: Any = super()
-        rows = trl.torch_call(examples)
-        return {**rows, "flat_batch": self.flatten(rows)}
-
-    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
-        batch = super().__call__(features, return_tensors)
-        if not self.padding_free or ("flat_batch" in batch and not self.is_edited(batch)):
-            return batch
-        mask = batch["attention_mask"]
-        if (mask != (torch.arange(mask.size(1)) < mask.sum(1, keepdim=True))).any():
+        mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
+        if (mask != (torch.arange(mask.size(1)) < lengths)).any():
             raise ValueError(
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
-        if "parts" in batch:
-            raise ValueError(
-                f"{type(self).__name__} edits rows that `max_tokens_per_micro_batch` has cut into parts: edit the "
-                "examples before `super().torch_call(examples)`, or leave `max_tokens_per_micro_batch` out."
-            )
-        return {**batch, "flat_batch": self.flatten(batch)}
+        own: Any = self  # the collator that this is mixed into
+        return FlatBatch.from_padded(
+            rows["input_ids"],
+            self.row_labels(rows),
+            lengths[:, 0].tolist(),
+            prefix_sharing=self.prefix_sharing,
+            pad_to_multiple_of=own.pad_to_multiple_of,
+            pad_token_id=own.pad_token_id,
+            reach=reach,
+        )
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        rows = super().__call__(features, return_tensors)
+        if not self.padding_free:
+            return rows
+        per_example = self.rows_per_example or len(rows["input_ids"]) // len(features)
+        on_host = CollatedRows(self, rows, len(rows["input_ids"]) // per_example)
+        return {**rows, "flat_batch": self.flatten(rows), **({"rows": on_host} if self.keeps_rows else {})}
 
 
 @dataclass
 class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     """
-    Collator of preference pairs. Without `padding_free`, its output is that of TRL's
-    [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], tensor for tensor.
-
-    With `padding_free`, the same rows come with a `"flat_batch"`, the [`FlatBatch`] that the model computes in their
-    place. The rows hold integers only: their padding costs nothing.
-
-    Args:
-        pad_token_id (`int`):
-            Token ID to use for padding.
-        max_length (`int`, *optional*):
-            Maximum length of each sequence, applied before anything is flattened or shared.
-        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
-            `"keep_start"` or `"keep_end"`.
-        pad_to_multiple_of (`int`, *optional*):
-            If set, the rows, and the flat batch, are padded to a multiple of this value.
-        return_tensors (`str`, *optional*, defaults to `"pt"`):
-            Only `"pt"` is supported.
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to add the flat batch.
-        prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether prefixes that rows share are computed once. Read only if `padding_free`.
-        max_tokens (`int`, *optional*):
-            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
-            each. Read only if `padding_free`.
+    Collator of preference pairs: TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], with its arguments and
+    those of [`FlatCollator`].
 
     Examples:
     ```python
@@ -156,29 +115,24 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     ```
     """
 
+    rows_per_example: ClassVar[int | None] = 2
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        names = ("pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of")
+        rows = concatenated_inputs(examples, padding_free=False, **{name: vars(self)[name] for name in names})
+        del rows["position_ids"], rows["labels"]  # beside TRL's rows
+        return rows
+
 
 @dataclass
 class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     """
-    Collator of instruction data. Without `padding_free`, its output is that of TRL's
-    [`~trl.trainer.sft_trainer.DataCollatorForLanguageModeling`], tensor for tensor.
+    Collator of instruction data: TRL's [`~trl.trainer.sft_trainer.DataCollatorForLanguageModeling`], with its arguments
+    and those of [`FlatCollator`]; `prefix_sharing` is off by default.
 
-    With `padding_free`, it gives one padded row of integers per document and a `"flat_batch"`, the [`FlatBatch`] that
-    the model computes in their place. Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their
-    documents, so no document sees another on any attention implementation.
-
-    Args:
-        pad_token_id (`int`):
-            Token ID to use for padding.
-        pad_to_multiple_of (`int`, *optional*):
-            If set, the rows, and the flat batch, are padded to a multiple of this value.
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to give rows and a flat batch. TRL's collator gives one row without padding instead.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether prefixes that rows share are computed once. Read only if `padding_free`.
-        max_tokens (`int`, *optional*):
-            Most tokens to compute at once. A larger batch also has a list of `"parts"`, batches of some of its examples
-            each. Read only if `padding_free`.
+    With `padding_free`, it gives one padded row of integers per document, where TRL's gives one row without padding.
+    Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their documents, so no document sees
+    another on any attention implementation.
 
     Examples:
     ```python
@@ -198,15 +152,16 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     prefix_sharing: bool = False
 
+    rows_per_example: ClassVar[int | None] = 1  # documents are examples of their own
+
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
         return rows["labels"]
 
-    def flat_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The rows of some examples, with their flat batch."""
-        documents = [document for example in examples for document in _documents(example)]
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.padding_free:
+            return super().torch_call(examples)
         pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
-        rows = pad(documents)
-        return {**rows, "flat_batch": self.flatten(rows)}
+        return pad([document for example in examples for document in _documents(example)])
 
 
 def _documents(example: dict[str, Any]) -> list[dict[str, Any]]:
@@ -218,11 +173,8 @@ def _documents(example: dict[str, Any]) -> list[dict[str, Any]]:
             f"An example has {len(ids)} `input_ids`, {len(labels)} `labels` and `seq_lengths` that sum to "
             f"{sum(lengths)}: all three must be the same."
         )
-    documents, first = [], 0
-    for length in lengths:
-        documents.append({"input_ids": ids[first : first + length], "labels": labels[first : first + length]})
-        first += length
-    return documents
+    spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    return [{"input_ids": ids[span], "labels": labels[span]} for span in spans]
 
 
 def concatenated_inputs(
@@ -233,6 +185,7 @@ def concatenated_inputs(
     pad_token_id: int = 0,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
+    pad_to_multiple_of: int | None = None,
 ) -> dict[str, Any]:
     """
     Turn preference pairs into the inputs of a model: all chosen sequences first, then all rejected ones.
@@ -252,9 +205,12 @@ def concatenated_inputs(
             Maximum length of each sequence, applied first.
         truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
             `"keep_start"` or `"keep_end"`.
+        pad_to_multiple_of (`int`, *optional*):
+            If set, the rows, or the flat row, are padded to a multiple of this value.
 
     Returns:
-        `dict[str, Any]`: Padded: `input_ids`, `position_ids`, `attention_mask` and `labels` of shape `(2B, L)`, int64.
+        `dict[str, Any]`: Padded: the rows of TRL's collator, with `position_ids` and `labels` beside its `input_ids`,
+        `attention_mask` and `completion_mask`, all of shape `(2B, L)`, int64.
         Flat: `input_ids`, `position_ids` and `shift_labels` of shape `(1, T)`, int64; the boundaries `cu_seq_lens_q`
         and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
         shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared.
@@ -275,28 +231,29 @@ def concatenated_inputs(
 
     ```
     """
-    collator = PreferenceCollator(
-        pad_token_id, max_length, truncation_mode, padding_free=padding_free, prefix_sharing=prefix_sharing
-    )
-    rows = collator(examples)
+    trl = DataCollatorForPreference(pad_token_id, max_length, truncation_mode, pad_to_multiple_of)
+    rows = trl(examples)
+    labels = rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
     if not padding_free:
-        attention_mask = rows["attention_mask"]
-        return {
-            "input_ids": rows["input_ids"],
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-            "attention_mask": attention_mask,
-            "labels": rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX),
-        }
-    batch = rows["flat_batch"]
-    shift_labels = torch.full_like(batch.input_ids, IGNORE_INDEX)
+        position_ids = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return {**rows, "position_ids": position_ids, "labels": labels}
+    batch = FlatBatch.from_padded(
+        rows["input_ids"],
+        labels,
+        rows["attention_mask"].sum(1).tolist(),
+        prefix_sharing=prefix_sharing,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_token_id=pad_token_id,
+    )
+    layout, shift_labels = batch.layout, torch.full_like(batch.input_ids, IGNORE_INDEX)
     shift_labels[0, batch.scored_index] = batch.shift_labels[0]
     return {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,
         "shift_labels": shift_labels,
-        "cu_seq_lens_q": batch.layout.cu_seqlens_q,
-        "cu_seq_lens_k": batch.layout.cu_seqlens_k,
-        "max_length_q": batch.layout.segments.max_seqlen_q,
-        "max_length_k": batch.layout.segments.max_seqlen_k,
-        "kv_index": batch.layout.kv_index,
+        "cu_seq_lens_q": layout.cu_seqlens_q,
+        "cu_seq_lens_k": layout.cu_seqlens_k,
+        "max_length_q": layout.segments.max_seqlen_q,
+        "max_length_k": layout.segments.max_seqlen_k,
+        "kv_index": layout.kv_index,
     }

@@ -1,7 +1,8 @@
 """Collators of reward models and of unpaired preferences: TRL's rows, and beside them the flat batch."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import count, islice
+from typing import Any, ClassVar
 
 import torch
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
@@ -14,25 +15,8 @@ from .collate import FlatCollator
 @dataclass
 class RewardCollator(FlatCollator, DataCollatorForPreference):
     """
-    Collator of pairs for reward models. Without `padding_free`, its output is that of TRL's
-    [`~trl.trainer.reward_trainer.DataCollatorForPreference`], tensor for tensor.
-
-    With `padding_free`, the same rows come with a `"flat_batch"`, the [`FlatBatch`] that the model computes in their
-    place.
-
-    Args:
-        pad_token_id (`int`):
-            Token ID to use for padding: that of the model, which finds the end of a row by it.
-        pad_to_multiple_of (`int`, *optional*):
-            If set, the rows, and the flat batch, are padded to a multiple of this value.
-        return_tensors (`str`, *optional*, defaults to `"pt"`):
-            Only `"pt"` is supported.
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to add the flat batch.
-        prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether prefixes that rows share are computed once. Read only if `padding_free`.
-        max_tokens (`int`, *optional*):
-            Most tokens to compute at once. A larger batch also has a list of `"parts"`. Read only if `padding_free`.
+    Collator of pairs for reward models: TRL's [`~trl.trainer.reward_trainer.DataCollatorForPreference`], with its
+    arguments and those of [`FlatCollator`]. `pad_token_id` is that of the model, which finds the end of a row by it.
 
     Examples:
     ```python
@@ -48,6 +32,8 @@ class RewardCollator(FlatCollator, DataCollatorForPreference):
     ```
     """
 
+    rows_per_example: ClassVar[int | None] = 2
+
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
         return torch.full_like(rows["input_ids"], IGNORE_INDEX)  # the head reads rows, and scores no token
 
@@ -55,27 +41,10 @@ class RewardCollator(FlatCollator, DataCollatorForPreference):
 @dataclass
 class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference):
     """
-    Collator of completions that are desirable or not. Without `padding_free`, its output is that of TRL's
-    [`~trl.trainer.kto_trainer.DataCollatorForUnpairedPreference`], tensor for tensor.
+    Collator of completions that are desirable or not: TRL's
+    [`~trl.trainer.kto_trainer.DataCollatorForUnpairedPreference`], with its arguments and those of [`FlatCollator`].
 
-    With `padding_free`, the same rows come with a `"flat_batch"`, the [`FlatBatch`] that the model computes in their
-    place. Its `companion` is the flat batch of the mismatched rows (`"KL_input_ids"`), if there are any.
-
-    Args:
-        pad_token_id (`int`):
-            Token ID to use for padding.
-        max_length (`int`, *optional*):
-            Maximum length of each sequence, applied before anything is flattened or shared.
-        pad_to_multiple_of (`int`, *optional*):
-            If set, the rows, and the flat batches, are padded to a multiple of this value.
-        return_tensors (`str`, *optional*, defaults to `"pt"`):
-            Only `"pt"` is supported.
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to add the flat batch.
-        prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether prefixes that rows share are computed once. Read only if `padding_free`.
-        max_tokens (`int`, *optional*):
-            Most tokens to compute at once. A larger batch also has a list of `"parts"`. Read only if `padding_free`.
+    The flat batch of the mismatched rows (`"KL_input_ids"`), if there are any, is the `companion` of the batch's.
 
     Examples:
     ```python
@@ -92,15 +61,11 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
     ```
     """
 
-    def flatten(self, rows: dict[str, Any]) -> FlatBatch:
-        batch = super().flatten(rows)
-        return replace(batch, companion=super().flatten(mismatched(rows))) if "KL_input_ids" in rows else batch
+    rows_per_example: ClassVar[int | None] = 1
 
-    def is_edited(self, batch: dict[str, Any]) -> bool:
-        if super().is_edited(batch) or ("KL_input_ids" in batch) != (batch["flat_batch"].companion is not None):
-            return True
-        beside = {**mismatched(batch), "flat_batch": batch["flat_batch"].companion} if "KL_input_ids" in batch else {}
-        return bool(beside) and super().is_edited(beside)
+    def flatten(self, rows: dict[str, Any], reach: int | None = None) -> FlatBatch:
+        batch = super().flatten(rows, reach)
+        return replace(batch, companion=super().flatten(mismatched(rows))) if "KL_input_ids" in rows else batch
 
 
 def mismatched(rows: dict[str, Any]) -> dict[str, Any]:
@@ -114,14 +79,6 @@ class PromptGroups:
     Gives the flat batch of prompts with several completions each, for predictions.
 
     What will be generated is not known: every completion has the same length, and none starts like another.
-
-    Args:
-        prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether prompts are computed once.
-        num_generations (`int`, *optional*, defaults to `8`):
-            Completions of each prompt.
-        max_completion_length (`int`, *optional*, defaults to `256`):
-            Tokens of each completion.
     """
 
     prefix_sharing: bool = True
@@ -129,11 +86,7 @@ class PromptGroups:
     max_completion_length: int = 256
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        rows, generated = [], 0
-        for example in examples:
-            for _ in range(self.num_generations):
-                tokens = range(generated + 1, generated + self.max_completion_length + 1)
-                rows.append([*example["prompt_ids"], *(-token for token in tokens)])
-                generated += self.max_completion_length
+        tokens, prompts = count(-1, -1), [x["prompt_ids"] for x in examples for _ in range(self.num_generations)]
+        rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in prompts]
         nothing = [[IGNORE_INDEX] * len(row) for row in rows]
         return {"flat_batch": FlatBatch.from_rows(rows, nothing, prefix_sharing=self.prefix_sharing)}

@@ -1,13 +1,20 @@
-"""The images of an example: where they stand, which examples have equal ones, and others of the same size."""
+"""The images of an example: where they stand, which examples have equal ones, and which to try a model on."""
 
 import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 
-from .preferences import column_names
+from ..flat.batch import IGNORE_INDEX
+from .validate import column_names
+
+# How many examples are searched for images
+_EXAMPLES_SEARCHED = 256
 
 
 def has_images(dataset: Any) -> bool:
@@ -52,12 +59,8 @@ def _content(image: Any) -> tuple[str, bytes]:
     return f"{array.dtype} {array.shape}", array.tobytes()
 
 
-def inverted(example: dict[str, Any]) -> dict[str, Any]:
-    """The same example with other images of the same sizes: in its columns, and in its messages."""
-    return {name: _inverted(value) for name, value in example.items()}
-
-
-def _inverted(value: Any) -> Any:
+def inverted(value: Any) -> Any:
+    """An example with other images of the same sizes: in its columns, and in its messages."""
     from PIL import Image, ImageChops
 
     if isinstance(value, Image.Image):
@@ -65,7 +68,70 @@ def _inverted(value: Any) -> Any:
     if isinstance(value, np.ndarray | torch.Tensor):
         return value.max() + value.min() - value
     if isinstance(value, list):
-        return list(map(_inverted, value))
+        return list(map(inverted, value))
     if isinstance(value, dict):
-        return {name: _inverted(entry) for name, entry in value.items()}
+        return {name: inverted(entry) for name, entry in value.items()}
     return value
+
+
+class ImageProbe:
+    """
+    The user's own first examples with images, to try a model on: two of them, one of these with its image inverted, and
+    one without images, as far as the data has them. The trainer's collator makes batches of them.
+    """
+
+    def __init__(self, collator: Any, examples: Iterable[dict[str, Any]]):
+        self.collator = collator
+        self.examples: dict[str, dict[str, Any]] = {}
+        for example in islice(examples, _EXAMPLES_SEARCHED):
+            if not images_of(example):
+                self.examples.setdefault("text", example)
+            elif "first" not in self.examples:
+                self.examples |= {"first": example, "inverted": inverted(example)}
+            elif images_key(example) != images_key(self.examples["first"]):
+                second = self.examples.setdefault("second", example)
+                if _sizes(second) == _sizes(self.examples["first"]) != _sizes(example):
+                    self.examples["second"] = example
+                if "text" in self.examples and _sizes(self.examples["second"]) != _sizes(self.examples["first"]):
+                    break
+        if "second" in self.examples:
+            self.examples["second, inverted"] = inverted(self.examples["second"])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The examples to try together, `"first"` and `"inverted"` if the data begins with images at all."""
+        wanted = ("first", "inverted", "second", "text")
+        return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
+
+    def variants(self) -> list[tuple[list[str], list[int]]]:
+        """The same examples with other images in some of them, and the places of those whose images stay."""
+        first, inverted, *others = self.names
+        swapped = [inverted, first, *others]
+        changed = [first, inverted, *("second, inverted" if name == "second" else name for name in others)]
+        found = [(names, [i for i, name in enumerate(names) if name == self.names[i]]) for names in (swapped, changed)]
+        return [(names, staying) for names, staying in found if 0 < len(staying) < len(names)]
+
+    def to_count(self, prefix_sharing: bool) -> list[dict[str, Any]]:
+        """Flat batches with the images of one example, and of two if they have different ones."""
+        seen = [name for name in ("first", "second") if name in self.examples]
+        return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*((name,) for name in seen), (*seen,)])]
+
+    def padded(self, names: Sequence[str]) -> dict[str, Any]:
+        """TRL's batch of some examples, with all tokens scored."""
+        return _scoring_all(self.collator.padded([self.examples[name] for name in names]))
+
+    def flat(self, names: Sequence[str], prefix_sharing: bool) -> dict[str, Any]:
+        """The flat batch of some examples, with all tokens scored."""
+        examples = [self.examples[name] for name in names]
+        rows = _scoring_all(self.collator.rows(examples))
+        collator: Any = replace(self.collator, prefix_sharing=prefix_sharing)  # type: ignore[type-var]
+        return collator.with_flat(rows, list(map(images_key, examples)))
+
+
+def _scoring_all(rows: dict[str, Any]) -> dict[str, Any]:
+    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
+    return {**{name: value for name, value in rows.items() if name != "completion_mask"}, "labels": labels}
+
+
+def _sizes(example: dict[str, Any]) -> list[Any]:
+    return [np.shape(np.asarray(image)) for image in images_of(example)]

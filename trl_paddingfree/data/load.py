@@ -12,16 +12,7 @@ NAME_THE_DATA = "Name the data: `--dataset_name` (hub name, folder or file), or 
 
 
 def refuse_missing(name: str) -> None:
-    """
-    Refuse the path of a data file, or of any folder, that is not here, instead of looking for it on the hub.
-
-    Args:
-        name (`str`):
-            Hub name, folder or file.
-
-    Raises:
-        `ValueError`: If it can only be a path, and nothing is there.
-    """
+    """Refuse what can only be the path of a data file or of a folder and is not here: the hub is not asked for it."""
     path = Path(name)
     is_data_file = any(suffix in LOADERS for suffix in path.suffixes) and path.parent.is_dir()
     if (is_data_file or name.startswith(("/", ".", "~"))) and not path.exists():
@@ -30,18 +21,8 @@ def refuse_missing(name: str) -> None:
 
 def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
     """
-    The data that the arguments name: a mixture, a hub data set, a local folder or a local file.
-
-    Args:
-        script_args ([`~trl.ScriptArguments`]):
-            `dataset_name` may be a `.json`, `.jsonl`, `.csv`, `.parquet` or `.arrow` file, also compressed.
-        dataset_args ([`~trl.DatasetMixtureConfig`]):
-            `test_split_size` also splits a data set that has no test split of its own.
-        seed (`int`):
-            Seed of that split.
-
-    Raises:
-        `ValueError`: If nothing is named, or what is named is not here or cannot be read.
+    The data that [`~trl.ScriptArguments`], with files also compressed, or [`~trl.DatasetMixtureConfig`] name. The
+    latter's `test_split_size` also splits, by `seed`, a data set that has no test split of its own.
     """
     if dataset_args.datasets:
         return get_dataset(dataset_args)
@@ -72,20 +53,7 @@ def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
 
 
 def load_rows(name: str, config: str | None = None, split: str = "train") -> Dataset:
-    """
-    Load data as the training scripts do.
-
-    Args:
-        name (`str`):
-            Hub name, folder, or a `.json`, `.jsonl`, `.csv`, `.parquet` or `.arrow` file, also compressed.
-        config (`str`, *optional*):
-            Configuration of a hub data set.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split to take.
-
-    Raises:
-        `ValueError`: If there is no such split.
-    """
+    """One split of a hub data set, in one of its configurations, of a folder or a file: as [`load_data`] reads it."""
     dataset = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)
     if split not in dataset:
         raise ValueError(

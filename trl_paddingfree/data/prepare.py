@@ -21,28 +21,9 @@ def tokenize(
     in_order: bool = False,
 ) -> tuple[Dataset, list[list[int]]]:
     """
-    Tokenize a data set as TRL's trainers do.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Rows in one of TRL's formats.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        task ([`Task`]):
-            What the data is for.
-        max_length (`int`, *optional*):
-            Maximum length of a sequence, in tokens.
-        truncation_mode (`str`):
-            `"keep_start"` or `"keep_end"`.
-        in_order (`bool`, *optional*, defaults to `False`):
-            Whether the rows stay in their order, which takes longer. Otherwise those that are cut come last.
-
-    Returns:
-        `tuple[Dataset, list[list[int]]]`: The rows that the collator gets, and for each row of `dataset` the lengths of
-        its sequences before truncation, in tokens.
-
-    Raises:
-        `ValueError`: If the task cannot prepare data.
+    A data set tokenized as TRL's trainers do: the rows that the collator gets, and for each row of `dataset` the
+    lengths of its sequences before truncation, in tokens. Rows that are cut come last, unless they are to stay
+    `in_order`, which takes longer.
     """
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
@@ -70,11 +51,8 @@ def log_dropped(
     examples_of_row: int = 1,
 ) -> None:
     """
-    Say how many examples of the `name` data TRL left out for the `reason` of their length; it makes `examples_of_row`
-    of each row.
-
-    Raises:
-        `ValueError`: If none is left.
+    Say how many examples of the `name` data, of which it makes `examples_of_row` of each row, TRL left out for the
+    `reason` of their length. Refuses data of which none is left.
     """
     if not isinstance(before, Dataset) or len(after) == (examples := examples_of_row * len(before)):
         return

@@ -1,174 +1,68 @@
 """What padding wastes on a data set and what sharing saves, counted on real batches, without a model."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..flat.batch import BatchCounts
-from .image_savings import counter
+from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.counts import BatchCounts
+from ..flat.images import RowImages
+from .images import images_key
 from .prepare import tokenize
 from .task import Task
 
 
 @dataclass(frozen=True)
-class BatchWaste:
-    """
-    What the batches of one size hold.
-
-    Args:
-        batch_size (`int`):
-            Examples per batch: pairs for DPO, rows for SFT.
-        batches (`tuple[BatchCounts, ...]`):
-            The counts of each batch, with shared prefixes.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree import BatchCounts
-    >>> from trl_paddingfree.data.savings import BatchWaste
-    >>> waste = BatchWaste(2, (BatchCounts(computed=60, real=80, padded=100, distinct=58),))
-    >>> f"{waste.padding:.0%} of the slots are padding, {waste.sharing:.0%} of the tokens are there twice"
-    '20% of the slots are padding, 25% of the tokens are there twice'
-    >>> f"{waste.padding_free_speed_up:.2f}x, with sharing {waste.sharing_speed_up:.2f}x"
-    '1.25x, with sharing 1.67x'
-
-    ```
-    """
-
-    batch_size: int
-    batches: tuple[BatchCounts, ...]
-
-    @cached_property
-    def total(self) -> BatchCounts:
-        """The counts of all batches together."""
-        return sum(self.batches, BatchCounts())
-
-    @property
-    def padding(self) -> float:
-        """Share of the padded batches' slots that hold padding."""
-        return 1 - self.total.real / self.total.padded
-
-    @property
-    def sharing(self) -> float:
-        """Share of the real tokens that need no computing because another row of the batch has them."""
-        return 1 - self.total.computed / self.total.real
-
-    @property
-    def padding_free_speed_up(self) -> float:
-        """Slots of the padded batches per real token: the speed-up of a model whose time goes by its tokens."""
-        return self.total.padded / self.total.real
-
-    @property
-    def sharing_speed_up(self) -> float:
-        """The same per token that is computed once prefixes are shared."""
-        return self.total.padded / self.total.computed
-
-
-@dataclass(frozen=True)
 class WasteReport:
-    """
-    What a data set costs with padding and without.
-
-    Args:
-        task ([`Task`]):
-            What the data is for.
-        num_rows (`int`):
-            Rows of the data set.
-        num_sampled (`int`):
-            Rows that were looked at.
-        num_truncated (`int`):
-            Of these, rows that `max_length` cuts.
-        num_dropped (`int`):
-            Of these, rows that TRL drops because nothing to learn from is left.
-        max_length (`int`, *optional*):
-            Maximum length of a sequence, in tokens.
-        lengths (`tuple[int, ...]`):
-            Length of every sequence before truncation, in tokens; two per preference pair.
-        waste (`tuple[BatchWaste, ...]`):
-            One entry per batch size.
-    """
+    """What a data set costs with padding and without."""
 
     task: Task
     num_rows: int
     num_sampled: int
-    num_truncated: int
-    num_dropped: int
+    num_truncated: int  # of those sampled: rows that `max_length` cuts
+    num_dropped: int  # of those sampled: rows that TRL drops because nothing to learn from is left
     max_length: int | None
-    lengths: tuple[int, ...]
-    waste: tuple[BatchWaste, ...]
+    lengths: tuple[int, ...]  # of every sequence before truncation, in tokens; two per preference pair
+    batches: dict[int, tuple[BatchCounts, ...]]  # by batch size: pairs for DPO, rows for SFT, prompts for GRPO
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain numbers, for JSON."""
         p50, p90, p99 = np.percentile(self.lengths, [50, 90, 99]).tolist()
+        mean, longest = float(np.mean(self.lengths)), max(self.lengths)
+        counted = ("num_rows", "num_sampled", "num_truncated", "num_dropped", "max_length")
         return {
             "task": self.task.name,
-            "num_rows": self.num_rows,
-            "num_sampled": self.num_sampled,
-            "num_truncated": self.num_truncated,
-            "num_dropped": self.num_dropped,
-            "max_length": self.max_length,
-            "lengths": {"mean": float(np.mean(self.lengths)), "p50": p50, "p90": p90, "p99": p99}
-            | {"max": max(self.lengths)},
-            "batch_sizes": [
-                {
-                    "batch_size": waste.batch_size,
-                    "num_batches": len(waste.batches),
-                    "padded_slots": waste.total.padded,
-                    "real_tokens": waste.total.real,
-                    "computed_tokens": waste.total.computed,
-                    "repeated_by_state_layers": waste.total.repeated,
-                    "wasted_by_padding": waste.padding,
-                    "saved_by_sharing": waste.sharing,
-                    "predicted_speed_up": waste.padding_free_speed_up,
-                    "predicted_speed_up_with_sharing": waste.sharing_speed_up,
-                }
-                for waste in self.waste
-            ],
+            **{name: vars(self)[name] for name in counted},
+            "lengths": {"mean": mean, "p50": p50, "p90": p90, "p99": p99, "max": longest},
+            "batch_sizes": [{"batch_size": size, **waste_of(batches)} for size, batches in self.batches.items()],
         }
 
 
-def count_batches(
-    rows: Dataset,
-    task: Task,
-    batch_size: int,
-    *,
-    max_length: int | None,
-    truncation_mode: str,
-    seed: int | None,
-    **options: Any,
-) -> Iterator[BatchCounts]:
+def waste_of(batches: Sequence[BatchCounts]) -> dict[str, float]:
     """
-    Collate one epoch of batches, as in training, and count.
+    What batches hold, padded and not: speed-ups are those of a model whose time goes by its tokens.
 
-    Args:
-        rows ([`~datasets.Dataset`]):
-            Tokenized rows, from [`tokenize`].
-        task ([`Task`]):
-            What the data is for.
-        batch_size (`int`):
-            Examples per batch.
-        max_length (`int`, *optional*):
-            Maximum length of a sequence, in tokens.
-        truncation_mode (`str`):
-            `"keep_start"` or `"keep_end"`.
-        seed (`int`, *optional*):
-            Seed of the order of the rows; `None` leaves them in theirs.
-        **options:
-            Further options of the task's collator.
+    >>> waste = waste_of([BatchCounts(computed=60, real=80, padded=100, distinct=58)])
+    >>> waste["wasted_by_padding"], waste["saved_by_sharing"], waste["predicted_speed_up"]
+    (0.19999999999999996, 0.25, 1.25)
     """
-    options = {"max_length": max_length, "truncation_mode": truncation_mode, **options}
-    collator = task.make_collator(prefix_sharing=True, **options)
-    rows = rows.select_columns(task.columns)
-    order = np.arange(len(rows)) if seed is None else np.random.default_rng(seed).permutation(len(rows))
-    for start in range(0, len(order), batch_size):
-        batch = rows[order[start : start + batch_size]]
-        examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        yield collator(examples)["flat_batch"].counts
+    total = sum(batches, BatchCounts())
+    return {
+        "num_batches": len(batches),
+        "padded_slots": total.padded,
+        "real_tokens": total.real,
+        "computed_tokens": total.computed,
+        "repeated_by_state_layers": total.repeated,
+        "wasted_by_padding": 1 - total.real / total.padded,  # share of the slots
+        "saved_by_sharing": 1 - total.computed / total.real,  # share of the tokens, which another row has
+        "predicted_speed_up": total.padded / total.real,
+        "predicted_speed_up_with_sharing": total.padded / total.computed,
+    }
 
 
 def measure(
@@ -187,65 +81,39 @@ def measure(
     **options: Any,
 ) -> WasteReport:
     """
-    Measure what padding wastes on a data set and what sharing saves.
+    Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Rows in one of TRL's formats.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer, or its processor for data with images.
-        task ([`Task`]):
-            What the data is for.
-        batch_sizes (`Sequence[int]`):
-            Examples per batch: pairs for DPO, rows for SFT, prompts for GRPO.
-        max_length (`int`, *optional*, defaults to `1024`):
-            Maximum length of a sequence, in tokens. Prompts alone are never truncated.
-        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
-            `"keep_start"` or `"keep_end"`.
-        sample (`int`, *optional*, defaults to `2000`):
-            Look at so many rows, drawn at random, if there are more. `None`: look at all.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the sample and of the batches.
-        in_order (`bool`, *optional*, defaults to `False`):
-            Whether the sample and the batches are of neighbours, in the order of the rows. Of text only.
-        image_token_id (`int`, *optional*):
-            The model's placeholder token, for data with images.
-        track (`Callable`, *optional*):
-            Shows progress: gets the batches, how many will come, and what they are.
-        **options:
-            Further options of the task's collator: `num_generations` and `max_completion_length` of prompts.
-
-    Raises:
-        `ValueError`: If nothing is left of the rows.
+    The `sample` and the batches are drawn at random, or are neighbours, `in_order`. Data with images needs the model's
+    processor in place of its tokenizer, and its placeholder token. `track` shows progress: it gets the batches, how
+    many will come, and what they are. `options` are further ones of the task's collator.
     """
     num_rows, max_length = len(dataset), max_length if task.truncates else None
     if sample is not None and sample < num_rows:
         drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
         dataset = dataset.select(drawn[:sample])
-    rows: Any
+    count: Callable[[np.ndarray], BatchCounts]
     if image_token_id is not None:
-        rows, lengths, count = counter(dataset, tokenizer, task, max_length, image_token_id, seed)
+        num_left, lengths, count = _image_counts(dataset, tokenizer, task, max_length, image_token_id)
     else:
         rows, lengths = tokenize(dataset, tokenizer, task, max_length, truncation_mode, in_order)
-        options |= {"max_length": max_length, "truncation_mode": truncation_mode, "seed": None if in_order else seed}
-
-        def count(batch_size: int) -> Iterable[BatchCounts]:
-            return count_batches(rows, task, batch_size, **options)
-
-    num_dropped = len(dataset) - len(rows)
-    if not len(rows):
+        options |= {"max_length": max_length, "truncation_mode": truncation_mode}
+        num_left, count = len(rows), _text_counts(rows, task, options)
+    if not num_left:
         raise ValueError(
             f"None of {len(dataset)} rows is left: every prompt fills `max_length={max_length}`. Raise `max_length`."
         )
-    num_long = 0 if max_length is None else sum(max(row) > max_length for row in lengths)
-    waste: list[BatchWaste] = []
+    order = np.arange(num_left) if in_order else np.random.default_rng(seed).permutation(num_left)
+    found: dict[int, tuple[BatchCounts, ...]] = {}
     for batch_size in batch_sizes:
-        if waste and batch_size > len(rows):
+        if found and batch_size > num_left:
             break
-        counts = count(batch_size)
+        batches = np.split(order, range(batch_size, num_left, batch_size))
+        counts: Iterable[BatchCounts] = map(count, batches)
         if track is not None:
-            counts = track(counts, math.ceil(len(rows) / batch_size), f"Batches of {batch_size}")
-        waste.append(BatchWaste(batch_size, tuple(counts)))
+            counts = track(counts, len(batches), f"Batches of {batch_size}")
+        found[batch_size] = tuple(counts)
+    num_dropped = len(dataset) - num_left
+    num_long = 0 if max_length is None else sum(max(row) > max_length for row in lengths)
     return WasteReport(
         task=task,
         num_rows=num_rows,
@@ -253,6 +121,49 @@ def measure(
         num_truncated=num_long - num_dropped,
         num_dropped=num_dropped,
         max_length=max_length,
-        lengths=tuple(length for row in lengths for length in row),
-        waste=tuple(waste),
+        lengths=tuple(chain.from_iterable(lengths)),
+        batches=found,
     )
+
+
+def _text_counts(rows: Dataset, task: Task, options: dict[str, Any]) -> Callable[[np.ndarray], BatchCounts]:
+    """The counts of a batch of some tokenized rows, collated as in training."""
+    collator, rows = task.make_collator(prefix_sharing=True, **options), rows.select_columns(task.columns)
+
+    def count(index: np.ndarray) -> BatchCounts:
+        batch = rows[index]
+        examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        return collator(examples)["flat_batch"].counts
+
+    return count
+
+
+def _image_counts(
+    dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int
+) -> tuple[int, list[list[int]], Callable[[np.ndarray], BatchCounts]]:
+    """
+    Examples with images, whose tokens only the model's processor can count: how many are left once TRL's collator has
+    processed each, the lengths of all their rows before truncation, and the counts of a batch of some that are left.
+    """
+    only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
+    vision_collator: Any = task.vision_collator
+    collator = vision_collator(processor, padding_free=True, **only_completion)
+    lengths, left = [], []
+    for example in dataset:
+        batch = collator.rows([example])
+        masks = batch["attention_mask"].bool()
+        lengths.append(masks.sum(1).tolist())
+        rows, labels = (
+            [row[mask][:max_length].numpy() for row, mask in zip(x, masks, strict=True)]
+            for x in (batch["input_ids"], collator.row_labels(batch))
+        )
+        if any((row[1:] != IGNORE_INDEX).any() for row in labels):
+            left.append((rows, labels, images_key(example)))
+
+    def count(index: np.ndarray) -> BatchCounts:
+        rows, labels, keys = zip(*(left[i] for i in index), strict=True)
+        groups, copies = np.unique(keys, return_inverse=True)[1].tolist(), len(rows[0])
+        by_copy = [[*chain(*zip(*of_examples, strict=True))] for of_examples in (rows, labels)]
+        return FlatBatch.from_rows(*by_copy, images=RowImages(token_id, groups * copies, copies)).counts
+
+    return len(left), lengths, count

@@ -1,4 +1,4 @@
-"""What a trainer's data looks like, and what it is called."""
+"""Tasks: the columns, sequences and collators of a trainer's data, and its names."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -78,25 +78,11 @@ class Task:
 
 def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     """
-    The task that a data set's columns fit.
+    The first of `tasks` that a data set's columns fit. Refuses those that fit none, and images that it does not take.
 
-    Args:
-        columns (`Sequence[str]`):
-            Column names.
-        tasks (`Iterable[Task]`):
-            The tasks to choose from; the first that fits is taken.
-
-    Raises:
-        `ValueError`: If they fit none, or hold images that the task has no collator for.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.data.task import task_of
-    >>> from trl_paddingfree.trainers.registry import TASKS
+    >>> from trl_paddingfree.trainers import TASKS
     >>> task_of(["prompt", "chosen", "rejected", "score"], TASKS).name, task_of(["messages"], TASKS).name
     ('dpo', 'sft')
-
-    ```
     """
     names = set(columns)
     for task in tasks:

@@ -7,7 +7,7 @@ from datasets import Dataset, Features, Value
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
-from .preferences import column_names, message_problem
+from .validate import column_names, message_problem
 
 logger = logging.get_logger(__name__)
 

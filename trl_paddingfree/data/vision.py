@@ -1,22 +1,25 @@
 """Collators of images and text: TRL's rows, each image processed once, and beside them the flat batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from transformers.data.data_collator import DataCollatorMixin
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..batching.budget import split_by_tokens
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import FlatBatch
 from ..flat.images import COUNTED_ROWS, RowImages, VisionRules
 from .collate import FlatCollator
 from .images import images_key, images_of
+from .rows import CollatedRows
 
 # What a processor and TRL's collators give row by row; all else belongs to images
 _ROWS = ("input_ids", "attention_mask", "completion_mask", "labels", "token_type_ids", "mm_token_type_ids")
+# Under which name `torch_call` hands on the examples that it was called with
+_EXAMPLES = "examples"
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
@@ -24,17 +27,13 @@ class ImagesOnce:
     """
     A processor that processes each image once, though TRL gives it each prompt twice, for the chosen and for the
     rejected row: it processes the first half of images and prompts, and doubles the rows only.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            The processor.
     """
 
     def __init__(self, processor: Any):
         self.processor = processor
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["processor"], name)
+        return getattr(self.__dict__["processor"], name)  # what else TRL's collator asks of a processor
 
     def __call__(self, text: list[str], **kwargs: Any) -> Any:
         if "images" not in kwargs:  # completions
@@ -50,25 +49,14 @@ class ImagesOnce:
 
 @dataclass
 class FlatVisionCollator(FlatCollator):
-    """
-    What the collators of this module add to TRL's.
-
-    With `padding_free`, rows come with a `"flat_batch"`. A batch of more than `max_tokens` tokens comes as its rows and
-    its `"parts"`, whose images are cut out of those of the whole where that is possible.
-
-    Args:
-        padding_free, prefix_sharing, max_tokens:
-            See [`~trl_paddingfree.data.collate.FlatCollator`].
-        rules ([`~trl_paddingfree.flat.images.VisionRules`], *optional*):
-            What the model wants to know. Needed if `padding_free`.
-    """
+    """What the collators of this module add to TRL's: with `padding_free`, rows come with a `"flat_batch"`."""
 
     copies: ClassVar[int]
-    rules: VisionRules | None = None
+    rules: VisionRules | None = None  # what the model wants to know; needed if `padding_free`
 
     def rows(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's rows, with one copy of what belongs to images."""
-        raise NotImplementedError
+        return dict(self.padded(examples))
 
     def padded(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch."""
@@ -78,59 +66,34 @@ class FlatVisionCollator(FlatCollator):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.padding_free:
             return self.padded(examples)
-        whole, keys = self.rows(examples), [images_key(example) for example in examples]
-        refuse_other_media(whole)
-        batch = self.with_flat(whole, keys)
-        if self.max_tokens is None or batch["flat_batch"].counts.computed <= self.max_tokens:
-            return batch
-        alone = [self.flatten(take_rows(whole, [i], len(examples)), [key]) for i, key in enumerate(keys)]
-        parts = split_by_tokens([one.counts.computed for one in alone], self.max_tokens)
-        if len(parts) == 1:
-            return batch
-        counts = [len(images_of(example)) for example in examples]
-        batch["parts"] = []
-        for part in parts:
-            images = take_images(whole, part, counts)
-            rows = take_rows(whole, part, len(examples))
-            rows = self.rows([examples[i] for i in part]) if images is None else {**rows, **images}
-            batch["parts"].append(self.with_flat(rows, [keys[i] for i in part]))
-        return {name: value for name, value in batch.items() if name in (*_ROWS, "flat_batch", "parts")}
+        # A subclass may have changed which examples there are, and in which order
+        return {**self.rows(examples), _EXAMPLES: examples}
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        rows = DataCollatorMixin.__call__(self, features, return_tensors)
+        if not self.padding_free:
+            return rows
+        refuse_other_media(rows)
+        examples = rows.pop(_EXAMPLES)
+        keys = list(map(images_key, examples))
+        on_host = CollatedImageRows(self, rows, len(examples), examples, keys)
+        return {**self.with_flat(rows, keys), **({"rows": on_host} if self.keeps_rows else {})}
 
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
-        if "labels" in rows:
-            return rows["labels"]
-        return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
+        return rows["labels"] if "labels" in rows else super().row_labels(rows)
 
-    def with_flat(self, rows: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-        """Rows with their flat batch."""
-        # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
-        return {"input_ids": rows["input_ids"], **rows, "flat_batch": self.flatten(rows, keys)}
-
-    def flatten(self, rows: dict[str, Any], keys: Sequence[str] | None = None) -> FlatBatch:
-        """
-        The flat batch of TRL's rows.
-
-        Args:
-            rows (`dict[str, Any]`):
-                The rows.
-            keys (`Sequence[str]`, *optional*):
-                For each example, what its images have in common with equal ones. `None` of rows that somebody edited.
-
-        Raises:
-            `ValueError`: Without `keys`: nobody knows which images such rows have.
-        """
-        if keys is None:
-            raise ValueError(
-                f"{type(self).__name__} edits rows that have images, and which ones they have then is not known: edit "
-                "the examples before `super().torch_call(examples)`, score fewer tokens, or set `padding_free=False`."
-            )
-        return FlatBatch.from_padded(
+    def with_flat(self, rows: dict[str, Any], keys: Sequence[str], reach: int | None = None) -> dict[str, Any]:
+        """TRL's rows of examples whose images have these `keys`, with a flat batch with positions of `reach` tokens."""
+        batch = FlatBatch.from_padded(
             rows["input_ids"],
             self.row_labels(rows),
             rows["attention_mask"].sum(1).tolist(),
             prefix_sharing=self.prefix_sharing,
             images=self.images(rows, keys),
+            reach=reach,
         )
+        # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
+        return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
 
     def images(self, rows: dict[str, Any], keys: Sequence[str]) -> RowImages | None:
         """What the flat batch has to know of the rows' images; `None` if they have none."""
@@ -138,8 +101,7 @@ class FlatVisionCollator(FlatCollator):
         assert rules is not None
         if not (rows["input_ids"] == rules.token_id).any():
             return None
-        names: dict[str, int] = {}
-        groups = [names.setdefault(key, len(names)) for key in keys] * self.copies
+        groups = np.unique(keys, return_inverse=True)[1].tolist() * self.copies
         blocks = rows.get(rules.block_row)
         grids = {}
         if rules.counts_grids and "mm_token_type_ids" in rows and "image_grid_thw" in rows:
@@ -156,65 +118,51 @@ class FlatVisionCollator(FlatCollator):
 
 @dataclass
 class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreference):
-    """
-    Collator of preference pairs with images: TRL's [`~trl.trainer.dpo_trainer.DataCollatorForVisionPreference`].
-
-    With `padding_free`, its rows come with a `"flat_batch"`, and each image is there once.
-
-    Args:
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to add the flat batch.
-        prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether prefixes that rows share are computed once.
-        max_tokens (`int`, *optional*):
-            Most tokens to compute at once. A larger batch comes in `"parts"`.
-        rules ([`~trl_paddingfree.flat.images.VisionRules`], *optional*):
-            What the model wants to know. Needed if `padding_free`.
-    """
+    """Collator of preference pairs with images: TRL's. With `padding_free`, each image is there once."""
 
     copies: ClassVar[int] = 2
 
     def rows(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        trl = DataCollatorForVisionPreference(
-            ImagesOnce(self.processor),  # type: ignore[arg-type]
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
-        return dict(trl(list(map(dict, examples))))
+        return dict(replace(self, processor=ImagesOnce(self.processor)).padded(examples))  # type: ignore[arg-type]
 
 
 @dataclass
 class VisionLanguageModelingCollator(FlatVisionCollator, DataCollatorForVisionLanguageModeling):
-    """
-    Collator of instructions with images: TRL's [`~trl.trainer.sft_trainer.DataCollatorForVisionLanguageModeling`].
-
-    With `padding_free`, its rows come with a `"flat_batch"`.
-
-    Args:
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to add the flat batch.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether prefixes that rows share are computed once.
-        max_tokens (`int`, *optional*):
-            Most tokens to compute at once. A larger batch comes in `"parts"`.
-        rules ([`~trl_paddingfree.flat.images.VisionRules`], *optional*):
-            What the model wants to know. Needed if `padding_free`.
-    """
+    """Collator of instructions with images: TRL's."""
 
     copies: ClassVar[int] = 1
     prefix_sharing: bool = False
 
-    def rows(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return dict(self.padded(examples))
+
+@dataclass(frozen=True)
+class CollatedImageRows(CollatedRows):
+    """The rows of a batch with images, and what belongs to their images."""
+
+    examples: Sequence[dict[str, Any]] = ()  # processed again, where images of some cannot be cut out of those of all
+    keys: Sequence[str] = ()  # for each example, what its images have in common with equal ones
+
+    def take(self, examples: Sequence[int]) -> "CollatedImageRows":
+        chosen, keys = [self.examples[i] for i in examples], [self.keys[i] for i in examples]
+        images = take_images(self.rows, examples, [len(images_of(example)) for example in self.examples])
+        if images is None:  # of rows, those that were collated stay: a subclass may have edited them
+            images = {name: x for name, x in self.collator.rows(chosen).items() if name not in _ROWS}
+        rows = {**take_rows(self.rows, examples, self.num_examples), **images}
+        return CollatedImageRows(self.collator, rows, len(chosen), chosen, keys)
+
+    def tokens(self) -> list[int]:
+        alone = [(take_rows(self.rows, [i], self.num_examples), [key]) for i, key in enumerate(self.keys)]
+        return [self.collator.with_flat(*each)["flat_batch"].counts.computed for each in alone]
+
+    def batch(self, reach: int | None = None) -> dict[str, Any]:
+        return {**self.collator.with_flat(self.rows, self.keys, reach), "rows": self}
+
+    def images(self) -> dict[str, Any]:
+        """What belongs to the images."""
+        return {name: value for name, value in self.rows.items() if name not in _ROWS}
 
 
 def refuse_other_media(rows: dict[str, Any]) -> None:
-    """
-    Refuse videos and audio, which nothing here puts in order.
-
-    Raises:
-        `ValueError`: Naming what the processor gave.
-    """
+    """Refuse videos and audio, which nothing here puts in order."""
     if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
         raise ValueError(
             f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "
@@ -231,21 +179,10 @@ def take_rows(rows: dict[str, Any], examples: Sequence[int], num_examples: int) 
 
 def take_images(rows: dict[str, Any], examples: Sequence[int], counts: Sequence[int]) -> dict[str, Any] | None:
     """
-    What belongs to the images of some examples.
+    What belongs to the images of some examples of a batch, whose examples have so many images each.
 
     Processors stack it by example, by image, or by patch of each image's grid. Where the lengths do not tell which, the
-    images have to be processed again.
-
-    Args:
-        rows (`dict[str, Any]`):
-            A batch.
-        examples (`Sequence[int]`):
-            Which ones.
-        counts (`Sequence[int]`):
-            Number of images of each example of the batch.
-
-    Returns:
-        `dict[str, Any]`, or `None` where the lengths do not tell.
+    images have to be processed again: `None`.
     """
     ends = np.cumsum([0, *counts]).tolist()
     cuts = [[1] * len(counts), list(counts), [min(count, 1) for count in counts]]

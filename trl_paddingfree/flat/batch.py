@@ -4,67 +4,25 @@ Shape legend: see `segments`; in addition
     P = scored tokens (those whose next token some row scores)
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from .counts import BatchCounts
 from .images import FlatImages, RowImages, flat_blocks
 from .layout import FlatLayout
 from .prefix_tree import num_distinct_tokens, share_prefixes
 from .segments import Segments
+from .transfer import HasTensors, moved, pinned
 
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class BatchCounts:
-    """
-    Host counts of one batch, from which every figure about waste is derived.
-
-    Args:
-        computed (`int`):
-            Tokens that the model computes, `T`.
-        real (`int`):
-            Tokens of all rows: what padding-free without sharing computes.
-        padded (`int`):
-            Slots of the padded batch, `R * L`.
-        distinct (`int`):
-            Nodes of the tree that the rows form: the fewest tokens any method can compute.
-        repeated (`int`):
-            Tokens that layers which carry state compute besides: a prefix that several segments continue is part of the
-            row of each.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree import BatchCounts, FlatBatch
-    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
-    >>> batch.counts
-    BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
-    >>> batch.counts + BatchCounts(computed=2, real=2, padded=2, distinct=2)
-    BatchCounts(computed=8, real=9, padded=10, distinct=7, repeated=1)
-
-    ```
-    """
-
-    computed: int = 0
-    real: int = 0
-    padded: int = 0
-    distinct: int = 0
-    repeated: int = 0
-
-    def __add__(self, other: "BatchCounts") -> "BatchCounts":
-        return BatchCounts(*(mine + its for mine, its in zip(self.as_tuple(), other.as_tuple(), strict=True)))
-
-    def as_tuple(self) -> tuple[int, int, int, int, int]:
-        """The counts, in the order above."""
-        return self.computed, self.real, self.padded, self.distinct, self.repeated
-
-
-@dataclass(frozen=True)
-class FlatBatch:
+class FlatBatch(HasTensors):
     """
     The tokens to compute, their labels, and where each row's tokens lie.
 
@@ -96,6 +54,11 @@ class FlatBatch:
             Which feature of the images each placeholder gets, if rows have images.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
+        recomputed (`int`, *optional*):
+            How many layers of the model recompute their activations in a pass with gradients. By default, those that
+            are set to.
+        parts (`tuple[RowPart, ...]`, *optional*):
+            The same rows in parts, if a pass with gradients is to compute one after another.
 
     Examples:
     ```python
@@ -125,6 +88,8 @@ class FlatBatch:
     companion: "FlatBatch | None" = None
     images: FlatImages | None = None
     empty_rows: int = 0
+    recomputed: int | None = None
+    parts: "tuple[RowPart, ...]" = ()
 
     @classmethod
     def from_rows(
@@ -196,10 +161,7 @@ class FlatBatch:
         row_mask = np.zeros((len(tokens), width), dtype=bool)
         token_rows = np.zeros(len(flat), dtype=np.float32)
         flat_labels = np.full(len(flat), IGNORE_INDEX)
-        nowhere = np.zeros(0, dtype=np.int64)
-        paths = [
-            segments.path(segment_of[r])[: len(row)] if r in segment_of else nowhere for r, row in enumerate(tokens)
-        ]
+        paths = [segments.path(segment_of.get(r, 0))[: len(row)] for r, row in enumerate(tokens)]
         for r, (path, target) in enumerate(zip(paths, targets, strict=True)):
             row_index[r, starts[r] : ends[r]] = path
             row_mask[r, starts[r] : ends[r]] = True
@@ -209,9 +171,7 @@ class FlatBatch:
         scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
         if not len(scored_index):
             scored_index = np.zeros(1, dtype=np.int64)
-        blocks = None
-        if images is not None and images.blocks is not None:
-            blocks = flat_blocks(images.blocks, paths, len(flat))
+        blocks = None if images is None or images.blocks is None else flat_blocks(images.blocks, paths, len(flat))
         return cls(
             input_ids=torch.from_numpy(flat)[None],
             position_ids=torch.from_numpy(positions)[None],
@@ -286,29 +246,29 @@ class FlatBatch:
         return flat[index[:, :-1]] * (mask[:, :-1] & mask[:, 1:])
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """
-        Bring one vector per flat token, such as its logits, back to rows.
-
-        Args:
-            values (`torch.Tensor` of shape `(1, T, D)`):
-                A vector for each token, on whatever device.
-
-        Returns:
-            `torch.Tensor` of shape `(R, L, D)`, 0 beyond the end of each row.
-        """
+        """`(R, L, D)`: vectors `(1, T, D)` of tokens, on whatever device, in rows; 0 beyond the end of each."""
         return values.squeeze(0)[self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatBatch":
-        """The same batch on another device."""
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        """The same batch on another device: to an accelerator in one copy, which the host does not wait for."""
+        return moved(self, torch.device(device), non_blocking)
 
     def pin_memory(self) -> "FlatBatch":
         """The same batch in page-locked memory, called by the data loader."""
-        return self._map(lambda x: x.pin_memory())
+        return pinned(self)
 
-    def _map(self, fn) -> "FlatBatch":
-        moved = {f.name: fn(value) for f in fields(self) if hasattr(value := getattr(self, f.name), "to")}
-        return replace(self, **moved)
+
+@dataclass(frozen=True)
+class RowPart(HasTensors):
+    """Some of the rows of a batch, which the model computes by themselves."""
+
+    rows: torch.Tensor  # (N,) int64: which of them
+    batch: FlatBatch  # these rows, as wide as those of the batch
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the model, such as the images of these rows
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "RowPart":
+        arguments = {name: fn(x) if isinstance(x, torch.Tensor) else x for name, x in self.arguments.items()}
+        return replace(super().map(fn), arguments=arguments)
 
 
 def _on_one_axis(rows: Sequence[np.ndarray], prefix_sharing: bool) -> tuple[Segments, Sequence[int], np.ndarray]:
@@ -317,39 +277,3 @@ def _on_one_axis(rows: Sequence[np.ndarray], prefix_sharing: bool) -> tuple[Segm
         return share_prefixes(rows)
     segments = Segments.from_lengths([len(row) for row in rows])
     return segments, range(len(rows)), np.concatenate([np.zeros(0, np.int64), *rows])
-
-
-def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:
-    """
-    Where rows lie between their padding.
-
-    Args:
-        attention_mask (`torch.Tensor` of shape `(R, L)`, int64):
-            1 for tokens and 0 for padding, on the CPU.
-
-    Returns:
-        `tuple[list[int], list[int]]`: The column in which each row begins, and its length.
-
-    Raises:
-        `ValueError`: If a row has padding between its tokens.
-
-    Examples:
-    ```python
-    >>> import torch
-    >>> from trl_paddingfree.flat.batch import row_spans
-    >>> row_spans(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]))
-    ([1, 0], [2, 4])
-
-    ```
-    """
-    mask = attention_mask != 0
-    lengths, starts = mask.sum(1), mask.int().argmax(1)
-    places = torch.arange(mask.size(1))
-    whole = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
-    if not torch.equal(mask, whole):
-        row = int((mask != whole).any(1).nonzero()[0])
-        raise ValueError(
-            f"Row {row} of `attention_mask` has padding between its tokens, and a flat batch has no place for it: pad "
-            "rows on their left and on their right only, or set `padding_free=False`."
-        )
-    return starts.tolist(), lengths.tolist()

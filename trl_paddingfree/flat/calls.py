@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from .layout import FlatLayout, RowIndex
+from .transfer import moved
 
 # Query-key pairs of padding that a segment may cost for not having a call of its own, and their share of its own pairs.
 # On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
@@ -21,28 +22,14 @@ _CALLS_OF_AN_ORDER = 4
 
 @dataclass(frozen=True)
 class AttentionCalls:
-    """
-    Calls of attention that compute every segment once.
+    """Calls of attention that compute every segment once; shorter ones are padded on the right. `None`: as they lie."""
 
-    Args:
-        segments (`tuple[tuple[int, ...], ...]`):
-            The segments of each of the `C` calls.
-        queries (`tuple[int, ...]`), keys (`tuple[int, ...]`):
-            `Q` and `L` of each call. Shorter segments are padded on the right.
-        query_rows (`RowIndex`, *optional*):
-            Flat position of each query row of all calls, `n * Q` for each. `None`: queries lie as they are needed.
-        key_rows (`RowIndex`, *optional*):
-            The same of each key row, `n * L` for each. `None`: states lie as they are needed.
-        answers (`RowIndex`, *optional*):
-            Query row of all calls that answers for each of the `T` tokens. `None`: they lie like the tokens.
-    """
-
-    segments: tuple[tuple[int, ...], ...]
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    query_rows: RowIndex | None
-    key_rows: RowIndex | None
-    answers: RowIndex | None
+    segments: tuple[tuple[int, ...], ...]  # of each of the `C` calls
+    queries: tuple[int, ...]  # `Q` of each call
+    keys: tuple[int, ...]  # `L` of each call
+    query_rows: RowIndex | None  # flat position of each query row of all calls, `n * Q` for each
+    key_rows: RowIndex | None  # the same of each key row, `n * L` for each
+    answers: RowIndex | None  # query row of all calls that answers for each of the `T` tokens
 
     @classmethod
     def of(cls, layout: FlatLayout) -> "AttentionCalls":
@@ -66,7 +53,7 @@ class AttentionCalls:
         is_ordered = (order[1:] > order[:-1]).all()
 
         def row_index(index: np.ndarray, num_rows: int) -> RowIndex:
-            return RowIndex.of(index, num_rows).map(lambda x: x.to(layout.device, non_blocking=True))
+            return moved(RowIndex.of(index, num_rows), layout.device, non_blocking=True)
 
         query_rows, key_rows, answers = None, layout.kv_rows, None
         if not is_ordered or (query_slots != lengths).any():
@@ -99,24 +86,12 @@ def _runs(firsts: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> np.ndar
 
 def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
     """
-    Group segments so that the padding of a group costs less than calls of its segments alone.
+    Segments, by their queries and keys, in groups whose padding costs less than calls of their segments alone.
 
     Segments that continue others need a mask and those that do not need none, so that they are never together.
 
-    Args:
-        lengths (`Sequence[int]`), key_lengths (`Sequence[int]`):
-            Queries and keys of each segment.
-
-    Returns:
-        `list[list[int]]`: The segments of each group.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.flat.calls import segments_of_like_shape
     >>> segments_of_like_shape([30, 400, 29, 5, 400], [30, 400, 29, 33, 400])
     [[1, 4], [0, 2], [3]]
-
-    ```
     """
     is_branch = [keys > length for length, keys in zip(lengths, key_lengths, strict=True)]
     order = sorted(range(len(lengths)), key=lambda i: (is_branch[i], -key_lengths[i], -lengths[i]))

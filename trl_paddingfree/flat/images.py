@@ -7,10 +7,12 @@ placeholder token. Shape legend: see `segments`; in addition
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from .transfer import HasTensors
 
 # The rows by which models count positions of image tokens
 COUNTED_ROWS = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -18,24 +20,12 @@ COUNTED_ROWS = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 @dataclass(frozen=True)
 class VisionRules:
-    """
-    What a collator has to know of a vision-language model.
+    """What a collator has to know of a vision-language model."""
 
-    Args:
-        token_id (`int`):
-            The placeholder token.
-        block_row (`str`, *optional*):
-            The processor's row that tells which tokens see one another in both directions; empty if none do.
-        block_types (`tuple[int, ...]`, *optional*):
-            The values that mark them.
-        counts_grids (`bool`, *optional*, defaults to `False`):
-            Whether the model counts positions of image tokens by the images' grids.
-    """
-
-    token_id: int
-    block_row: str = ""
-    block_types: tuple[int, ...] = ()
-    counts_grids: bool = False
+    token_id: int  # the placeholder
+    block_row: str = ""  # the processor's row that tells which tokens see one another in both directions, if some do
+    block_types: tuple[int, ...] = ()  # the values that mark them
+    counts_grids: bool = False  # whether positions of image tokens are counted by the images' grids
 
 
 @dataclass(frozen=True)
@@ -43,43 +33,21 @@ class RowImages:
     """
     What is known of the images of some rows before these are flattened.
 
-    Rows come in `copies` of equal images: chosen and rejected rows have the same ones, which are there once.
+    Rows come in `copies` of equal images: chosen and rejected rows have the same ones, which are there once. `grids`,
+    on the CPU, are what a model counts positions of image tokens by: rows of shape `(R, L)` and the grids of the
+    images; empty, if positions are those of text.
 
-    Args:
-        token_id (`int`):
-            The placeholder token.
-        groups (`Sequence[int]`):
-            For each of the `R` rows, a number that it has in common with rows of equal images, and with no others.
-        copies (`int`, *optional*, defaults to `1`):
-            How many times the images are there among the rows.
-        blocks (`np.ndarray` of shape `(R, L)`, bool, *optional*):
-            Tokens that see all tokens of their run, also those that follow.
-        grids (`Mapping[str, torch.Tensor]`, *optional*):
-            What a model counts positions of image tokens by, on the CPU: rows of shape `(R, L)`, and the grids of the
-            images. Empty, if positions are those of text.
-        num_pixels (`int`, *optional*, defaults to `0`):
-            How many numbers the images have, as the vision tower gets them.
-
-    Examples:
-    ```python
-    >>> import numpy as np
-    >>> from trl_paddingfree.flat.images import RowImages
-    >>> images = RowImages(token_id=9, groups=[0, 1], copies=1)
-    >>> rows = [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
-    >>> [row.tolist() for row in images.identities(rows)]
-    [[1, -1, -2, 2], [1, -3, -4, 3]]
-    >>> [row.tolist() for row in images.features(rows)]
-    [[-1, 0, 1, -1], [-1, 2, 3, -1]]
-
-    ```
+    >>> images, rows = RowImages(9, groups=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
+    >>> [row.tolist() for row in images.identities(rows)], [row.tolist() for row in images.features(rows)]
+    ([[1, -1, -2, 2], [1, -3, -4, 3]], [[-1, 0, 1, -1], [-1, 2, 3, -1]])
     """
 
-    token_id: int
-    groups: Sequence[int]
+    token_id: int  # the placeholder
+    groups: Sequence[int]  # of each of the `R` rows: a number in common with rows of equal images, and with no others
     copies: int = 1
-    blocks: np.ndarray | None = None
+    blocks: np.ndarray | None = None  # (R, L) bool: tokens that see all tokens of their run, also those that follow
     grids: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    num_pixels: int = 0
+    num_pixels: int = 0  # how many numbers the images have, as the vision tower gets them
 
     def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
         """The placeholders of each row counted from its entry in `firsts`, and -1 elsewhere."""
@@ -99,12 +67,7 @@ class RowImages:
         return [np.where(number < 0, row, -1 - number) for row, number in zip(rows, numbered, strict=True)]
 
     def features(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """
-        `R` int64 arrays: the feature that each placeholder wants, and -1 elsewhere.
-
-        Raises:
-            `ValueError`: If the copies differ in their placeholders: one of them was cut within an image.
-        """
+        """`R` int64 arrays: the feature that each placeholder wants, and -1 elsewhere. Refuses copies that differ."""
         counts = [int((row == self.token_id).sum()) for row in rows]
         size = len(rows) // self.copies
         if any(counts[:size] != counts[first : first + size] for first in range(0, len(rows), size or 1)):
@@ -116,44 +79,18 @@ class RowImages:
 
 
 @dataclass(frozen=True)
-class FlatImages:
-    """
-    The images of a flat batch.
+class FlatImages(HasTensors):
+    """The images of a flat batch. `copies`, `grids` and `num_pixels` are those of [`RowImages`]."""
 
-    Args:
-        num_features (`int`):
-            `F`, by the placeholders of one copy of the rows. The vision tower must give as many.
-        feature_index (`torch.Tensor` of shape `(I,)`, int64, or `None`):
-            The feature of each placeholder, in flat order; `None` where that is their own order.
-        copies (`int`):
-            How many times the images are there among the rows.
-        grids (`Mapping[str, torch.Tensor]`):
-            See [`RowImages`]. They stay on the CPU, where positions are counted.
-        num_pixels (`int`, *optional*, defaults to `0`):
-            See [`RowImages`].
-    """
-
-    num_features: int
-    feature_index: torch.Tensor | None
+    num_features: int  # `F`, by the placeholders of one copy of the rows: the vision tower must give as many
+    feature_index: torch.Tensor | None  # (I,) int64: of each placeholder, in flat order; `None` if that is their own
     copies: int
-    grids: Mapping[str, torch.Tensor]
+    grids: Mapping[str, torch.Tensor]  # they stay on the CPU, where positions are counted
     num_pixels: int = 0
 
     @classmethod
     def from_rows(cls, images: RowImages, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int):
-        """
-        Derive what a batch of `size` flat tokens needs.
-
-        Args:
-            images ([`RowImages`]):
-                What is known of the rows.
-            rows (`Sequence[np.ndarray]`):
-                Their tokens.
-            paths (`Sequence[np.ndarray]`):
-                Flat position of each token of each row.
-            size (`int`):
-                `T`.
-        """
+        """Derive what a batch of `size` flat tokens needs from its rows and the flat positions of their tokens."""
         wanted, features = np.full(size, -1), images.features(rows)
         for feature, path in reversed([*zip(features, paths, strict=True)]):  # of equal images, the first
             wanted[path] = feature
@@ -167,30 +104,12 @@ class FlatImages:
             num_pixels=images.num_pixels,
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatImages":
-        """The same images on another device."""
-        if self.feature_index is None:
-            return self
-        return replace(self, feature_index=self.feature_index.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "FlatImages":
-        """The same images in page-locked memory."""
-        return self if self.feature_index is None else replace(self, feature_index=self.feature_index.pin_memory())
-
 
 def flat_blocks(blocks: np.ndarray, paths: Sequence[np.ndarray], size: int) -> np.ndarray:
     """
-    `(T,)` int64: the image block of each flat token, or -1.
+    `(size,)` int64: the image block of each flat token, or -1, by runs in `blocks` of shape `(R, L)`.
 
     A block is named by the flat position of its first token, so that rows that share it give it the same name.
-
-    Args:
-        blocks (`np.ndarray` of shape `(R, L)`, bool):
-            Tokens of blocks; a run of them is one block.
-        paths (`Sequence[np.ndarray]`):
-            Flat position of each token of each row.
-        size (`int`):
-            `T`.
     """
     flat = np.full(size, -1)
     for row, path in zip(blocks, paths, strict=True):

@@ -18,29 +18,12 @@ class PathRows:
     """
     One row per segment, its whole path, in groups of about equal length that are padded on the right.
 
-    Args:
-        shapes (`tuple[tuple[int, int], ...]`):
-            `G` pairs: rows of a group, and its longest.
-        slots (`torch.Tensor` of shape `(sum of n * L,)`, int64, or `None`):
-            Key row, out of `S`, that stands in each slot of the groups, `S` where padding does; `None` if these are the
-            key rows as they are.
-        own (`torch.Tensor` of shape `(T,)`, int64, or `None`):
-            Slot of each flat token, in the row of its own segment; `None` if the slots are the flat tokens.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree import Segments
-    >>> from trl_paddingfree.flat.layout import FlatLayout
-    >>> from trl_paddingfree.flat.path_rows import PathRows
-    >>> layout = FlatLayout.from_segments(Segments(lengths=(4, 1), parents=(-1, 0), starts=(0, 2)))
-    >>> rows = PathRows.of(layout, step_cost=8)
-    >>> rows.shapes, rows.slots.tolist(), rows.own.tolist()
-    (((2, 4),), [4, 5, 6, 7, 0, 1, 2, 3], [4, 5, 6, 7, 2])
-
-    ```
+    `slots` of shape `(sum of n * L,)`, int64, is the key row, out of `S`, that stands in each slot of the groups, `S`
+    where padding does; `None` if these are the key rows as they are. `own` of shape `(T,)`, int64, is the slot of each
+    flat token, in the row of its own segment; `None` if the slots are the flat tokens.
     """
 
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
     slots: torch.Tensor | None
     own: torch.Tensor | None
 
@@ -50,25 +33,14 @@ class PathRows:
 
         def make() -> PathRows:
             segments = layout.segments
-            shapes = ((1, sum(segments.key_lengths)),)
-            if not segments.is_shared:
-                return cls(shapes, None, None)
-            own = _own_slots(layout, segments.cu_seqlens_k[:-1])
-            return cls(shapes, None, own)
+            own = _own_slots(layout, segments.cu_seqlens_k[:-1]) if segments.is_shared else None
+            return cls(((1, sum(segments.key_lengths)),), None, own)
 
         return layout.derived("joined paths", make)
 
     @classmethod
     def of(cls, layout: FlatLayout, step_cost: float) -> "PathRows":
-        """
-        The rows of a layout, made once for all layers.
-
-        Args:
-            layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-                The layout of the batch.
-            step_cost (`float`):
-                As for [`groups_of_like_length`].
-        """
+        """The rows of a layout, made once for all layers; `step_cost` is that of [`groups_of_like_length`]."""
         return layout.derived(("path rows", step_cost), lambda: cls._make(layout, step_cost))
 
     @classmethod
@@ -97,29 +69,15 @@ def _own_slots(layout: FlatLayout, first_slots: np.ndarray) -> torch.Tensor:
     return layout.tensor(np.concatenate(own))
 
 
-def groups_of_like_length(lengths: Sequence[int], step_cost: float) -> list[list[int]]:
+def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float) -> list[list[int]]:
     """
-    Group rows by length so that computing the groups one after the other costs least.
+    Rows grouped by length so that computing the groups one after the other costs least. Shortest first.
 
     A group of `n` rows, the longest of `L` tokens, costs `L * (n + step_cost)`: each step along the longest costs the
     same again, however many rows take it. The best grouping of sorted rows is found exactly.
 
-    Args:
-        lengths (`Sequence[int]`):
-            Tokens of each row, at least 1.
-        step_cost (`float`):
-            What a step costs beside its tokens, in tokens.
-
-    Returns:
-        `list[list[int]]`: The rows of each group, shortest first.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.flat.path_rows import groups_of_like_length
     >>> groups_of_like_length([100, 9, 104, 10], step_cost=2)
     [[1, 3], [0, 2]]
-
-    ```
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     sorted_lengths = np.asarray([lengths[i] for i in order], dtype=np.float64)

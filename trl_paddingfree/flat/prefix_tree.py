@@ -13,27 +13,14 @@ from .segments import Segments
 
 
 def adjacent_prefixes(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """
-    Sort rows and measure what neighbours share.
-
-    Args:
-        rows (`Sequence[np.ndarray]`):
-            `R` int64 arrays of token ids.
-
-    Returns:
-        `tuple[list[int], list[int]]`: The row indices in sorted order, and for each place in that order the number of
-        leading tokens shared with the place before it (0 for the first).
-    """
+    """Indices of rows of int64 tokens in sorted order, and how many first tokens each shares with the one before it."""
     # The order of the bytes is not the order of the ids, but it keeps rows with a common prefix together
     keys = [np.ascontiguousarray(row).tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     prefixes = [0]
     for before, after in zip(order, order[1:], strict=False):
-        a, b = rows[before], rows[after]
-        n = min(len(a), len(b))
-        different = a[:n] != b[:n]
-        first = int(different.argmax()) if n else 0
-        prefixes.append(first if n and different[first] else n)
+        n = min(len(rows[before]), len(rows[after]))
+        prefixes.append(int(np.append(rows[before][:n] != rows[after][:n], True).argmax()))
     return order, prefixes
 
 
@@ -77,27 +64,11 @@ class _Tree:
 
 def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...], np.ndarray]:
     """
-    Lay rows out so that every prefix that several rows share is there once.
+    Non-empty rows of int64 tokens with every prefix that several of them share there once: the segments, the segment
+    that each row ends in, and the `(T,)` int64 flat tokens.
 
-    Args:
-        rows (`Sequence[np.ndarray]`):
-            `R` non-empty int64 arrays of token ids.
-
-    Returns:
-        `tuple[Segments, tuple[int, ...], np.ndarray]`: The segments, the segment that each row ends in, and the
-        `(T,)` int64 flat tokens.
-
-    Examples:
-    ```python
-    >>> import numpy as np
-    >>> from trl_paddingfree.flat.prefix_tree import share_prefixes
-    >>> segments, row_segments, tokens = share_prefixes([np.array([1, 2, 3, 4]), np.array([1, 2, 5])])
-    >>> segments
-    Segments(lengths=(4, 2), parents=(-1, 0), starts=(0, 1))
-    >>> tokens.tolist(), row_segments
-    ([1, 2, 3, 4, 2, 5], (0, 1))
-
-    ```
+    >>> share_prefixes([np.array([1, 2, 3, 4]), np.array([1, 2, 5])])
+    (Segments(lengths=(4, 2), parents=(-1, 0), starts=(0, 1)), (0, 1), array([1, 2, 3, 4, 2, 5]))
     """
     order, prefixes = adjacent_prefixes(rows)
     rank_of = {row: rank for rank, row in enumerate(order)}

@@ -79,7 +79,7 @@ class Segments:
 
     def __getstate__(self) -> dict:
         # Data loader workers send the host truth only: the rest is cheap to derive again
-        return {name: getattr(self, name) for name in ("lengths", "parents", "starts")}
+        return {name: vars(self)[name] for name in ("lengths", "parents", "starts")}
 
     @property
     def num_tokens(self) -> int:
@@ -144,14 +144,8 @@ class Segments:
         return np.concatenate(self._paths) if self.is_shared else None
 
     def dense_mask(self) -> np.ndarray:
-        """
-        `(T, T)` bool: whether query `i` attends to key `j`, from the definition of a path.
-
-        Quadratic and slow: what tests compare with.
-        """
+        """`(T, T)` bool: whether query `i` attends to key `j`, by the definition of a path. What tests compare with."""
         mask = np.zeros((self.num_tokens, self.num_tokens), dtype=bool)
-        for i, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            path, first = self.path(i), self.offsets[i]
-            for k in range(length):
-                mask[first + k, path[: start + k + 1]] = True
+        for path, start, length in zip(self._paths, self.starts, self.lengths, strict=True):
+            mask[np.ix_(path[start:], path)] = np.tri(length, len(path), start, dtype=bool)
         return mask

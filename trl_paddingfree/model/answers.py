@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from ..flat.batch import FlatBatch
-from ..flat.edits import ROWS, edits
+from ..flat.rows import ROWS, edits
 
 _EDIT = {
     "input_ids": "other tokens, or another number of rows or columns",
     "attention_mask": "another `attention_mask`",
-    "labels": "more or other tokens to score (`labels`, or `completion_mask`)",
+    "labels": "more or other tokens to score, or fewer where it runs in parts (`labels`, or `completion_mask`)",
 }
 # Arguments of a forward that only rows have an answer to
 _OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
@@ -29,7 +29,7 @@ def refuse_edits(found: torch.Tensor) -> None:
 
     Args:
         found (`torch.Tensor` of shape `(3,)`, bool):
-            What [`~trl_paddingfree.flat.edits.edits`] gave, on the CPU.
+            What [`~trl_paddingfree.flat.rows.edits`] gave, on the CPU.
 
     Raises:
         `EditedRowsError`: Naming what was edited.
@@ -65,17 +65,20 @@ class EditsFound:
     pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
     @torch.compiler.disable
-    def ask(self, batch: FlatBatch, inputs: dict[str, Any]) -> None:
-        """Compare the rows among `inputs` with `batch`; raises at once where that takes no waiting."""
+    def ask(self, batch: FlatBatch, inputs: dict[str, Any], in_parts: bool = False) -> None:
+        """
+        Compare the rows among `inputs` with `batch`; raises at once where that takes no waiting.
+
+        Of rows that are computed `in_parts`, which were cut before, fewer scored tokens are an edit, too.
+        """
         self.read()
-        found = edits(batch, **{name: inputs.get(name) for name in ROWS})
-        if found.device.type != "cuda":
+        found = edits(batch, **{name: inputs.get(name) for name in ROWS}, exact_labels=in_parts)
+        if found.is_cpu or found.is_meta:
             refuse_edits(found)
             return
-        answer = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        answer.copy_(found, non_blocking=True)
+        answer = found.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
         # By the stream of the copy: the model may lie on another device than the current one
-        self.pending.append((answer, torch.cuda.current_stream(found.device).record_event()))
+        self.pending.append((answer, torch.accelerator.current_stream(found.device).record_event()))
 
     def read(self) -> None:
         """Refuse edits that the device has answered of."""

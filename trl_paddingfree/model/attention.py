@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .. import upstream
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout, RowIndex
+from . import architecture, backends
 from .backends import BackendName
 from .masks import BOUNDARIES, FlatMask, segment_mask
 
@@ -27,7 +28,7 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 class GatherRows(torch.autograd.Function):
     """
-    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`.
+    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Places that are of no row hold zeros.
 
     The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
     `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
@@ -36,7 +37,8 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
         ctx.rows = rows
-        return states.index_select(0, rows.index)
+        copies = states.index_select(0, rows.index)
+        return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -137,7 +139,7 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
 def varlen_reasons(query: torch.Tensor, kwargs: dict[str, Any]) -> list[str]:
     """Why PyTorch's varlen kernel cannot take this call; empty if it can."""
     reasons, dtype = [], sdpa_dtype(query)
-    if query.device.type != "cuda":
+    if not backends.has_varlen_kernel(query.device):
         reasons.append(f"the tensors are on {query.device.type}, the kernel needs CUDA")
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"the dtype is {dtype}, the kernel needs float16 or bfloat16")
@@ -157,12 +159,15 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     query, key, value = _flat_states(query, key, value, layout, sdpa_dtype(query))
     if value_dim != query.size(-1):
         value = torch.nn.functional.pad(value, [0, query.size(-1) - value_dim])
+    boundaries_k = layout.cu_seqlens_k
+    if torch.are_deterministic_algorithms_enabled():  # cuDNN's kernel, for boundaries that are one tensor, is not
+        boundaries_k = boundaries_k.view_as(boundaries_k)
     output = torch_varlen()(
         query,
         key,
         value,
         layout.cu_seqlens_q,
-        layout.cu_seqlens_k,
+        boundaries_k,
         layout.segments.max_seqlen_q,
         layout.segments.max_seqlen_k,
         kwargs.get("scaling"),
@@ -180,11 +185,11 @@ ATTENTION: dict[BackendName, AttentionFunction] = {
 
 def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> torch.Tensor:
     """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
-    if not upstream.scales_by_place(module, query.size(2)):
+    if not architecture.scales_by_place(module, query.size(2)):
         return query
 
     def make() -> torch.Tensor:
-        return layout.tensor(upstream.scale_of_rows(module, layout.segments.position_ids))
+        return layout.tensor(architecture.scale_of_rows(module, layout.segments.position_ids))
 
     scale = layout.derived(("scale of rows", module.floor_scale, module.attn_scale), make)
     return (query * scale[:, None]).to(query.dtype)

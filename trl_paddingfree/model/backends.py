@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import upstream
+from . import architecture
 
 BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
 # Fastest first
@@ -30,6 +31,11 @@ def describe(backend: BackendName, previous: str) -> str:
 def takes_boundaries(previous: str) -> bool:
     """Whether an attention implementation is flash attention or comes from the hub: it takes boundaries, not masks."""
     return "flash" in previous or "/" in previous
+
+
+def has_varlen_kernel(device: torch.device) -> bool:
+    """Whether PyTorch has a varlen kernel for a device. Whoever needs to know asks here: tests answer for others."""
+    return device.type == "cuda"
 
 
 def slower_backends(backend: BackendName, previous: str) -> list[BackendName]:
@@ -69,11 +75,11 @@ def reasons_against(
             )
     if previous != "sdpa":
         reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
-    if device.type != "cuda":
+    if not has_varlen_kernel(device):
         reasons["varlen"].append(f"the model is on {device.type}, the kernel needs CUDA")
     if dtype not in (torch.float16, torch.bfloat16):
         reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
-    if dropout := upstream.attention_dropout(model):
+    if dropout := architecture.attention_dropout(model):
         reasons["varlen"].append(
             f"attention has a dropout of {dropout}, and the kernel has none: set it to 0 in the model's configuration"
         )

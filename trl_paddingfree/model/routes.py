@@ -1,12 +1,15 @@
 """Routes: how a model computes flat batches, and which to try, in which order."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from .. import upstream
+from . import architecture
 from .backends import BACKENDS, BackendName, describe, reasons_against, slower_backends
+from .state_layers import goes_along_tree
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,20 @@ class Route:
             The attention implementation that the model was loaded with.
         prefix_sharing (`bool`):
             Whether prefixes that rows share are computed once.
+        states (`str`, *optional*, defaults to `"rows"`):
+            How layers that carry state are computed: along the `"tree"`, where they can, or on `"rows"`. A model
+            without such layers has `"rows"`.
     """
 
     backend: BackendName
     previous: str
     prefix_sharing: bool
+    states: Literal["tree", "rows"] = "rows"
 
     def __str__(self) -> str:
         sharing = "shared prefixes" if self.prefix_sharing else "no shared prefixes"
-        return f"{describe(self.backend, self.previous)}, {sharing}"
+        states = ", states along the tree" if self.states == "tree" else ""
+        return f"{describe(self.backend, self.previous)}, {sharing}{states}"
 
     def without_sharing(self) -> "Route":
         """The same route without shared prefixes."""
@@ -73,12 +81,15 @@ def choose_route(
         raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, BACKENDS))}.")
     reasons = reasons_against(model, previous, dtype or model.dtype, device or model.device)
     if backend == "varlen":  # "auto" may still take it for those layers that it can serve
-        reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in upstream.beyond_varlen(model)]
+        reasons["varlen"] += [
+            f"attention has {what}, and the kernel has not" for what in architecture.beyond_varlen(model)
+        ]
     wanted = [name for name in BACKENDS if backend in ("auto", name)]
     if (found := next((name for name in wanted if not reasons[name]), None)) is None:
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
-    return Route(found, previous, prefix_sharing and not why_not_to_share(found, previous))
+    shares = prefix_sharing and not why_not_to_share(found, previous)
+    return Route(found, previous, shares, "tree" if goes_along_tree(model) else "rows")
 
 
 def why_not_to_share(backend: BackendName, previous: str) -> str:
@@ -90,7 +101,7 @@ def why_not_to_share(backend: BackendName, previous: str) -> str:
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
     """
-    `route`, the same without sharing, and then slower ones that ask less of a model.
+    `route`, the same without sharing, and then slower ones that ask less of a model. Each along the tree first.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -103,7 +114,8 @@ def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True
     backends = [route.backend, *(slower_backends(route.backend, route.previous) if fallback else ())]
     routes: list[Route] = []
     for backend in backends:
-        flat = Route(backend, route.previous, False)
         shares = route.prefix_sharing and not why_not_to_share(backend, route.previous)
-        routes += [replace(flat, prefix_sharing=True), flat] if shares else [flat]
+        for sharing in (True, False) if shares else (False,):
+            alike = replace(route, backend=backend, prefix_sharing=sharing)
+            routes += [alike, replace(alike, states="rows")] if route.states == "tree" else [alike]
     return routes

@@ -5,75 +5,74 @@ computes it again: a loss that couples rows is as exact as any other. The last p
 pass, and keeps what it computed.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..flat.batch import FlatBatch
+from .. import upstream
+from ..flat.batch import FlatBatch, RowPart
+from .forward import PER_TOKEN, ROW_ARGUMENTS, scored_in_rows, with_loss
+
+if TYPE_CHECKING:
+    from .flat_model import FlatModel
 
 
-@dataclass(frozen=True)
-class RowPart:
-    """
-    Some of the rows of a call.
-
-    Args:
-        rows (`torch.Tensor` of shape `(N,)`, int64):
-            Which of them.
-        batch ([`~trl_paddingfree.FlatBatch`]):
-            These rows, flat.
-        prepare (`Callable`, *optional*):
-            Called before each computation. Defaults to nothing.
-    """
-
-    rows: torch.Tensor
-    batch: FlatBatch
-    prepare: Callable[[], None] = lambda: None
-
-    def to(self, device: torch.device) -> "RowPart":
-        """The part with its tensors on `device`."""
-        return replace(self, rows=self.rows.to(device), batch=self.batch.to(device, non_blocking=True))
-
-
-def compute_in_parts(
-    compute: Callable[..., Any],
-    parts: Sequence[RowPart],
+def forward_in_parts(
+    flat: "FlatModel",
+    batch: FlatBatch,
     *,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    fused_lm_head: bool = False,
     **kwargs: Any,
 ) -> Any:
     """
     The answer of a model to rows that it computes in parts.
 
     Args:
-        compute (`Callable`):
-            Gives the answer to some rows, called with their flat batch, `input_ids`, `labels` and `kwargs`.
-        parts (`Sequence[RowPart]`):
-            The parts, which have each row once.
-        input_ids (`torch.Tensor` of shape `(R, L)`, int64), labels (`torch.Tensor`, same shape and dtype):
-            The rows.
+        flat ([`~trl_paddingfree.model.flat_model.FlatModel`]):
+            The model.
+        batch ([`~trl_paddingfree.FlatBatch`]):
+            The rows, with their parts.
+        labels (`torch.Tensor` of shape `(R, L)`, int64):
+            The tokens to score.
+        fused_lm_head (`bool`):
+            Whether TRL's head answers. Logits of rows would not fit in parts either.
         **kwargs:
-            Arguments that all rows have in common.
+            Arguments beside the rows.
 
     Returns:
-        [`~trl.trainer.utils.FusedCausalLMOutput`]: The values per token of all rows, in their order; no loss.
+        [`~trl.trainer.utils.FusedCausalLMOutput`] of all rows, in their order.
+
+    Raises:
+        `ValueError`: If the head is another one.
     """
+    if not fused_lm_head or labels is None:
+        raise ValueError(
+            "A micro-batch that does not fit into its budget runs in parts beneath the loss, and there the model must "
+            "be called with `labels` and `fused_lm_head=True`: do so, or leave `memory_budget` and "
+            "`max_tokens_per_micro_batch` out."
+        )
+    kwargs = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
 
-    # The rows are arguments of what is checkpointed: by their device it finds the random state to come back to
-    def answer(part: RowPart, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        part.prepare()
-        return compute(part.batch, input_ids=input_ids, labels=labels, **kwargs)
+    # The labels are an argument of what is checkpointed: by their device it finds the random state to come back to
+    def answer(part: RowPart, labels: torch.Tensor) -> Any:
+        flat.prepare(part.batch)
+        return scored_in_rows(flat, part.batch, {**kwargs, **part.arguments})
 
-    rows = [(part, input_ids[part.rows], labels[part.rows]) for part in parts]
-    outputs = [checkpoint(answer, *each, use_reentrant=False) for each in rows[:-1]] + [answer(*rows[-1])]
-    order = torch.cat([part.rows for part in parts]).argsort()
+    *first, last = batch.parts
+    answers = [checkpoint(answer, part, labels, use_reentrant=False) for part in first] + [answer(last, labels)]
+    outputs, routers = zip(*answers, strict=True)
+    order = torch.cat([part.rows for part in batch.parts]).argsort()
 
-    def joined(values: list[Any]) -> Any:
-        return torch.cat(values)[order] if isinstance(values[0], torch.Tensor) and values[0].ndim else None
+    def joined(name: str) -> torch.Tensor | None:
+        values = [getattr(output, name) for output in outputs]
+        return None if values[0] is None else torch.cat(values)[order]
 
-    names = [field.name for field in fields(outputs[0])]
-    return replace(outputs[0], **{name: joined([getattr(output, name) for output in outputs]) for name in names})
+    whole = replace(outputs[0], **{name: joined(name) for name in PER_TOKEN})
+    if routers[0] is not None:  # the loss of routers is one of all tokens together
+        layers = tuple(map(torch.cat, zip(*routers, strict=True)))
+        weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
+        whole = replace(whole, aux_loss=upstream.router_loss(flat.model, layers, weights))
+    return with_loss(flat.model, whole, labels, kwargs.get("num_items_in_batch"))

@@ -1,34 +1,31 @@
-"""Layers that hand something on from token to token: they see rows, while all else stays flat and shared.
+"""Layers that hand something on from token to token, while all else stays flat and shared.
 
-For each segment such a layer is given its input along the segment's whole path, as one row that starts from nothing,
-and the outputs of the segment's own tokens are kept. A prefix that several segments continue is computed once for each,
-in these layers only. The layout comes in the argument in which the layer expects a mask, or its state.
+Most of them go along the tree: they run flat and hand the state at a fork on, see `state_tree`. The others see rows,
+see `state_rows`. The layout comes in the argument in which the layer expects a mask, or its state.
 """
 
 import functools
 import inspect
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.layout import FlatLayout
 from ..flat.path_rows import PathRows
-from .attention import GatherRows
-from .masks import BOUNDARIES, FlatMask, causal_mask
+from .masks import BOUNDARIES, FlatMask
+from .state_rows import is_layout, on_rows, rows_of
+from .state_tree import tree_functions, with_functions
 
 # Names of children and buffers by which layers are known that mix tokens and have no convolution module: RWKV's shift
 # by one token, xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys. Inkling's attention counts the
 # distance of tokens along its input
 _MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits_proj"}
-# What a step along a row costs in plain PyTorch, however many rows take it, in rows. CPUs of real models are busy with
-# one row (measured: 0 to 1); GPUs are not with dozens, and wait for the host to launch small kernels
-_STEP_COST, _STEP_COST_OF_GPUS = 1.0, 64.0
 
 
 def sees_rows(module: torch.nn.Module) -> bool:
@@ -66,59 +63,135 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 def missing_kernels(model: PreTrainedModel) -> list[str]:
     """Packages whose kernels would compute the rows of these layers in one call, sorted."""
-    return sorted({package for layer in state_layers(model) for package in upstream.missing_state_kernels(layer)})
+    missing = [upstream.missing_state_kernels(_own_forward(layer)).values() for layer in state_layers(model)]
+    return sorted({package for packages in missing for package in packages if package})
+
+
+def _own_forward(layer: Any) -> Callable[..., Any]:
+    """The forward that a layer has without ours: that of its class, unless the instance was given another."""
+    installed = _installed(layer)
+    previous = vars(layer).get("forward") if installed is None else installed.previous
+    return rebound(previous, layer) if previous else types.MethodType(type(layer).forward, layer)
+
+
+def _installed(layer: Any) -> "StateForward | None":
+    """What [`install_state_layers`] gave the forward of a layer, or of the layer that it is a copy of."""
+    return getattr(layer.forward, "state", None)
+
+
+def _why_not_along_tree(layer: torch.nn.Module) -> str:
+    """Why a layer has to see rows; empty if it can go along the tree."""
+    forward = _own_forward(layer)
+    if not is_state_layer(layer) or not upstream.state_functions(forward):
+        return "it calls no function that can be given the state at a fork"
+    try:
+        with_functions(forward, {})
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def goes_along_tree(model: PreTrainedModel) -> bool:
+    """Whether any layer of `model` that carries state can go along the tree."""
+    return not all(map(_why_not_along_tree, state_layers(model)))
+
+
+def repeats_prefixes(model: PreTrainedModel) -> bool:
+    """Whether any layer of `model`, as it is installed, sees rows: it computes a shared prefix again for each."""
+    return not all(map(_is_along_tree, state_layers(model)))
+
+
+def _is_along_tree(layer: torch.nn.Module) -> bool:
+    installed = _installed(layer)
+    return not _why_not_along_tree(layer) if installed is None else installed.along_tree
 
 
 def describe_state_layers(model: PreTrainedModel) -> str:
     """How the layers of `model` that carry state are computed, and what would be faster; empty if it has none."""
-    layers = state_layers(model)
-    if not layers:
+    kinds: dict[str, set[str]] = {}
+    for layer in state_layers(model):
+        how = "along the tree, each token once"
+        if not _is_along_tree(layer):
+            joined = upstream.takes_state_boundaries(layer)
+            how = "all rows in one call of their kernels" if joined else "rows of like length in one call"
+        kinds.setdefault(how, set()).add(type(layer).__name__)
+    if not kinds:
         return ""
-    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-    if all(map(upstream.takes_state_boundaries, layers)):
-        return f"Layers that carry state ({kinds}): all rows in one call of their kernels."
+    said = "; ".join(f"{how} ({', '.join(sorted(names))})" for how, names in sorted(kinds.items()))
     packages = missing_kernels(model)
     faster = f" `pip install {' '.join(packages)}` (on GPUs) for faster kernels." if packages else ""
-    return f"Layers that carry state ({kinds}): rows of like length in one call.{faster}"
+    return f"Layers that carry state: {said}.{faster}"
 
 
 @dataclass
-class RowsForward:
+class StateForward:
     """
-    What the forward of a layer knows of rows.
+    What the forward of a layer knows of flat batches.
 
     Args:
+        layer (`weakref.ref[torch.nn.Module]`):
+            The layer. A copy of it comes with the same forward.
         previous (`Callable`, *optional*):
             The forward that the instance had; `None` if it had that of its class.
+        along_tree (`bool`):
+            Whether it goes along the tree. If not, it sees rows.
+        kernels (`frozenset[str]`):
+            Those of transformers' functions that it calls which have kernels.
         takes_boundaries (`bool`):
-            Whether its kernels keep the rows of one long axis apart.
+            Whether all of them keep the rows of one long axis apart.
     """
 
+    layer: "weakref.ref[torch.nn.Module]"
     previous: Callable[..., Any] | None
-    takes_boundaries: bool
+    along_tree: bool = False
+    kernels: frozenset[str] = frozenset()
+    takes_boundaries: bool = False
 
 
-def install_state_layers(model: PreTrainedModel) -> None:
-    """Have the layers of `model` that carry state see rows, wherever a flat layout comes in. May be called again."""
+def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
+    """
+    Have the layers of `model` that carry state understand a flat layout, wherever one comes in. May be called again.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model.
+        along_tree (`bool`):
+            Whether those that can go along the tree do. All others see rows.
+    """
     for layer in state_layers(model):
-        takes_boundaries = upstream.takes_state_boundaries(layer)
-        if (rows := getattr(layer.forward, "rows", None)) is not None:
-            rows.takes_boundaries = takes_boundaries
-        else:
-            _install(layer, RowsForward(vars(layer).get("forward"), takes_boundaries))
+        state = _installed(layer)
+        if state is None or state.layer() is not layer:
+            previous = vars(layer).get("forward") if state is None else state.previous
+            state = StateForward(weakref.ref(layer), previous)
+            _install(layer, state)
+        missing = upstream.missing_state_kernels(_own_forward(layer))
+        state.along_tree = along_tree and not _why_not_along_tree(layer)
+        state.kernels = frozenset(name for name, package in missing.items() if package is None)
+        state.takes_boundaries = upstream.takes_state_boundaries(layer)
 
 
-def _install(layer: torch.nn.Module, rows: RowsForward) -> None:
+def remove_state_layers(model: PreTrainedModel) -> None:
+    """Take off what [`install_state_layers`] put on."""
+    for layer in state_layers(model):
+        if (state := _installed(layer)) is not None:
+            del layer.forward
+            if state.previous is not None:
+                layer.forward = rebound(state.previous, layer)  # type: ignore[method-assign]
+
+
+def _install(layer: torch.nn.Module, state: StateForward) -> None:
     @functools.wraps(type(layer).forward)
     @torch.compiler.disable(recursive=False)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = rebound(rows.previous, self) if rows.previous else types.MethodType(type(self).forward, self)
-        mask = next(filter(_is_layout, (*args, *kwargs.values())), None)
+        call = _own_forward(self)
+        mask = next(filter(is_layout, (*args, *kwargs.values())), None)
         if mask is None:
             return call(*args, **kwargs)
-        return on_rows(self, call, mask, rows.takes_boundaries, args, kwargs)
+        if state.along_tree:
+            return along_tree(call, mask.flat_layout, state.kernels, args, kwargs)
+        return on_rows(self, call, mask, state.takes_boundaries, args, kwargs)
 
-    forward.rows = rows  # type: ignore[attr-defined]
+    forward.state = state  # type: ignore[attr-defined]
     layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
 
 
@@ -159,48 +232,22 @@ def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> dict[str, 
     return {"attention_mask": mask}
 
 
-def _is_layout(value: Any) -> bool:
-    # A model may put its tokens where its mask says, which gives tokens that carry the layout too
-    return isinstance(value, FlatMask) and value.dtype == torch.bool
-
-
-def on_rows(
-    layer: torch.nn.Module,
+@torch.compiler.disable  # the layout of each batch would be compiled into its code
+def along_tree(
     call: Callable[..., Any],
-    mask: FlatMask,
-    takes_boundaries: bool,
+    layout: FlatLayout,
+    kernels: Collection[str],
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
     """
-    Call a layer on the path of each segment, and keep what it says of the segments' own tokens.
-
-    Args:
-        layer (`torch.nn.Module`):
-            The layer.
-        call (`Callable`):
-            Its forward.
-        mask (`FlatMask`):
-            The one among its arguments that carries the layout.
-        takes_boundaries (`bool`):
-            Whether to call it once, on one long axis, and tell it of boundaries.
-        args (`tuple`), kwargs (`dict`):
-            Its arguments, of which everything that has an entry per token is cut into rows.
+    Call a layer by its forward `call` on flat tokens, with functions that know of the tree where it looks along the
+    sequence. `kernels` are those of its functions that have kernels. It gets no mask, as nothing is padded.
     """
-    layout = mask.flat_layout
-    rows = PathRows.joined(layout) if takes_boundaries else _rows_of(layout)
-    told = key_boundaries(layout) if takes_boundaries else {}
-    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-    cut = _cut((args, kwargs), layout, rows)
-    outputs = []
-    for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, cut, strict=True):
-        if getattr(layer, "is_causal", False):  # attention, whose own mask would not know of rows
-            window = getattr(layer, "sliding_window", None)
-            dtype = next(layer.parameters()).dtype
-            group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, dtype)
-        outputs.append(call(*group_args, **group_kwargs, **told))
-    # RWKV's blocks give their second layer the state that the first gives back
-    return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
+    functions = tree_functions(layout, upstream.state_functions(call), kernels)
+    without = [None if is_layout(value) else value for value in args]
+    told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
+    return with_functions(call, functions)(*without, **told)
 
 
 def slots_of_state_layers(model: PreTrainedModel, layout: FlatLayout) -> int:
@@ -208,58 +255,8 @@ def slots_of_state_layers(model: PreTrainedModel, layout: FlatLayout) -> int:
     layers = state_layers(model)
     if not layers:
         return 0
+    if not repeats_prefixes(model):
+        return layout.segments.num_tokens
     joined = all(map(upstream.takes_state_boundaries, layers))
-    rows = PathRows.joined(layout) if joined else _rows_of(layout)
+    rows = PathRows.joined(layout) if joined else rows_of(layout)
     return sum(n * longest for n, longest in rows.shapes)
-
-
-def _rows_of(layout: FlatLayout) -> PathRows:
-    return PathRows.of(layout, _STEP_COST if layout.device.type == "cpu" else _STEP_COST_OF_GPUS)
-
-
-def key_boundaries(layout: FlatLayout) -> dict[str, Any]:
-    """The boundaries of the keys of each segment, as transformers' own arguments: paths one after the other."""
-
-    def make() -> dict[str, Any]:
-        numbers = np.repeat(np.arange(len(layout.segments.lengths), dtype=np.int32), layout.segments.key_lengths)
-        seq_idx = layout.tensor(numbers)[None]
-        longest = layout.segments.max_seqlen_k
-        values = (layout.cu_seqlens_k, layout.cu_seqlens_k, longest, longest, seq_idx)
-        return dict(zip(BOUNDARIES, values, strict=True))
-
-    return layout.derived("key boundaries", make)
-
-
-def _cut(value: Any, layout: FlatLayout, rows: PathRows) -> list[Any]:
-    """`value` for each group of rows: what has an entry per token is cut, what carries the layout is left out."""
-    if isinstance(value, tuple | list):
-        parts = [_cut(item, layout, rows) for item in value]
-        return [type(value)(group) for group in zip(*parts, strict=True)] if parts else [value] * len(rows.shapes)
-    if isinstance(value, dict):
-        parts = [_cut(item, layout, rows) for item in value.values()]
-        groups = zip(*parts, strict=True) if parts else [()] * len(rows.shapes)
-        return [dict(zip(value, group, strict=True)) for group in groups]
-    if _is_layout(value):
-        return [None] * len(rows.shapes)
-    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, layout.segments.num_tokens):
-        return [value] * len(rows.shapes)
-    keys = value.as_subclass(torch.Tensor).squeeze(0)
-    if layout.kv_rows is not None:
-        floating = keys.is_floating_point()
-        keys = GatherRows.apply(keys, layout.kv_rows) if floating else keys.index_select(0, layout.kv_rows.index)
-    if rows.slots is None:
-        return [keys[None]]
-    slots = torch.cat([keys, keys.new_zeros(1, *keys.shape[1:])]).index_select(0, rows.slots)
-    sizes = [n * longest for n, longest in rows.shapes]
-    return [part.unflatten(0, shape) for part, shape in zip(slots.split(sizes), rows.shapes, strict=True)]
-
-
-def _join(outputs: list[Any], rows: PathRows, state: Any) -> Any:
-    """What a layer says of each token, flat, from what it says of each group of rows; `state` stands for the rest."""
-    if isinstance(outputs[0], tuple):
-        return tuple(_join(list(parts), rows, state) for parts in zip(*outputs, strict=True))
-    if not isinstance(outputs[0], torch.Tensor) or outputs[0].shape[:2] != rows.shapes[0]:
-        return state
-    if rows.own is None:
-        return outputs[0]
-    return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, rows.own)[None]

@@ -14,16 +14,17 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from trl import extract_prompt
 
-from ..charts import plot_runs
+from ..charts import drawn, plot_runs
 from ..data.load import load_rows
 from ..data.task import Task, task_of
-from ..trainers.registry import TRAINERS
+from ..trainers import TRAINERS
 from ..trainers.sft import PaddingFreeSFTTrainer
 from .data import instruction_data, preference_data
 from .model import make_model, make_tokenizer
+from .side_by_side import classes_of, differences
 from .watch import Run, train
 
 PADDED, OURS = "trl_padded", "padding_free"
@@ -47,12 +48,7 @@ def texts(dataset: Dataset) -> Iterator[str]:
 
 
 def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, console: Console) -> str:
-    """
-    Train a tokenizer and a small Llama on the data. Preference pairs come after a short SFT on the answers.
-
-    Returns:
-        `str`: The folder of the model.
-    """
+    """The folder of a tokenizer and a small Llama, trained on the data. Pairs come after a short SFT on the answers."""
     folder = str(Path(args.output_dir) / "model")
     tokenizer = make_tokenizer(texts(data))
     model = make_model(tokenizer, args.seed)
@@ -63,15 +59,12 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
         return folder
     answers = instruction_data(args.seed) if args.dataset_name is None else as_instructions(data)
     options = {
-        "output_dir": folder,
-        "max_steps": args.sft_steps,
-        "per_device_train_batch_size": SFT_BATCH_SIZE,
-        "max_length": args.max_length,
+        **options_of(args, folder, args.sft_steps, SFT_BATCH_SIZE),
         "learning_rate": 3e-3,
         "adam_beta2": 0.95,
+        "gradient_checkpointing": False,
         "lr_scheduler_type": "cosine",
         "warmup_steps": args.sft_steps // 10,
-        "seed": args.seed,
     }
     run = train(
         PaddingFreeSFTTrainer,
@@ -87,6 +80,12 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
     return folder
 
 
+def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, Any]:
+    """Options of any run."""
+    sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
+    return {"output_dir": output_dir, "seed": args.seed, **sizes}
+
+
 def as_instructions(pairs: Dataset) -> Dataset:
     """The preferred answers of preference pairs, as prompt-completion rows."""
     pairs = pairs if "prompt" in pairs.column_names else pairs.map(extract_prompt)
@@ -95,27 +94,17 @@ def as_instructions(pairs: Dataset) -> Dataset:
 
 def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, console: Console) -> dict[str, Run]:
     """Train `model` by this package and by padded TRL, on the same batches."""
-    trainer = TRAINERS[task.name]
-    classes = {OURS: (trainer, trainer.config_class), PADDED: (trainer.trl_trainer, trainer.trl_config)}
-    options: dict[str, Any] = {
-        "output_dir": str(Path(args.output_dir) / task.name),
-        "max_steps": args.steps,
-        "per_device_train_batch_size": args.batch_size,
-        "max_length": args.max_length,
-        "seed": args.seed,
-    }
+    options = options_of(args, str(Path(args.output_dir) / task.name), args.steps, args.batch_size)
     num_rows = args.steps * args.batch_size
     if args.model is None:
-        options["learning_rate"] = 2e-4
+        options |= {"learning_rate": 2e-4, "gradient_checkpointing": False}
         num_rows = num_rows // EPOCHS + 1
-    else:
-        options["gradient_checkpointing"] = True
     data = data.select(range(min(len(data), num_rows)))
     runs = {}
     # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
-    for name, pair in classes.items():
+    for name in (OURS, PADDED):
         runs[name] = train(
-            *pair,
+            *classes_of(task.name, ours=name == OURS),
             console,
             f"{task.name.upper()}, {LABELS[name]}",
             model=model,
@@ -123,8 +112,7 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
             peft_config=LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None,
             options=options,
         )
-        if name != OURS:
-            runs[name].trainer = None
+    runs[PADDED].trainer, runs[PADDED].weights = None, {}
     return runs
 
 
@@ -132,7 +120,7 @@ def summarize(task: Task, runs: dict[str, Run]) -> dict[str, Any]:
     """What the comparison found, as plain numbers."""
     ours, padded = runs[OURS], runs[PADDED]
     counts = ours.trainer.total_counts()
-    difference = max(abs(a - b) for a, b in zip(ours.losses, padded.losses, strict=True))
+    difference = differences(padded.log_history, ours.log_history)["loss"]
     tolerance = BFLOAT16_TOLERANCE if ours.trainer.args.bf16 else FLOAT32_TOLERANCE
     return {
         "task": task.name,
@@ -152,11 +140,9 @@ def summarize(task: Task, runs: dict[str, Run]) -> dict[str, Any]:
 
 def print_summary(summary: dict[str, Any], console: Console) -> None:
     """The comparison as a table."""
-    table = Table(
-        title=f"{summary['task'].upper()}, {summary['steps']} steps on the same batches", title_justify="left"
-    )
-    for column in ("", LABELS[PADDED], LABELS[OURS], ""):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
+    heads = (Column(LABELS[name], justify="right") for name in (PADDED, OURS))
+    table = Table("", *heads, "", title=title, title_justify="left")
 
     def saved(name: str) -> str:
         padded = summary[name][PADDED]
@@ -178,14 +164,11 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
 
 def draw(runs: dict[str, Run], summary: dict[str, Any], path: Path) -> None:
-    """The comparison as a chart."""
+    """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
+    names = (PADDED, OURS)
     bars = {"time": "seconds", "tokens": "tokens_computed", "memory": "peak_memory_gib"}
-    plot_runs(
-        {LABELS[name]: runs[name].losses for name in (PADDED, OURS)},
-        {title: {LABELS[name]: value for name, value in summary[key].items()} for title, key in bars.items()},
-        summary["task"].upper(),
-        path,
-    )
+    figures = {title: {LABELS[name]: summary[key][name] for name in names} for title, key in bars.items()}
+    plot_runs({LABELS[name]: runs[name].losses for name in names}, figures, summary["task"].upper(), path)
 
 
 def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, str]:
@@ -205,16 +188,7 @@ def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, 
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Run the quick start.
-
-    Args:
-        args (`argparse.Namespace`):
-            Options of the command line.
-
-    Returns:
-        `int`: Exit code: 0 if the losses are equal up to rounding, else 1.
-    """
+    """Run the quick start with options of the command line. Exit code 0 if the losses are equal up to rounding."""
     console, output_dir = Console(stderr=args.json), Path(args.output_dir)
     if args.model is None:
         torch.set_num_threads(1)  # in a model this small, threads wait for each other, for long on a busy machine
@@ -234,11 +208,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_summary(summary, console)
         console.print(f"\nAsked:    {question}\nAnswered: {answer}\n", markup=False)
-    try:
-        draw(runs, summary, output_dir / "chart.png")
-        console.print(f"Chart: {output_dir / 'chart.png'}", soft_wrap=True)
-    except ImportError as error:
-        console.print(f"No chart: {error}", markup=False, soft_wrap=True)
+    drawn(lambda: draw(runs, summary, output_dir / "chart.png"), output_dir / "chart.png", console)
     if not summary["equal"]:
         console.print(
             f"The losses differ by {summary['loss_difference']:.1e}, which is more than rounding "

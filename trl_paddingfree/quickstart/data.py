@@ -17,36 +17,26 @@ _SHORTEST = 20
 
 @cache
 def docstrings() -> tuple[tuple[str, str], ...]:
-    """
-    Pairs of a question about a function or class of the standard library, and its docstring.
-
-    Read from source, without importing anything, in the order of the files.
-    """
-    return tuple(_all_docstrings())
-
-
-def _all_docstrings() -> Iterator[tuple[str, str]]:
-    root = Path(sysconfig.get_path("stdlib"))
+    """Pairs of a question about a function or class of the standard library, and its docstring, read from source."""
+    root, found = Path(sysconfig.get_path("stdlib")), list[tuple[str, str]]()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _LEFT_OUT.isdisjoint(parts):
-            module = ".".join(parts).removesuffix(".__init__")
-            yield from _docstrings_of(ast.parse(path.read_bytes()), module)
+            found += _docstrings_of(ast.parse(path.read_bytes()), ".".join(parts).removesuffix(".__init__"))
+    return tuple(found)
 
 
-def _docstrings_of(tree: ast.Module | ast.ClassDef, name: str) -> Iterator[tuple[str, str]]:
+def _docstrings_of(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tuple[str, str]]:
     for node in tree.body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        name = f"{module}.{node.name}"
+        signature = f"class {name}" if isinstance(node, ast.ClassDef) else f"def {name}({ast.unparse(node.args)})"
+        docstring = ast.get_docstring(node) or ""
+        if len(docstring) >= _SHORTEST:
+            yield f"What does this do?\n\n{signature}", docstring
         if isinstance(node, ast.ClassDef):
-            yield from _question_and_answer(node, f"class {name}.{node.name}")
-            yield from _docstrings_of(node, f"{name}.{node.name}")
-        elif isinstance(node, ast.FunctionDef):
-            yield from _question_and_answer(node, f"def {name}.{node.name}({ast.unparse(node.args)})")
-
-
-def _question_and_answer(node: ast.ClassDef | ast.FunctionDef, signature: str) -> Iterator[tuple[str, str]]:
-    docstring = ast.get_docstring(node) or ""
-    if len(docstring) >= _SHORTEST:
-        yield f"What does this do?\n\n{signature}", docstring
+            yield from _docstrings_of(node, name)
 
 
 def topics() -> Iterator[tuple[str, str]]:
@@ -57,59 +47,19 @@ def topics() -> Iterator[tuple[str, str]]:
         yield f"Explain “{topic}” in Python.", text.strip()
 
 
-def conversations(seed: int = 0) -> list[dict[str, list[dict[str, str]]]]:
-    """All questions with their answers, in random order, as `"prompt"` and `"completion"` messages."""
+def instruction_data(seed: int = 0) -> Dataset:
+    """All questions with their answers as TRL's prompt-completion rows, in random order."""
     rows = [*docstrings(), *topics()]
     random.Random(seed).shuffle(rows)
-    return [
-        {
-            "prompt": [{"role": "user", "content": question}],
-            "completion": [{"role": "assistant", "content": answer}],
-        }
-        for question, answer in rows
-    ]
 
+    def said(role: str, content: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content}]
 
-def instruction_data(seed: int = 0) -> Dataset:
-    """
-    The questions and answers as TRL's prompt-completion rows.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the order.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.quickstart.data import instruction_data
-    >>> instruction_data().column_names
-    ['prompt', 'completion']
-
-    ```
-    """
-    return Dataset.from_list(conversations(seed))
+    return Dataset.from_list([{"prompt": said("user", q), "completion": said("assistant", a)} for q, a in rows])
 
 
 def preference_data(seed: int = 0) -> Dataset:
-    """
-    The questions as preference pairs: their own answer against the answer to another question.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the order.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.quickstart.data import preference_data
-    >>> preference_data().column_names
-    ['prompt', 'chosen', 'rejected']
-
-    ```
-    """
-    rows = conversations(seed)
-    half = len(rows) // 2  # far apart, so that no answer is preferred in one pair of a sample and rejected in another
-    return Dataset.from_list(
-        [
-            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
-            for row, other in zip(rows, rows[half:] + rows[:half], strict=True)
-        ]
-    )
+    """The questions as preference pairs: their own answer against the answer to another question."""
+    pairs = instruction_data(seed).rename_column("completion", "chosen")
+    half = len(pairs) // 2  # far apart, so that no answer is preferred in one pair of a sample and rejected in another
+    return pairs.add_column("rejected", pairs["chosen"][half:] + pairs["chosen"][:half])

@@ -13,24 +13,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """
-    A byte-level BPE tokenizer with a chat template.
-
-    Args:
-        texts (`Iterable[str]`):
-            What to train it on.
-        vocab_size (`int`, *optional*, defaults to `2048`):
-            Most tokens that it may have.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.quickstart.model import make_tokenizer
-    >>> tokenizer = make_tokenizer(["an apple a day"])
-    >>> tokenizer.decode(tokenizer("a day")["input_ids"])
-    'a day'
-
-    ```
-    """
+    """A byte-level BPE tokenizer with a chat template, trained on `texts`."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -51,26 +34,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTo
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
-    """
-    A Llama with random weights.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Its tokenizer.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-        **sizes:
-            Fields of [`~transformers.LlamaConfig`] to set, in place of about 2 million parameters' worth.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
-    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
-    >>> model.config.num_hidden_layers
-    2
-
-    ```
-    """
+    """A Llama with random weights: about 2 million, unless `sizes` set fields of [`~transformers.LlamaConfig`]."""
     set_seed(seed)
     defaults: dict[str, Any] = {
         "hidden_size": 256,

@@ -1,31 +1,35 @@
-"""One training run, with its losses, time and memory."""
+"""One training run, with its time and memory."""
 
 import gc
-import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
+
+from . import side_by_side
+from .side_by_side import Trajectory, has_accelerator
 
 # Often enough to see the largest tensors of a step live
 SAMPLE_SECONDS = 0.002
 
 
 @dataclass
-class Run:
-    """What one training run reported."""
+class Run(Trajectory):
+    """A training run as it was watched. `memory` is GiB at the peak, above the level before the run."""
 
-    losses: list[float] = field(default_factory=list)
-    seconds: float = math.nan
-    memory: float = math.nan  # GiB at the peak, above the level before the run
-    trainer: Any = None
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """Time to train."""
+        return self.log_history[-1]["train_runtime"]
 
 
 class MemoryWatch(threading.Thread):
@@ -42,23 +46,21 @@ class MemoryWatch(threading.Thread):
 
 
 @contextmanager
-def watch_memory(run: Run) -> Iterator[None]:
-    """Within this context, find how much more memory is in use at the peak than at the start."""
+def watch_memory() -> Iterator[Callable[[], float]]:
+    """Yield a function that says, afterwards, how many GiB more were in use at the peak than at the start."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield
-        run.memory = (torch.cuda.max_memory_allocated() - before) / 2**30
+    if has_accelerator():
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        yield lambda: (torch.accelerator.max_memory_allocated() - before) / 2**30
         return
     watch = MemoryWatch()
     watch.start()
     try:
-        yield
+        yield lambda: (watch.peak - watch.before) / 2**30
     finally:
         watch.done.set()
         watch.join()
-    run.memory = (watch.peak - watch.before) / 2**30
 
 
 class ShowSteps(TrainerCallback):
@@ -76,42 +78,9 @@ class ShowSteps(TrainerCallback):
             self.progress.update(self.task, completed=state.global_step, description=description)
 
 
-def train(trainer_class: type, config_class: type, console: Console, description: str, **kwargs: Any) -> Run:
-    """
-    Train and watch.
-
-    Args:
-        trainer_class (`type`):
-            TRL's trainer or ours.
-        config_class (`type`):
-            Its configuration.
-        console ([`~rich.console.Console`]):
-            Where to show the steps.
-        description (`str`):
-            What to call them there.
-        **kwargs:
-            Arguments of the trainer; `options` are those of the configuration.
-    """
-    run, on_gpu = Run(), torch.cuda.is_available()
-    defaults = {
-        "bf16": on_gpu,
-        "use_cpu": not on_gpu,
-        "dataloader_pin_memory": on_gpu,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    args = config_class(**{**defaults, **kwargs.pop("options")})
-    with watch_memory(run), Progress(console=console) as progress:
-        trainer = trainer_class(args=args, **kwargs)
-        trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(ShowSteps(progress, description))
-        trainer.train()
-    history = trainer.state.log_history
-    run.losses = [entry["loss"] for entry in history if "loss" in entry]
-    run.seconds = history[-1]["train_runtime"]
-    run.trainer = trainer
-    return run
+def train(trainer_class: type, config_class: type, console: Console, description: str, **arguments: Any) -> Run:
+    """Train by TRL's trainer or ours, with `arguments` as for [`side_by_side.train`], and watch."""
+    with watch_memory() as memory, Progress(console=console) as progress:
+        callbacks = [ShowSteps(progress, description)]
+        trained = side_by_side.train(trainer_class, config_class, callbacks=callbacks, **arguments)
+    return Run(**vars(trained), memory=memory())

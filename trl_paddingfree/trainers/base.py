@@ -1,71 +1,60 @@
-"""What the padding-free trainers add to TRL's: one model forward, one check, one set of figures."""
+"""The base of the padding-free trainers: models that compute flat batches, one check, one set of figures."""
 
 import inspect
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from trl.trainer.utils import get_config_model_id
 
-from .. import upstream
-from ..batching.arrange import StepSampler
+from .. import __version__, upstream
 from ..check.prove import UnprovenModelError
-from ..data.image_probe import ImageProbe
-from ..data.images import has_images
+from ..data.arrange import StepSampler
+from ..data.images import ImageProbe, has_images
 from ..data.task import Task
-from ..flat.batch import BatchCounts
-from ..model.forward import install, installed
+from ..flat.batch import FlatBatch
+from ..flat.counts import BatchCounts, TokenCounts, gathered
+from ..memory.device import PeakMemory
+from ..memory.plan import MemoryBudget, is_sharded, plan_memory
+from ..memory.steps import BudgetedSteps
+from ..model import architecture
+from ..model.flat_model import FlatModel
 from ..model.routes import Route
-from .checkpoints import WholeCheckpoints
-from .configs import PaddingFreeOptions, refuse_wrong_options
-from .memory_budget import MemoryBudget
-from .micro_batches import Part, PartMetrics
-from .model_card import describe_method
+from .checkpoints import MODEL_CARD, checkpoint_to_resume, load_by_name, state_file
+from .configs import PaddingFreeOptions, refuse_wrong_options, silence
 from .proving import StartUpCheck, base_of
-from .quiet import silence
-from .refusals import given_datasets, refuse_images, refuse_unflattenable, warn_of_dropout
-from .token_counts import TokenCounts, gathered
+from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
 
 
 @dataclass
 class Flat:
-    """
-    What a trainer does beside TRL's.
-
-    Args:
-        options ([`PaddingFreeOptions`]):
-            What was asked for.
-        check ([`StartUpCheck`], *optional*):
-            How models are proven; `None` before the models are there.
-        bases (`list[PreTrainedModel]`, *optional*):
-            The transformers models that compute batches, under whatever wrappers; the one that is trained first.
-        route ([`~trl_paddingfree.model.routes.Route`], *optional*):
-            How batches are computed: planned, and from the check on proven. `None` before the models are there.
-        awaits_weights (`bool`, *optional*, defaults to `False`):
-            Whether the check is still to come, because an engine has yet to place the weights.
-        sampler (`StepSampler`, *optional*):
-            The order of training, if `arrange_micro_batches` makes one.
-        part (`tuple[Part, PartMetrics]`, *optional*):
-            The part of a micro-batch that is being computed.
-        memory ([`MemoryBudget`], *optional*):
-            The plan under `memory_budget`; `None` without one, and before the models have their weights.
-        resumed_from (`str`, *optional*):
-            The checkpoint that training goes on from.
-    """
+    """What a trainer does beside TRL's; all but the options from the moment that TRL has made its models."""
 
     options: PaddingFreeOptions
     check: StartUpCheck | None = None
-    bases: list[PreTrainedModel] = field(default_factory=list)
-    route: Route | None = None
-    awaits_weights: bool = False
-    sampler: StepSampler | None = None
-    part: tuple[Part, PartMetrics] | None = None
-    memory: MemoryBudget | None = None
-    resumed_from: str | None = None
+    models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
+    steps: BudgetedSteps | None = (
+        None  # how steps keep within budgets; `None` without one, and before there are weights
+    )
+    sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
+    resumed_from: str | None = None  # the checkpoint that training goes on from
+
+    @property
+    def route(self) -> Route | None:
+        """How batches are computed: planned, and from the check on proven. `None` before the models are there."""
+        return self.models[0].route if self.models else None
+
+    @property
+    def memory(self) -> MemoryBudget | None:
+        """The plan under `memory_budget`."""
+        return None if self.steps is None else self.steps.memory
 
 
-class FlatTrainer(WholeCheckpoints):
+class FlatTrainer(Trainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's.
 
@@ -76,11 +65,15 @@ class FlatTrainer(WholeCheckpoints):
     trl_trainer: Any  # TRL's trainer class
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
-    flat: Flat | None = None  # `None`: the trainer is TRL's own
+    flat: Any = None  # its [`Flat`]; `None`: the trainer pads as TRL's does
+    # Attributes in which TRL's loss keeps account
+    changed_by_loss: ClassVar[tuple[str, ...]] = ()
+    names_differ = False  # between the last checkpoint that was loaded and the model
     train_dataset: Any
     model: Any
     ref_model: Any = None
     args: Any
+    aux_loss_enabled: Any = False
 
     # --- at the start -----------------------------------------------------------------------------------------------
 
@@ -104,6 +97,8 @@ class FlatTrainer(WholeCheckpoints):
         self.flat = Flat(options)
         self.refuse_arguments(arguments)
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
+        if options.memory_budget is not None:
+            config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
         try:
             self.trl_trainer.__init__(self, **arguments)
         finally:
@@ -114,10 +109,14 @@ class FlatTrainer(WholeCheckpoints):
         self.start_flat()
         self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
+        if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
+            self.plan_steps()
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
-        """Refuse arguments of the trainer that cannot be combined with flat batches."""
+        """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
         refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
+        if self.flat.options.memory_budget is not None:
+            refuse_beside_budget(self.flat.options, arguments["args"])
 
     def collator_of(self, with_images: bool) -> Any:
         """The collator class that gives flat batches of data with or without images."""
@@ -131,54 +130,79 @@ class FlatTrainer(WholeCheckpoints):
         """Refuse options that move examples between micro-batches where that would change the loss."""
         raise NotImplementedError
 
+    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
+        """Refuse data, as the user gave it, that the model cannot compute."""
+
     def flat_models(self) -> list[Any]:
         """The models that compute batches, under whatever wrappers; the one that is trained first."""
         return [self.model] if self.ref_model is None else [self.model, self.ref_model]
 
-    def start_flat(self) -> None:
-        """
-        Prove the models, and install the flat forward on them. Once.
+    def flat_base(self, model: Any) -> PreTrainedModel:
+        """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
+        return base_of(self.accelerator, model)
 
-        Prefixes are shared only if every model passes with shared prefixes.
-        """
+    def start_flat(self) -> None:
+        """Prove the models, and have them compute flat batches: with shared prefixes, if every model can. Once."""
         flat = self.flat
-        if flat is None or flat.route is not None:
+        if flat is None or flat.models:
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
-        models = self.flat_models()
-        flat.bases = [self.flat_base(model) for model in models]
-        if all(flat.check.can_call(model, model is self.model) for model in models):
-            flat.route = flat.check.prove_all(models)
-        else:  # the engine shards and places the weights when training starts: the check waits for it
-            routes = [flat.check.plan(model) for model in models]
-            for base, route in zip(flat.bases, routes, strict=True):
-                install(base, route)
-            flat.route, flat.awaits_weights = routes[0], True
+        upstream.cast_inputs_once(self.model, self.accelerator.device.type)
+        flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
-        warn_of_dropout(flat.bases[0], self.args)
-
-    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
-        """Refuse data, as the user gave it, that the model cannot compute."""
+        warn_of_dropout(flat.models[0].model, self.args)
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
         flat = self.flat
-        if flat is None or flat.check is None or flat.route is None or not flat.awaits_weights:
+        if flat is None or flat.check is None or not flat.check.awaits_weights:
             return
         models = [model]
         if self.flat_base(model) is self.flat_base(self.model):
-            flat.awaits_weights = False
+            flat.check.awaits_weights = False
             models += self.flat_models()[1:]
-        planned, flat.route = flat.route, flat.check.prove_all(models)
-        if planned.prefix_sharing and not flat.route.prefix_sharing:
+        planned, proven = flat.models[0].route, flat.check.prove_all(models)
+        if planned.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.flat_base(model)).__name__} cannot share prefixes, which was found out after the first "
                 "batches had been laid out: set `prefix_sharing=False`."
             )
 
-    def flat_base(self, model: Any) -> PreTrainedModel:
-        """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
-        return base_of(self.accelerator, model)
+    # --- budgets ----------------------------------------------------------------------------------------------------
+
+    def plan_steps(self) -> None:
+        """Plan for the budgets that were asked for, and refuse what no example fits into. Once."""
+        flat = self.flat
+        if flat is None or flat.steps is not None or not flat.options.has_budget:
+            return
+        memory = None
+        if flat.options.memory_budget is not None:
+            memory = plan_memory(self, flat.models[0], self.peak_memory)
+            if flat.resumed_from is not None:
+                memory.load(flat.resumed_from, self.args.process_index)
+        flat.steps = BudgetedSteps(self, memory, flat.options.max_tokens_per_micro_batch)
+        if memory is not None and not memory.has_shrunk:  # which makes it smaller than the data was measured by
+            self.refuse_small_budget(memory)
+
+    def refuse_small_budget(self, memory: MemoryBudget) -> None:
+        """Refuse a budget that an example, of those that are known, does not fit into."""
+        raise NotImplementedError
+
+    def images_in_memory(self) -> list[dict[str, Any]]:
+        """Arguments of calls with images, of which one differs from another in their number; none for text."""
+        return []
+
+    def reach_of(self, batch: FlatBatch) -> int | None:
+        """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
+        width = batch.row_index.size(1)
+        limits = architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
+        return width if any(width >= limit for limit in limits.values()) else None
+
+    def _prepare_input(self, data: Any) -> Any:
+        # transformers moves tensors and what holds them; batches in parts are made after the data loader has moved all
+        if isinstance(data, FlatBatch):
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
@@ -195,15 +219,21 @@ class FlatTrainer(WholeCheckpoints):
         """What a micro-batch of training holds, in the plural."""
         return self.task.unit
 
+    @cached_property
+    def peak_memory(self) -> PeakMemory:
+        """The most memory in use so far."""
+        return PeakMemory(self.accelerator.device)
+
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
-        return gathered(self.counts.total, self.accelerator)
+        counts = gathered(self.counts.total, self.accelerator)
+        repeats = self.flat is None or self.flat.models[0].repeats
+        return counts if repeats else replace(counts, repeated=0)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.flat is not None and self.model.training and "loss" in logs:
-            forward = installed(self.flat_base(self.model))
-            assert forward is not None
-            logs.update(self.counts.figures(self.accelerator, forward.carries_state))
+            repeats = self.flat.models[0].repeats
+            logs.update(self.counts.figures(self.accelerator, self.peak_memory.highest, repeats))
             if self.flat.memory is not None:
                 logs.update(self.flat.memory.figures(self.accelerator))
         super().log(logs, *args, **kwargs)
@@ -214,5 +244,56 @@ class FlatTrainer(WholeCheckpoints):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
         super().create_model_card(model_name, dataset_name, [*tags, "padding-free"] if self.flat else tags)
         if self.flat is not None and self.is_world_process_zero():
+            card = Path(self.args.output_dir) / "README.md"
             share = self.counts.total.computed / max(self.counts.total.padded, 1)
-            describe_method(Path(self.args.output_dir) / "README.md", self.method, share)
+            section = MODEL_CARD.format(version=__version__, method=self.method, share=share)
+            card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
+
+    # --- checkpoints: none is left half written, and runs resume from a whole one -----------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:  # a checkpoint that is written anew is not whole until it is whole again
+            state_file(self.args.output_dir, self.state.global_step).unlink(missing_ok=True)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # which makes the folder, in every process
+        if self.flat is not None and self.flat.memory is not None:
+            self.flat.memory.save(output_dir, self.args.process_index)
+        # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
+        self.accelerator.wait_for_everyone()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.flat is not None and checkpoint is not None:
+            self.flat.resumed_from = checkpoint
+            if self.flat.memory is not None:
+                self.flat.memory.load(checkpoint, self.args.process_index)
+        super()._load_rng_state(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Models with images or experts have other names in files than in memory, which transformers' trainer does not
+        # know: it warns, and goes on with the weights that the model was made with
+        self.names_differ = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self.names_differ:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        arguments = (resume_from_checkpoint, model)
+        self._load_by_name(super()._load_from_checkpoint, arguments, resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._load_by_name(super()._load_best_model, (), self.state.best_model_checkpoint)
+
+    def _load_by_name(self, load: Callable[..., None], arguments: tuple, checkpoint: Any, model: Any = None) -> None:
+        """Load as transformers does, and then by name, if the checkpoint has other names."""
+        self.names_differ = False
+        load(*arguments)
+        if self.names_differ:
+            load_by_name(checkpoint, self.model if model is None else model)
+
+    def synchronizing(self, is_last: bool) -> Any:
+        """A context for a part of a micro-batch, after the last of which gradients are synchronized."""
+        return nullcontext()

@@ -1,13 +1,29 @@
-"""Checkpoints that are whole, and runs that resume from the newest of them."""
+"""Checkpoints: which are whole, which to resume from, weights under other names, and what the model card says."""
 
 import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+# What a model card says beside TRL's text
+MODEL_CARD = """
+
+### Without padding
+
+trl-paddingfree {version} computed the batches: {method}. The losses and gradients are those of TRL's padded batches, of
+whose slots it computed {share:.0%}. Cite it as:
+
+```bibtex
+@software{{trl_paddingfree,
+  title   = {{{{trl-paddingfree: padding-free and prefix-shared training on TRL}}}},
+  version = {{{version}}},
+  year    = {{2026}}
+}}
+```
+"""
 
 
 def state_file(output_dir: str, step: int) -> Path:
@@ -69,51 +85,19 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
     return resume_from_checkpoint
 
 
-class WholeCheckpoints(Trainer):
-    """The part of the padding-free trainers that leaves no checkpoint half written, and resumes from a whole one."""
+def load_by_name(checkpoint: Any, model: Any) -> None:
+    """
+    Load the weights that a checkpoint has under other names, as `from_pretrained` finds them.
 
-    args: Any
-    names_differ = False  # between the last checkpoint that was loaded and the model
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self.args.should_save:  # a checkpoint that is written anew is not whole until it is whole again
-            state_file(self.args.output_dir, self.state.global_step).unlink(missing_ok=True)
-        super()._save_checkpoint(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
-        self.accelerator.wait_for_everyone()
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Models with images or experts have other names in files than in memory, which transformers' trainer does not
-        # know: it warns, and goes on with the weights that the model was made with
-        self.names_differ = bool(load_result.missing_keys and load_result.unexpected_keys)
-        if not self.names_differ:
-            super()._issue_warnings_after_load(load_result)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_by_name(resume_from_checkpoint, self.model if model is None else model)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._load_by_name(self.state.best_model_checkpoint, self.model)
-
-    def _load_by_name(self, checkpoint: Any, model: Any) -> None:
-        """Load the weights that a checkpoint has under other names, as `from_pretrained` finds them."""
-        if not self.names_differ:
-            return
-        self.names_differ = False
-        loaded, found = type(model).from_pretrained(
-            checkpoint, config=deepcopy(model.config), dtype=model.dtype, output_loading_info=True
+    Raises:
+        `ValueError`: If it does not have all weights of `model`.
+    """
+    loaded, found = type(model).from_pretrained(
+        checkpoint, config=deepcopy(model.config), dtype=model.dtype, output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and {len(missing[3:])} others "
+            f"of {type(model).__name__}: it is one of another model."
         )
-        if missing := sorted(found["missing_keys"]):
-            raise ValueError(
-                f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and "
-                f"{len(missing[3:])} others of {type(model).__name__}: it is one of another model."
-            )
-        model.load_state_dict(loaded.state_dict())
+    model.load_state_dict(loaded.state_dict())

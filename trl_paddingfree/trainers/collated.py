@@ -1,7 +1,7 @@
-"""What the trainers whose batches come from a collator add to TRL's: flat batches, within a budget."""
+"""The base of the trainers whose batches come from a collator: flat batches, arranged, and within a budget."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,28 +10,25 @@ import torch
 from accelerate import DistributedType
 from datasets import Dataset
 
-from .. import upstream
-from ..batching.lengths import longest_row, token_lengths
-from ..data.image_probe import ImageProbe
-from ..data.images import has_images
-from ..data.parts import KeepingExamples
-from ..flat.batch import BatchCounts
-from ..model.answers import EditedRowsError, refuse_lost_batch
-from ..model.forward import ask_edits, read_edits
+from ..data.arrange import arranged_sampler, arrangement
+from ..data.images import ImageProbe, has_images
+from ..data.lengths import example_tokens, longest_row, row_lengths, token_lengths
+from ..flat.batch import FlatBatch, RowPart
+from ..flat.counts import BatchCounts
+from ..memory.parts import split_by_tokens
+from ..memory.plan import MemoryBudget
+from ..memory.steps import counts_in_parts
+from ..model import architecture
+from ..model.answers import refuse_lost_batch
+from ..model.vision import vision_rules
 from .base import FlatTrainer
-from .budgeted import BudgetedSteps
-from .micro_batches import Part, PartMetrics, arranged_sampler, arrangement, weighted_parts
-from .refusals import (
-    refuse_moving,
-    refuse_oversized,
-    refuse_rotary_padding,
-    refuse_unseen,
-    refuse_unsized,
-)
-from .vision import flat_collator, images_to_try
+from .refusals import refuse_blind, refuse_moving, refuse_oversized, refuse_rotary_padding, refuse_unseen
+
+# How many of the largest examples are looked at, by each measure
+_CANDIDATES = 16
 
 
-class CollatedTrainer(BudgetedSteps, FlatTrainer):
+class CollatedTrainer(FlatTrainer):
     """
     Base of the trainers whose batches come from a collator: it makes them flat, and this keeps them within a budget.
 
@@ -54,30 +51,44 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
     _train_batch_size: int
     _total_train_tokens: int
     _is_vision_dataset: Any = False
-    aux_loss_enabled: Any = False
     router_aux_loss_coef: Any = 0.0
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
-        assert self.flat is not None
         if has_images(arguments.get("train_dataset")):
             refuse_unseen(self.flat.options)
 
     def start_flat(self) -> None:
         """Prove the models, and have the collator make flat batches. Once."""
-        if self.flat is None or self.flat.route is not None:
+        if self.flat is None or self.flat.models:
             return
         super().start_flat()
-        assert self.flat.route is not None
-        self.data_collator = replace(flat_collator(self), prefix_sharing=self.flat.route.prefix_sharing)
+        self.data_collator = replace(self._flat_collator(), prefix_sharing=self.flat.models[0].route.prefix_sharing)
+
+    # --- images -----------------------------------------------------------------------------------------------------
+
+    def _flat_collator(self) -> Any:
+        """The collator, such that it gives flat batches. A copy: the user's own may serve another trainer."""
+        collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
+        if not isinstance(collator, wanted):
+            collator = wanted(**vars(collator))
+        if not self._is_vision_dataset:
+            return replace(collator, padding_free=True)
+        model = self.flat_base(self.model)
+        refuse_blind(model)
+        return replace(collator, padding_free=True, rules=vision_rules(model))
 
     def images_to_try(self) -> ImageProbe | None:
         """The first examples with images, as the collator will get them; `None` for text."""
-        return images_to_try(self, flat_collator(self))
+        if not self._is_vision_dataset:
+            return None
+        collator = self._flat_collator()
+        self._set_signature_columns_if_needed()
+        kept = self._signature_columns if self.args.remove_unused_columns else None
+        rows = ({k: v for k, v in row.items() if kept is None or k in kept} for row in self.train_dataset)
+        return ImageProbe(collator, rows)
 
     def images_in_memory(self) -> list[dict[str, Any]]:
-        assert self.flat is not None
-        assert self.flat.check is not None
         images = self.flat.check.images
         if images is not None and not images.names:
             raise ValueError(
@@ -90,14 +101,11 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
 
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on which others share its micro-batch."""
-        aux_loss = [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
-        limits = self.rotary_limits().items()
-        reached = [f"`rope_type={kind!r}` and rows of more than {n} tokens" for kind, n in limits if self.exceeds(n)]
-        return [*aux_loss, *reached]
+        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
 
     def rotary_limits(self) -> dict[str, int]:
         """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
-        return upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
+        return architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
 
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
@@ -124,12 +132,14 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         """Refuse options that move examples between micro-batches where that would change the loss."""
         if self.flat is None or self.flat.route is None:
             return
-        options = self.flat.options
-        refuse_unsized(self, options, knows_sizes=type(self).part_sizes is not CollatedTrainer.part_sizes)
+        options, limits = self.flat.options, self.rotary_limits()
+        if options.arrange_micro_batches != "none":
+            reached = [(kind, length) for kind, length in limits.items() if self.exceeds(length)]
+            rotary = [f"`rope_type={kind!r}` and rows of more than {length} tokens" for kind, length in reached]
+            reasons = [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()]
+            refuse_moving(options, self.train_dataset, self.args, reasons)
+        refuse_rotary_padding(self.args.pad_to_multiple_of, limits, self.exceeds)
         limit = options.max_tokens_per_micro_batch
-        if options.arrange_micro_batches != "none" or limit:
-            refuse_moving(options, self.train_dataset, self.args, self.coupled_by(), self.weighed_by_micro_batch())
-        refuse_rotary_padding(self.args.pad_to_multiple_of, self.rotary_limits(), self.exceeds)
         if limit and options.oversized_examples == "error" and isinstance(self.train_dataset, Dataset):
             refuse_oversized(self.example_lengths(), self.flat.route.prefix_sharing, limit)
 
@@ -150,11 +160,10 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
             batch_size=batch_size,
             num_processes=processes,
         )
-        step_size = batch_size * processes * self.args.gradient_accumulation_steps
         flat.sampler = arranged_sampler(
             sampler,
             arrange,
-            step_size=step_size,
+            step_size=batch_size * processes * self.args.gradient_accumulation_steps,
             data_seed=self.args.data_seed,
             use_seedable_sampler=self.args.accelerator_config.use_seedable_sampler,
         )
@@ -164,11 +173,8 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         if self.flat is None:
             return super().get_train_dataloader()
         collator = self.data_collator
-        if limit := self.flat.options.max_tokens_per_micro_batch:
-            # In training only: evaluation keeps no activations and needs no parts
-            self.data_collator = replace(collator, max_tokens=limit)
-        if self.flat.options.memory_budget is not None:
-            self.data_collator = KeepingExamples(collator)
+        if self.flat.options.has_budget:  # in training only: evaluation keeps no activations and needs no parts
+            self.data_collator = replace(collator, keeps_rows=True)
         try:
             loader: Any = super().get_train_dataloader()
         finally:
@@ -184,61 +190,94 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         """What the loss, under the name "loss", and each metric of a part of a micro-batch is a mean over: how many."""
         raise NotImplementedError
 
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the losses of parts of a micro-batch add up to that of the whole, and it is known how."""
+        return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
+
+    def refuse_small_budget(self, memory: MemoryBudget) -> None:
+        """Refuse a budget that the most demanding example does not fit into."""
+        if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
+            return  # lengths are not known before an example comes, and then it is refused
+        lengths = self.example_lengths()
+        # Layers need most for the most tokens, attention for the longest row, the head for the longest completions, and
+        # all together for an example that is among the largest by one of these
+        tokens, rows = example_tokens(lengths, memory.route.prefix_sharing), row_lengths(lengths).max(1)
+        measures = (tokens, rows, lengths[:, -2:].sum(1))
+        candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
+        batches = {index: self.data_collator([self.train_dataset[index]])["flat_batch"] for index in candidates}
+        worst = max(batches, key=lambda index: memory.least(batches[index]))
+        if not memory.can_hold(batches[worst]):
+            raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
+
+    def example_of(self, batch: FlatBatch) -> tuple[str, str]:
+        """What a part that does not fit by itself is called, and what makes it smaller."""
+        return "an example of the training data", "`max_length`"
+
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.flat is not None and self.flat.options.memory_budget is not None:
-            self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
-            self.plan_memory()
-        if self.flat is not None:
-            refuse_lost_batch(inputs)
-        batches = self.parts_of(inputs)
-        if batches[0] is not inputs:
-            self._refuse_edits_of_whole(inputs, batches)
-        most, number = len(batches), None
-        if self.flat is not None and (self.flat.options.max_tokens_per_micro_batch or self.flat.memory):
-            most, number = self.agree_on_parts(batches)
-        if most == 1:
-            self._count(inputs, batches)
-            return self.attempt(model, inputs, num_items_in_batch, number)
-        is_normalized = num_items_in_batch is not None
-        parts = weighted_parts(batches, self.part_sizes, num_wanted=most, is_normalized=is_normalized)
-        self._count(inputs, [part.inputs for part in parts])
-        metrics = PartMetrics(self)
-        losses = [self.attempt(model, part.inputs, num_items_in_batch, number, (part, metrics)) for part in parts]
-        metrics.log()
-        return torch.stack(losses).sum()
+        step, flat = super().training_step, self.flat
+        if flat is None:
+            slots = inputs["input_ids"].numel()
+            self.counts.add(BatchCounts(slots, 0, slots, 0))
+            return step(model, inputs, num_items_in_batch)
+        refuse_lost_batch(inputs)
+        self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
+        self.plan_steps()
+        if flat.steps is None:
+            self.counts.add(inputs["flat_batch"].counts)
+            return step(model, inputs, num_items_in_batch)
+        if self._adds_up:
+            return flat.steps.in_parts(lambda part: step(model, part, num_items_in_batch), inputs, num_items_in_batch)
 
-    def _refuse_edits_of_whole(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        def divided() -> torch.Tensor:
+            flat.steps.begin()
+            batch = self._divided(inputs["flat_batch"], inputs["rows"])
+            whole = {name: value for name, value in inputs.items() if name != "rows"}
+            return step(model, {**whole, "flat_batch": batch}, num_items_in_batch)
+
+        return flat.steps.beneath(divided)
+
+    def _divided(self, whole: FlatBatch, rows: Any) -> FlatBatch:
+        """The batch of a micro-batch whose loss couples examples, with the parts in which the model computes it."""
+        reach = self.reach_of(whole)
+
+        def make(examples: list[int]) -> RowPart:
+            taken = rows.take(examples)
+            batch = replace(taken.batch(reach)["flat_batch"], companion=None)
+            return RowPart(torch.tensor(rows.row_numbers(examples)), batch, taken.images())
+
+        tokens = rows.tokens() if not self.flat.steps.fits(whole) else [0] * rows.num_examples
+        batch = self.flat.steps.divided(whole, tokens, make, split_by_tokens)
+        counts = [part.batch for part in batch.parts] or [batch]
+        self.counts.add(counts_in_parts(whole.counts, counts))
+        return batch
+
+    def refuse_edits_of_whole(self, inputs: dict[str, Any]) -> None:
         """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
-        if self.flat is not None and self.flat.bases:
-            rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
-            ask_edits(self.flat.bases[0], inputs["flat_batch"], rows)
-        whole, sizes = self.part_sizes(inputs), [self.part_sizes(part) for part in parts]
-        if any(size != sum(part[name] for part in sizes) for name, size in whole.items()):
-            raise EditedRowsError(
-                "Fewer tokens of a batch are scored than of the parts that it was cut into, which are computed: edit "
-                "the examples before `super().torch_call(examples)` of this package's collator, or leave "
-                "`max_tokens_per_micro_batch` and `memory_budget` out."
-            )
+        rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
+        self.flat.models[0].edits.ask(inputs["flat_batch"], rows, in_parts=True)
 
-    def step_of_part(self, model, part: Part, metrics: PartMetrics, num_items_in_batch) -> torch.Tensor:
-        """Forward and backward pass of a part; gradients are synchronized after the last."""
-        assert self.flat is not None
+    @contextmanager
+    def synchronizing(self, is_last: bool) -> Iterator[None]:
         state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
         # DeepSpeed goes by the flag below, and has a `no_sync` that refuses some of its stages
-        holds = part.is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        state._set_sync_gradients(sync_gradients and part.is_last)
-        self.flat.part = part, metrics
+        holds = is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        state._set_sync_gradients(sync_gradients and is_last)
         try:
-            with nullcontext() if holds else self.accelerator.no_sync(model):
-                return super().training_step(model, part.inputs, num_items_in_batch)
+            with nullcontext() if holds else self.accelerator.no_sync(self.model_wrapped):
+                yield
         finally:
-            self.flat.part = None
             state._set_sync_gradients(sync_gradients)
+
+    @property
+    def _part(self) -> Any:
+        """The part of a micro-batch that is being computed, and where its metrics go; `None` outside of one."""
+        return None if self.flat is None or self.flat.steps is None else self.flat.steps.current
 
     def compute_loss_context_manager(self):
         stack: Any = super().compute_loss_context_manager()
-        if self.flat is not None and self.flat.part is not None:
-            part, metrics = self.flat.part
+        if self._part is not None:
+            part, metrics = self._part
             stack.enter_context(metrics.of(part))
         return stack
 
@@ -246,24 +285,12 @@ class CollatedTrainer(BudgetedSteps, FlatTrainer):
         self.prove_placed(model)
         loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
         # The device has answered: TRL has read its metrics
-        for base in [] if self.flat is None else self.flat.bases:
-            read_edits(base)
-        if self.flat is None or self.flat.part is None:
+        for flat_model in [] if self.flat is None else self.flat.models:
+            flat_model.edits.read()
+        if self._part is None:
             return loss
-        weight = self.flat.part[0].weight
+        weight = self._part[0].weight
         return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
-
-    # --- figures ----------------------------------------------------------------------------------------------------
-
-    def _count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-        """Add the counts of a micro-batch, which is computed in `parts`."""
-        if self.flat is None:
-            slots = inputs["input_ids"].numel()
-            self.counts.add(BatchCounts(slots, 0, slots, 0))
-        else:
-            computed = sum((part["flat_batch"].counts for part in parts), BatchCounts())
-            whole = inputs["flat_batch"].counts
-            self.counts.add(replace(whole, computed=computed.computed, repeated=computed.repeated))
 
     def total_counts(self) -> BatchCounts:
         total = super().total_counts()

@@ -1,13 +1,73 @@
 """The options that this package adds to TRL's configurations."""
 
+import logging
+import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from difflib import get_close_matches
+from numbers import Integral
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from ..model.backends import BackendName
-from .option_values import refuse_wrong_values
-from .quiet import silence
+
+
+def silence() -> None:
+    """Silence warnings about names that TRL calls and transformers has renamed, and about kernels nobody asked for."""
+    warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def refuse_wrong_values(options: Any, declared_by: type) -> None:
+    """
+    Refuse values that the types of the fields of a configuration do not allow, naming what to write in their place.
+
+    The annotations of `declared_by` say which fields: `bool` allows `True` and `False`, `int` whole numbers from 1,
+    `Literal` its words, and a union what any of its members allows.
+    """
+    values = vars(options)
+    for name, hint in get_type_hints(declared_by).items():
+        if name not in values:  # TRL's own configurations have some of the options only
+            continue
+        kinds, value = _kinds(hint), values[name]
+        if not any(_allows(kind, value) for kind in kinds):
+            expected = " or ".join(_description(kind) for kind in kinds)
+            raise ValueError(f"`{name}={value!r}` must be {expected}.{_suggestion(name, value, kinds)}")
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The members of a union, or the type itself; literals in one tuple of words."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return [get_args(member) if get_origin(member) is Literal else member for member in members]
+
+
+def _allows(kind: Any, value: Any) -> bool:
+    if isinstance(kind, tuple):
+        return isinstance(value, str) and value in kind
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+    return isinstance(value, kind)
+
+
+def _description(kind: Any) -> str:
+    if isinstance(kind, tuple):
+        return ("one of " if len(kind) > 1 else "") + ", ".join(map(repr, kind))
+    return {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}[kind]
+
+
+def _suggestion(name: str, value: Any, kinds: list[Any]) -> str:
+    """What the user may have meant."""
+    words = [word for kind in kinds if isinstance(kind, tuple) for word in kind]
+    meant: list[Any] = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
+    text = str(value).strip().lower()
+    if bool in kinds and text in ("true", "false", "1", "0"):
+        meant = [text in ("true", "1")]
+    elif int in kinds and isinstance(value, str | float) and text.removesuffix(".0").isdigit() and int(float(text)):
+        meant = [int(float(text))]
+    elif NoneType in kinds and (isinstance(value, int | float) or text in ("none", "")):
+        return f" Leave `{name}` out for none."
+    return f" Did you mean `{name}={meant[0]!r}`?" if meant else ""
 
 
 def checked_budget(budget: float | str | None) -> float | str | None:
@@ -30,7 +90,8 @@ class PaddingFreeOptions:
 
     Args:
         padding_free (`bool`, *optional*, defaults to `True`):
-            Whether to compute real tokens only. If `False`, the trainer is TRL's own.
+            Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in
+            checkpoints only: half-written ones are refused, and weights are loaded by name.
         prefix_sharing (`bool`, *optional*):
             Whether to compute a prefix that several rows of a micro-batch share once. Defaults to `True` for DPO and
             `False` for SFT.
@@ -50,9 +111,9 @@ class PaddingFreeOptions:
             What to do with an example of more than `max_tokens_per_micro_batch` tokens: `"error"` refuses to start,
             `"alone"` runs it by itself.
         memory_budget (`float` or `str`, *optional*):
-            GiB that training may use on each device; `"auto"`: what the device has, less a tenth. With it each
-            micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even
-            so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without
+            GiB that training may use on each device; `"auto"`: what other processes leave of it, less a tenth. With
+            it each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit
+            even so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without
             it, activations are kept or recomputed as TRL does it.
 
     Raises:
@@ -75,7 +136,7 @@ class PaddingFreeOptions:
 
     padding_free: bool = field(
         default=True,
-        metadata={"help": "Whether to compute real tokens only. If `False`, the trainer is TRL's own."},
+        metadata={"help": "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does."},
     )
     prefix_sharing: bool = field(
         default=True,
@@ -108,6 +169,11 @@ class PaddingFreeOptions:
         },
     )
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether steps keep within a budget of memory or of tokens."""
+        return self.memory_budget is not None or self.max_tokens_per_micro_batch is not None
+
     def __post_init__(self):
         silence()
         refuse_wrong_options(self)
@@ -117,12 +183,7 @@ class PaddingFreeOptions:
 
 
 def refuse_wrong_options(config: Any) -> None:
-    """
-    Refuse values that options of this package cannot have, in a configuration of ours or of TRL's.
-
-    Raises:
-        `ValueError`: Naming the option, its value, and what to write in its place.
-    """
+    """Refuse values that options of this package cannot have, in a configuration of ours or of TRL's."""
     if isinstance(config, PaddingFreeOptions):
         config.memory_budget = checked_budget(config.memory_budget)
     refuse_wrong_values(config, PaddingFreeOptions)

@@ -8,11 +8,11 @@ import torch
 from trl import DPOConfig, DPOTrainer
 
 from .. import upstream
-from ..batching.lengths import truncated
 from ..data.collate import PreferenceCollator
-from ..data.preferences import check_preferences
+from ..data.lengths import truncated
 from ..data.prepare import log_dropped
 from ..data.task import Task
+from ..data.validate import check_preferences
 from ..data.vision import VisionPreferenceCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
@@ -35,7 +35,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
     as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once. With
-    `padding_free=False` it is TRL's trainer.
+    `padding_free=False` it pads as TRL's does.
 
     Args:
         args ([`PaddingFreeDPOConfig`] or [`~trl.DPOConfig`], *optional*):

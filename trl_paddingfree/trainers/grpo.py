@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from .. import upstream
@@ -10,6 +11,8 @@ from ..data.collate_heads import PromptGroups
 from ..data.task import Task
 from .configs import PaddingFreeGRPOConfig
 from .online import OnlineTrainer
+
+logger = logging.get_logger(__name__)
 
 GRPO = Task(
     name="grpo",
@@ -29,7 +32,7 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
     generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
-    TRL's. With `padding_free=False` all of it is.
+    TRL's. With `padding_free=False`, so are the passes.
 
     Args:
         args ([`PaddingFreeGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
@@ -72,6 +75,15 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any):
         self.start(args, kwargs)
+
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        super().refuse_arguments(arguments)
+        if (quantile := arguments["args"].top_entropy_quantile) < 1:
+            logger.warning(
+                f"`top_entropy_quantile={quantile}`: all completions of a prompt have the same entropy at their first "
+                "token. Where such a tie lies at the quantile, rounding decides which of these tokens train, with "
+                "padding too."
+            )
 
     def coupled_by(self) -> list[str]:
         args = self.args

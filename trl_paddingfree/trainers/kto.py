@@ -8,9 +8,9 @@ from trl import KTOConfig, KTOTrainer
 
 from .. import upstream
 from ..data.collate_heads import UnpairedPreferenceCollator
-from ..data.preferences import column_names, refuse_unread
 from ..data.prepare import log_dropped
 from ..data.task import Task
+from ..data.validate import column_names, refuse_unread
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
 
@@ -31,7 +31,8 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` the completions of each micro-batch,
     and the mismatched ones that estimate the KL divergence, go through the model as flat rows of their own without
-    padding, in which prompts that several of them share are there once. With `padding_free=False` it is TRL's trainer.
+    padding, in which prompts that several of them share are there once. With `padding_free=False` it pads as TRL's
+    does.
 
     Args:
         args ([`PaddingFreeKTOConfig`] or [`~trl.KTOConfig`], *optional*):

@@ -1,49 +1,62 @@
-"""What the trainers that generate their own rows add to TRL's: rows become flat where the model is called."""
+"""The base of the trainers that generate their own rows, which become flat where the model is called."""
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from datasets import Dataset
 from trl.trainer.utils import split_tensor_dict
 
-from .. import upstream
-from ..batching.arrange import by_prefix, ranks_of
-from ..flat.batch import IGNORE_INDEX, BatchCounts, FlatBatch, row_spans
-from ..model.forward import attention_as_before, carry
-from ..model.row_parts import RowPart
+from ..data.arrange import by_prefix, ranks_of
+from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
+from ..flat.counts import BatchCounts
+from ..flat.rows import row_spans
+from ..memory.parts import split_in_order
+from ..memory.plan import MemoryBudget
+from ..memory.steps import counts_in_parts
+from ..model.flat_model import FlatModel
 from .base import FlatTrainer
-from .budgeted_passes import BudgetedPasses
 
 # Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
 _PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
 
 
-class OnlineTrainer(BudgetedPasses, FlatTrainer):
+class OnlineTrainer(FlatTrainer):
     """
     Base of the trainers that generate completions and score them in several passes.
 
-    Their batches come from no collator, so the models carry a flattener: the passes of policy, old policy and reference
-    become flat where each model is called, under whatever wrappers. Generation is untouched.
+    Their batches come from no collator, so the models have a flattener: the passes of policy, old policy and reference
+    become flat where each model is called, under whatever wrappers. Generation is untouched. The loss of a micro-batch
+    is TRL's, over all its rows: what does not fit into a memory budget is divided beneath it.
     """
 
     # What TRL's trainers set
-    aux_loss_enabled: Any
     pad_to_multiple_of: Any = None
+    max_completion_length: Any
+    environment_factories: Any = None
+    _tokenize_prompts: Any
     _buffered_inputs: Any
     _step: int
+    attempted: Any = None  # rows of a pass that trains, while it may have to be made again
 
-    def flatten(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-    ) -> FlatBatch | list[RowPart]:
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        super().refuse_arguments(arguments)
+        config = arguments["args"]
+        if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
+            raise ValueError(
+                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
+                "training may use."
+            )
+
+    # --- rows become flat -------------------------------------------------------------------------------------------
+
+    def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
         """
         The flat batch of rows whose prompts are padded on the left and completions on the right.
 
-        Of rows that do not fit into the memory budget, the parts in which they do.
+        Of rows that do not fit into the memory budget, with the parts in which they do.
         """
-        assert self.flat is not None
-        assert self.flat.route is not None
         # One copy: each waits for the device
         ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
         starts, lengths = row_spans(mask)
@@ -56,44 +69,38 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
                 )
         make = partial(
             FlatBatch.from_padded,
-            prefix_sharing=self.flat.route.prefix_sharing,
+            prefix_sharing=self.flat.models[0].route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
-            reach=self._reach(input_ids.size(1)),
         )
-        device, batch = input_ids.device, make(ids, targets, lengths, starts)
-        if not torch.is_grad_enabled():
-            return batch.to(device, non_blocking=True)
-        # The policy's pass, which trains
-        if self.flat.memory is None:
-            self.counts.add(batch.counts)
-            return batch.to(device, non_blocking=True)
+        batch = make(ids, targets, lengths, starts)
+        if reach := self.reach_of(batch):
+            batch = make(ids, targets, lengths, starts, reach=reach)
+        if torch.is_grad_enabled():  # the policy's pass, which trains
+            if self.flat.steps is not None:
+                in_prompt = mask.bool() & (targets == IGNORE_INDEX)
+                prompts = [row[chosen].numpy().tobytes() for row, chosen in zip(ids, in_prompt, strict=True)]
+                order = by_prefix(ranks_of(prompts))(list(range(len(prompts))))
 
-        def made(rows: list[int]) -> FlatBatch:
-            return make(ids[rows], targets[rows], [lengths[row] for row in rows], [starts[row] for row in rows])
+                def part(items: list[int]) -> RowPart:
+                    rows = [order[item] for item in items]
+                    spans = [lengths[row] for row in rows], [starts[row] for row in rows]
+                    return RowPart(torch.tensor(rows), make(ids[rows], targets[rows], *spans, reach=reach))
 
-        in_prompt = mask.bool() & (targets == IGNORE_INDEX)
-        prompts = [row[chosen].numpy().tobytes() for row, chosen in zip(ids, in_prompt, strict=True)]
-        parts = self.rows_in_memory(batch, prompts, made)
-        computed = sum((part.batch.counts for part in parts), BatchCounts())
-        self.counts.add(replace(batch.counts, computed=computed.computed, repeated=computed.repeated))
-        if len(parts) > 1:
-            return [part.to(device) for part in parts]
-        parts[0].prepare()
-        return parts[0].batch.to(device, non_blocking=True)
-
-    def _reach(self, width: int) -> int | None:
-        """The length that rotary frequencies follow where rows are padded to `width` tokens; `None` if they do not."""
-        limits = upstream.rotary_limits(self.flat_base(self.model).config.get_text_config())
-        return width if any(width >= limit for limit in limits.values()) else None
+                tokens = [lengths[row] for row in order]
+                batch = self.flat.steps.divided(batch, tokens, part, split_in_order)
+            self.counts.add(counts_in_parts(batch.counts, [each.batch for each in batch.parts] or [batch]))
+        return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: Any) -> None:
-        if self.flat is None:
+        if self.flat is None or self.flat.check is None:
             return
-        if self.flat.awaits_weights:  # the check compares with rows
-            for each in self.flat_models():
-                carry(self.flat_base(each), None)
+        if self.flat.check.awaits_weights:  # the check compares with rows
+            for flat_model in self.flat.models:
+                flat_model.flattener = None
         super().prove_placed(model)
-        carry(self.flat_base(model), self.flatten)
+        flat_model = FlatModel.of(model)
+        assert flat_model is not None
+        flat_model.flattener = self.flatten
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
@@ -110,8 +117,55 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
         trl: Any = super()
         if self.flat is None:
             return trl._generate_single_turn(*args, **kwargs)
-        with attention_as_before(self.flat_base(self.model)):
+        with self.flat.models[0].attention_as_before():
             return trl._generate_single_turn(*args, **kwargs)
+
+    # --- a memory budget --------------------------------------------------------------------------------------------
+
+    def refuse_small_budget(self, memory: MemoryBudget) -> None:
+        """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
+        prompt, completion = self.longest_prompt(), self.max_completion_length
+        if completion is None:
+            return
+        row = [0] * (prompt + completion)
+        batch = FlatBatch.from_rows([row], [[IGNORE_INDEX] * prompt + row[prompt:]], prefix_sharing=False)
+        beside = self.flat.steps.beside if self.args.per_device_train_batch_size > 1 else 0
+        if not memory.can_hold(batch, beside):
+            name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
+            raise memory.too_small_for(batch, name, "`max_completion_length`", beside)
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, by its characters; 1 where prompts are not known before."""
+        data = self.train_dataset
+        if not isinstance(data, Dataset) or "prompt" not in data.column_names or self.environment_factories:
+            return 1
+        longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
+        return len(self._tokenize_prompts([longest])[0][0])
+
+    def example_of(self, batch: FlatBatch) -> tuple[str, str]:
+        """What a part that does not fit by itself is called, and what makes it smaller."""
+        return f"a row of {batch.counts.real} tokens", "`max_completion_length`"
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        step = super().training_step
+        self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
+        self.plan_steps()
+        if self.flat is None or self.flat.steps is None:
+            return step(model, inputs, num_items_in_batch)
+        try:
+            return self.flat.steps.beneath(lambda: step(model, inputs, num_items_in_batch))
+        finally:
+            self.attempted = None
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.flat is None and self.model.training:
+            masks = [inputs["prompt_mask"], inputs["completion_mask"]]
+            slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
+            self.counts.add(BatchCounts(slots, real, slots, 0))
+        if self.flat is not None and self.flat.steps is not None and self.model.training:
+            self.flat.steps.begin()
+            self.attempted = inputs
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
@@ -120,7 +174,6 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
         return ["a router loss"] if self.aux_loss_enabled else []
 
     def refuse_micro_batches(self) -> None:
-        assert self.flat is not None
         options = self.flat.options
         if options.max_tokens_per_micro_batch is not None:
             raise ValueError(
@@ -154,18 +207,9 @@ class OnlineTrainer(BudgetedPasses, FlatTrainer):
         self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
         return self._buffered_inputs[self._step % steps]
 
-    # --- figures ----------------------------------------------------------------------------------------------------
-
     @property
     def sample_unit(self) -> str:
         return "completions"
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.flat is None and self.model.training:
-            masks = [inputs["prompt_mask"], inputs["completion_mask"]]
-            slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
-            self.counts.add(BatchCounts(slots, real, slots, 0))
-        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,9 +13,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..check.prove import CheckResult, prove
+from ..check.prove import CheckResult, Progress, prove
 from ..check.vision import prove_images
-from ..data.image_probe import ImageProbe
+from ..data.images import ImageProbe
+from ..model.flat_model import FlatModel
 from ..model.routes import Route, choose_route, why_not_to_share
 from ..model.state_layers import describe_state_layers
 from ..model.vision import sees_both_ways
@@ -23,16 +24,14 @@ from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
 
+# Seconds after which the check says what it does
+_PATIENCE = 2.0
+
 
 def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
     """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     return unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped  # type: ignore
-
-
-def in_precision(accelerator: Accelerator) -> AbstractContextManager:
-    """The context in which the trainer calls its models: autocast, but FSDP2 casts weights and inputs instead."""
-    return nullcontext() if accelerator.is_fsdp2 else accelerator.autocast()
 
 
 class StartUpCheck:
@@ -46,7 +45,7 @@ class StartUpCheck:
             What was asked for.
         args ([`~transformers.TrainingArguments`], *optional*):
             The trainer's, which says whether training recomputes activations.
-        images ([`~trl_paddingfree.data.image_probe.ImageProbe`], *optional*):
+        images ([`~trl_paddingfree.data.images.ImageProbe`], *optional*):
             Examples with images, if the data has them.
     """
 
@@ -58,6 +57,30 @@ class StartUpCheck:
         images: ImageProbe | None = None,
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
+        self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
+        self.progress = Progress(self._say)
+
+    def _say(self, doing: str) -> None:
+        if self.accelerator.is_main_process:
+            logger.warning(f"The start-up check runs. {doing}.")
+
+    def in_precision(self) -> AbstractContextManager:
+        """The context in which the trainer calls its models: autocast, but FSDP2 casts weights and inputs instead."""
+        return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()
+
+    def install(self, models: Sequence[Any]) -> list[FlatModel]:
+        """
+        Have models compute flat batches: by routes that are proven, or planned where the weights are yet to be placed.
+
+        Args:
+            models (`Sequence[Any]`):
+                The models, under whatever wrappers; the one that is trained first.
+        """
+        if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
+            self.prove_all(models)
+            return [flat for model in models if (flat := FlatModel.of(self._base(model)))]
+        self.awaits_weights = True  # the engine shards and places them when training starts
+        return [FlatModel.install(self._base(model), self.plan(model)) for model in models]
 
     def can_call(self, model: Any, is_trained: bool) -> bool:
         """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
@@ -88,6 +111,18 @@ class StartUpCheck:
             `UnprovenModelError`: If a model has no exact route.
         """
         started = time.perf_counter()
+        with self.progress.after(_PATIENCE):
+            results = self._results_of(models)
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
+            )
+            if said := describe_state_layers(self._base(models[0])):
+                logger.warning(said)
+        return results[0].route
+
+    def _results_of(self, models: Sequence[Any]) -> list[CheckResult]:
+        """What the check says of every model."""
         routes = [self.plan(model) for model in models]
         for model, route in zip(models, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
@@ -99,21 +134,21 @@ class StartUpCheck:
             results = [self._prove(*each) for each in zip(models, (r.without_sharing() for r in routes), strict=True)]
         if self.images is not None:
             results = self._prove_images(models, results)
-        if self.accelerator.is_main_process:
-            logger.warning(
-                f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
-            )
-            if said := describe_state_layers(self._base(models[0])):
-                logger.warning(said)
-        return results[0].route
+        return results
 
     def _prove(self, model: Any, route: Route) -> CheckResult:
         base = self._base(model)
-        with in_precision(self.accelerator), self._checkpointing(base):
+        with self.in_precision(), self._checkpointing(base):
             fallback = self.options.flat_attention == "auto"
             no_gradients = self._why_no_gradients(model)
             result, failed = prove(
-                base, route, fallback=fallback, call=model, agree=self._all_agree, no_gradients=no_gradients
+                base,
+                route,
+                fallback=fallback,
+                call=model,
+                agree=self._all_agree,
+                no_gradients=no_gradients,
+                tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
         if failed and self.accelerator.is_main_process:
             tried = "\n    ".join(map(str, failed))
@@ -168,7 +203,7 @@ class StartUpCheck:
         def prove_each(routes: Sequence[Route]) -> list[CheckResult]:
             found = []
             for model, route in zip(models, routes, strict=True):
-                with in_precision(self.accelerator), self._cut_images_are_named():
+                with self.in_precision(), self._cut_images_are_named():
                     found.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
             return found
 

@@ -1,4 +1,4 @@
-"""Arguments and options that cannot be combined with flat batches: what is refused, and what to change."""
+"""Refusals of what flat batches rule out: each `ValueError` names an argument, its value, and what to change."""
 
 import os
 from collections.abc import Callable
@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl import SFTConfig
 
-from .. import upstream
-from ..batching.lengths import example_tokens
-from ..data.preferences import column_names
-from ..data.tokens import refuse_bad_tokens
+from ..data.lengths import example_tokens
+from ..data.validate import column_names, refuse_bad_tokens
+from ..model import architecture
 from ..model.vision import why_no_images
 from .configs import PaddingFreeOptions
 
@@ -24,18 +23,7 @@ logger = logging.get_logger(__name__)
 
 
 def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
-    """
-    Refuse trainer arguments that cannot be combined with flat batches.
-
-    Args:
-        arguments (`dict[str, Any]`):
-            Arguments of the trainer.
-        collator (`type`):
-            The collator class that gives flat batches.
-
-    Raises:
-        `ValueError`: Naming the argument, its value, and what to change.
-    """
+    """Refuse trainer arguments that cannot be combined with flat batches, which `collator`, a class, gives."""
     config = arguments["args"]
     _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
@@ -47,13 +35,16 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
         _refuse_missing_pad_token(arguments.get("processing_class"), config)
-    for option in ("dispatch_batches", "split_batches"):
+    # Of streaming data TRL refuses to have batches dispatched, in its own words
+    is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
+    for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
         if getattr(config.accelerator_config, option):
             raise ValueError(
                 f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
                 f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
             )
-    config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of a streaming data set
+    if not is_stream or config.accelerator_config.dispatch_batches is None:
+        config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of streaming data
     if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
@@ -135,15 +126,11 @@ def warn_of_dropout(model: Any, config: Any) -> None:
     """
     Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model that is trained.
-        config ([`~transformers.TrainingArguments`]):
-            The configuration; TRL's for SFT has no `disable_dropout`.
+    TRL's configuration for SFT has no `disable_dropout`.
     """
     if not vars(config).get("disable_dropout"):
         return
-    for name, value in upstream.functional_dropout(model).items():
+    for name, value in architecture.functional_dropout(model).items():
         logger.warning(
             f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` does "
             "not reach, with padding either: no two layouts draw the same masks. Set it to 0 in the model's "
@@ -152,18 +139,7 @@ def warn_of_dropout(model: Any, config: Any) -> None:
 
 
 def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
-    """
-    Refuse options that decide where activations stay beside `memory_budget`.
-
-    Args:
-        options ([`PaddingFreeOptions`]):
-            The options.
-        config ([`~transformers.TrainingArguments`]):
-            The configuration that they came with.
-
-    Raises:
-        `ValueError`: Naming the option, its value, and what to change.
-    """
+    """Refuse options that decide where activations stay beside `memory_budget`."""
     kwargs = config.gradient_checkpointing_kwargs or {}
     offloads = getattr(config, "activation_offloading", False)  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
@@ -186,87 +162,35 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
             )
 
 
-def refuse_moving(
-    options: PaddingFreeOptions, train_dataset: Any, config: Any, coupled: list[str], weighed: list[str]
-) -> None:
+def refuse_moving(options: PaddingFreeOptions, train_dataset: Any, config: Any, reasons: list[str]) -> None:
     """
-    Refuse options that move examples between micro-batches where that would change the loss.
-
-    Args:
-        options ([`PaddingFreeOptions`]):
-            The options.
-        train_dataset (`Dataset` or `IterableDataset`):
-            The training data.
-        config ([`~transformers.TrainingArguments`]):
-            The configuration that they came with.
-        coupled (`list[str]`):
-            Options under which an example's loss depends on which others share its micro-batch.
-        weighed (`list[str]`):
-            Options under which the weight of an example in a step depends on its micro-batch, or on its process.
-
-    Raises:
-        `ValueError`: Naming the option, its value, and what to change.
+    Refuse to move examples between micro-batches where that would change the loss, for `reasons`: options under which
+    the loss of an example, or its weight in a step, depends on its micro-batch.
     """
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
-    arranges, limit = options.arrange_micro_batches != "none", options.max_tokens_per_micro_batch
-    for name, reasons in (
-        (arranging, [*coupled, *weighed] if arranges else []),
-        (f"`max_tokens_per_micro_batch={limit}`", coupled if limit else []),
-    ):
-        if reasons:
-            raise ValueError(
-                f"{name} changes which examples share a micro-batch, and with {', '.join(reasons)} the loss of an "
-                "example depends on the others: leave one of them out."
-            )
-    if arranges and not isinstance(train_dataset, Dataset):
+    if reasons:
+        raise ValueError(
+            f"{arranging} changes which examples share a micro-batch, and with {', '.join(reasons)} the loss of an "
+            "example depends on the others: leave one of them out."
+        )
+    if not isinstance(train_dataset, Dataset):
         raise ValueError(
             f"{arranging} needs a data set of known length to look ahead in, and a streaming one has none: leave it "
             "out, or load the data set without `streaming`."
         )
-    if arranges and config.train_sampling_strategy == "batch_rebalance":
+    if config.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
             f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
             "micro-batch: leave one of them out."
         )
 
 
-def refuse_unsized(trainer: Any, options: PaddingFreeOptions, knows_sizes: bool) -> None:
-    """
-    Refuse options that run a micro-batch in parts where nothing says how the losses of parts add up.
-
-    Args:
-        trainer (`Trainer`):
-            The trainer.
-        options ([`PaddingFreeOptions`]):
-            The options.
-        knows_sizes (`bool`):
-            Whether the trainer has a method `part_sizes`.
-
-    Raises:
-        `ValueError`: Naming the option, its value, and what to change.
-    """
-    for name in ("max_tokens_per_micro_batch", "memory_budget"):
-        if not knows_sizes and (value := getattr(options, name)):
-            raise ValueError(
-                f"`{name}={value!r}` runs a large micro-batch in parts, and {type(trainer).__name__} does not say what "
-                "its loss and its metrics are means over: give it a method `part_sizes`, or leave the option out."
-            )
-
-
 def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds: Callable[[int], bool]) -> None:
     """
-    Refuse padding that changes what padded TRL computes.
+    Refuse padding to a `multiple` that changes what padded TRL computes.
 
-    Args:
-        multiple (`int`, *optional*):
-            `pad_to_multiple_of`.
-        limits (`dict[str, int]`):
-            Kinds of rotary frequencies that follow the longest row, with the length from which on they do.
-        exceeds (`Callable`):
-            Whether a row may be longer than a length.
-
-    Raises:
-        `ValueError`: If rows that do not reach a limit may be padded beyond it.
+    `limits` are kinds of rotary frequencies that follow the longest row, with the length from which on they do;
+    `exceeds` says whether a row may be longer than a length.
     """
     for kind, length in limits.items():
         if multiple and exceeds(length // multiple * multiple):
@@ -277,18 +201,7 @@ def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds:
 
 
 def refuse_oversized(lengths: np.ndarray, prefix_sharing: bool, limit: int) -> None:
-    """
-    Refuse data with an example that no part of at most `limit` tokens can hold.
-
-    Args:
-        lengths (`np.ndarray`), prefix_sharing (`bool`):
-            As for [`~trl_paddingfree.batching.lengths.example_tokens`].
-        limit (`int`):
-            `max_tokens_per_micro_batch`.
-
-    Raises:
-        `ValueError`: Naming the example.
-    """
+    """Refuse data with an example that no part of at most `limit` tokens can hold, by its `lengths`."""
     tokens = example_tokens(lengths, prefix_sharing)
     longest = int(tokens.argmax())
     if tokens[longest] > limit:
@@ -299,12 +212,7 @@ def refuse_oversized(lengths: np.ndarray, prefix_sharing: bool, limit: int) -> N
 
 
 def refuse_unseen(options: PaddingFreeOptions) -> None:
-    """
-    Refuse options that look ahead in data with images, whose lengths are not known before they are processed.
-
-    Raises:
-        `ValueError`: Naming the option, its value, and what to change.
-    """
+    """Refuse options that look ahead in data with images, whose lengths are known once they are processed."""
     if options.arrange_micro_batches != "none":
         raise ValueError(
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
@@ -319,16 +227,7 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
 
 
 def refuse_images(arguments: dict[str, Any]) -> None:
-    """
-    Refuse data with images, for a trainer that does not compute them from a flat row.
-
-    Args:
-        arguments (`dict[str, Any]`):
-            Arguments of the trainer.
-
-    Raises:
-        `ValueError`: Naming the column, and what to change.
-    """
+    """Refuse data with images, for a trainer that does not compute them from a flat row."""
     for _, dataset in given_datasets(arguments):
         found = [name for name in column_names(dataset) if name in ("image", "images")]
         if found:
@@ -340,12 +239,7 @@ def refuse_images(arguments: dict[str, Any]) -> None:
 
 
 def refuse_blind(model: Any) -> None:
-    """
-    Refuse to train a model on images that cannot take them from a flat row.
-
-    Raises:
-        `ValueError`: Naming the model and the reason.
-    """
+    """Refuse to train a model on images that cannot take them from a flat row."""
     if reason := why_no_images(model):
         raise ValueError(
             f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "

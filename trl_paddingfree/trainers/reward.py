@@ -9,11 +9,11 @@ from peft import TaskType
 from trl import RewardConfig, RewardTrainer
 
 from .. import upstream
-from ..batching.lengths import pair_lengths
 from ..data.collate_heads import RewardCollator
-from ..data.preferences import check_preferences, column_names, refuse_unread
+from ..data.lengths import pair_lengths
 from ..data.prepare import log_dropped
 from ..data.task import Task
+from ..data.validate import check_preferences, column_names, refuse_unread
 from .collated import CollatedTrainer
 from .configs import PaddingFreeRewardConfig
 from .refusals import refuse_images
@@ -35,7 +35,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
     as one flat row without padding, in which the prompt of a pair is there once, and the head reads the last token of
-    each sequence. With `padding_free=False` it is TRL's trainer.
+    each sequence. With `padding_free=False` it pads as TRL's does.
 
     Args:
         args ([`PaddingFreeRewardConfig`] or [`~trl.RewardConfig`], *optional*):

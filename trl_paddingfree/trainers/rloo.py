@@ -29,7 +29,7 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
     generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
-    TRL's. With `padding_free=False` all of it is.
+    TRL's. With `padding_free=False`, so are the passes.
 
     Args:
         args ([`PaddingFreeRLOOConfig`] or [`~trl.RLOOConfig`], *optional*):

@@ -7,10 +7,9 @@ from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
 from ..data.collate import LanguageModelingCollator
-from ..data.preferences import column_names, refuse_bad_messages, refuse_unread
 from ..data.prepare import log_dropped
 from ..data.task import Task
-from ..data.tokens import refuse_unknown_tokens, without_lengths
+from ..data.validate import column_names, refuse_bad_messages, refuse_unknown_tokens, refuse_unread, without_lengths
 from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX
 from .collated import CollatedTrainer
@@ -36,7 +35,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True` each micro-batch
     goes through the model as one flat row without padding, `max_length` is enforced, and packed documents never see
-    each other. With `padding_free=False` it is TRL's trainer.
+    each other. With `padding_free=False` it pads as TRL's does.
 
     Args:
         args ([`PaddingFreeSFTConfig`] or [`~trl.SFTConfig`], *optional*):

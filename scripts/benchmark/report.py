@@ -1,0 +1,175 @@
+"""Results as a Markdown table and a chart."""
+
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from .environment import machine_name
+from .tasks import BENCHMARKED
+from .trainers import display_name
+
+GIB = 2**30
+COLORS = {
+    "trl": "#9a9a9a",
+    "trl-kept": "#6b6b6b",
+    "trl-two-boundaries": "#c4c4c4",
+    "trl-packing": "#c9b458",
+    "trl-padding-free": "#d98a4e",
+    "flat": "#5b8ec9",
+    "shared": "#1f4e9c",
+    "budget": "#0b2a5c",
+}
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """One sentence: what was measured, with what."""
+    s, versions = result["settings"], result["environment"]["packages"]
+    parts = [
+        display_name(s["model"]),
+        {"full": "all weights trained", "lora": "LoRA r=16 on all linear layers", "qlora": "QLoRA r=16"}[s["tuning"]],
+        s["dtype"],
+        f"max length {s['max_length']}",
+        f"gradient checkpointing {'on' if s['gradient_checkpointing'] else 'off'}",
+    ]
+    if BENCHMARKED[s["task"]].has_reference:
+        parts.append("precomputed reference" if s["precomputed_reference"] else "reference computed in the step")
+    parts += [name for name, on in (("Liger kernels", s["liger"]), ("torch.compile", s["torch_compile"])) if on]
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("trl", "transformers", "torch"))
+    return f"{s['task'].upper()}, {', '.join(parts)}. {machine_name(result['environment'])}; {packages}."
+
+
+def disagreeing(run: dict[str, Any], name: str) -> list[str]:
+    """The figures of a method that are further from padded TRL's than is allowed."""
+    return [figure for figure, off in run["differences"].get(name, {}).items() if not off <= run["allowed"][figure]]
+
+
+def flag(run: dict[str, Any], name: str) -> str:
+    """What to say beside a speed-up if figures disagree."""
+    return f" ({', '.join(figures)} DISAGREE)" if (figures := disagreeing(run, name)) else ""
+
+
+def _cells(result: dict[str, Any], run: dict[str, Any], name: str) -> list[str]:
+    """One row of the table."""
+    method, on_gpu = run["methods"][name], "gpu" in result["environment"]
+    spread, parts = method["speedup_spread"], method["parts"]
+    seconds = sum(parts.values())
+    cells = [
+        method["label"],
+        f"{method['loss']:.6f}",
+        f"{method['tokens_over_limit']:.2f}",
+        f"{method['flops_over_limit']:.2f}",
+        f"{method['examples_per_second']:.3g}",
+        f"**{method['speedup']:.2f}** ({spread['p20']:.2f} to {spread['p80']:.2f}){flag(run, name)}",
+        *([] if on_gpu else [f"{method['core_speedup']:.2f}"]),
+        f"{method['tokens_per_second']:,.0f}",
+        f"{method['useful_mfu']:.0%}",
+        " / ".join(f"{parts[part] / seconds:.0%}" for part in ("data", "forward", "backward", "optimizer")),
+    ]
+    if on_gpu:
+        state = result["bytes_of_state"][name]
+        cells += [f"{(state + method['bytes_above']) / GIB:.1f}", f"{method['bytes_above'] / GIB:.1f}"]
+        cells.append(str(method["syncs_per_pass"]) if method["syncs_per_pass"] is not None else "")
+    return cells
+
+
+def columns(result: dict[str, Any]) -> list[str]:
+    """Heads of the table."""
+    unit, on_gpu = BENCHMARKED[result["settings"]["task"]].unit, "gpu" in result["environment"]
+    return [
+        *("lengths", "method", "mean loss", "tokens / limit", "FLOPs / limit", f"{unit}/s", "speed-up (20 to 80 %)"),
+        *([] if on_gpu else ["in core time"]),
+        *("real tokens/s", "useful MFU", "data / forward / backward / optimizer"),
+        *(["peak GiB", "above weights", "syncs"] if on_gpu else []),
+    ]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The results as a table, with what a reader needs to judge them."""
+    heads = columns(result)
+    lines = [conditions(result), "", "| " + " | ".join(heads) + " |", "|" + "-|" * 2 + "-:|" * (len(heads) - 2)]
+    for run in result["runs"]:
+        for i, name in enumerate(run["methods"]):
+            cells = [f"{run['rows']}, batch {run['batch_size']}" if i == 0 else "", *_cells(result, run, name)]
+            lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"Attention: TRL has {result['attention']['trl']}; ours is {result['attention']['ours']}. The limit computes "
+        "each node of the tree that a batch's rows form once. Useful MFU: operations that the limit needs for a step, "
+        "without recomputation, over the step's time and over the rate of matrix products in the same run "
+        f"({result['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s).",
+        *(["All methods run with an allocator that keeps its pages."] if result.get("keeps_pages") else []),
+        "",
+        *(line for run in result["runs"] for line in _notes(run)),
+        *("", "```", result["command"], "```", ""),
+    ]
+    return "\n".join(lines)
+
+
+def _notes(run: dict[str, Any]) -> list[str]:
+    """Whether the methods agree on some rows, how typical the measured batches are, and what computed them."""
+    largest: dict[str, float] = {}
+    for values in run["differences"].values():
+        largest |= {name: max(largest.get(name, 0.0), off) for name, off in values.items()}
+    figures = ", ".join(f"{name} {value:.0e} (allowed {run['allowed'][name]:.0e})" for name, value in largest.items())
+    packing = run["packing_difference"]
+    whole = by_label(run, run["all_batches"]["flops_over_limit"], "{:.2f}")
+    lines = [
+        f"- {run['rows']}: the {run['batches']} most typical batches of {run['batch_size']}, {run['rounds']} times "
+        f"each, in turn. All figures {'agree' if run['agree'] else 'DO NOT AGREE'}; largest relative differences: "
+        f"{figures}{'' if packing is None else f', loss of the packed rows {packing:.0e}'}. "
+        f"FLOPs / limit over {run['all_batches']['batches']} batches of the data: {whole}."
+    ]
+    lines += [f"  {label} is left out: {' '.join(reason.split())}" for label, reason in run.get("failed", {}).items()]
+    operators = {name: method.get("attention_operators") for name, method in run["methods"].items()}
+    if any(operators.values()):
+        found = {name: ", ".join(f"`{each}`" for each in named) for name, named in operators.items() if named}
+        lines.append(f"  Attention is computed by: {by_label(run, found, '{}')}.")
+    if run["profile"]:
+        shares = by_label(run, {name: profile["gather"] for name, profile in run["profile"].items()}, "{:.1%}")
+        lines.append(f"  Share of the gather of keys and values, with its gradient, in a step: {shares}.")
+    return lines
+
+
+def by_label(run: dict[str, Any], values: dict[str, Any], form: str) -> str:
+    """A list of one figure per method."""
+    return "; ".join(f"{run['methods'][name]['label']} {form.format(value)}" for name, value in values.items())
+
+
+def chart(result: dict[str, Any], path: Path) -> None:
+    """Draw bars of speed, and of memory or operations, relative to padded TRL. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs, examples = result["runs"], BENCHMARKED[result["settings"]["task"]].unit
+    panels = [("speedup", f"{examples} per second, padded TRL = 1 (longer is better)")]
+    if "gpu" in result["environment"]:
+        panels.append(("bytes_above", "memory above the weights, padded TRL = 1 (shorter is better)"))
+    else:
+        panels.append(("flops", "operations, padded TRL = 1 (shorter is better)"))
+    bars = max(len(run["methods"]) for run in runs) + 1
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 1.2 + 0.3 * len(runs) * bars), sharey=True, layout="constrained")
+    for axis, (key, heading) in zip(axes, panels, strict=True):
+        for place, run in enumerate(runs):
+            base = run["methods"]["trl"][key] or 1  # memory, where the device does not say
+            for i, (name, method) in enumerate(run["methods"].items()):
+                value, y = method[key] / base, place * bars + i
+                axis.barh(y, value, color=COLORS[name], height=0.9)
+                axis.text(value, y, f" {value:.2f}  {method['label']}{flag(run, name)}", va="center", fontsize=8)
+        axis.set_title(heading, fontsize=10)
+        axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
+        axis.margins(x=0.45)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(
+        [i * bars + (bars - 2) / 2 for i in range(len(runs))],
+        [f"{_wrapped(run['rows'])}\nbatch {run['batch_size']}" for run in runs],
+    )
+    axes[0].invert_yaxis()
+    figure.suptitle(fill(conditions(result), 140), fontsize=9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _wrapped(name: str) -> str:
+    return name.replace(", ", "\n").replace("pref_", "").replace("sft_", "")

@@ -1,0 +1,355 @@
+"""One benchmark: build the trainers once, and measure them on one set of rows after another."""
+
+import gc
+import shlex
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from trl_paddingfree.model.backends import describe
+from trl_paddingfree.model.state_layers import carries_state
+from trl_paddingfree.quickstart.side_by_side import differences
+
+from .baseline import WITHOUT_PADDING, baseline_attention, describe_attention, has_varlen
+from .environment import environment, provenance
+from .flops import StepCost, Work
+from .measure import Runner, Step, interleave, matmul_rate
+from .rows import Rows
+from .tasks import BASELINE, PACKED, Method, Settings
+from .trainers import make_model, make_trainer
+
+logger = logging.get_logger(__name__)
+
+# Largest relative differences of two methods' figures. Means over the scored tokens of a batch average rounding out
+# (a token's log-probability is off by about eps, 1.2e-7 or 4e-3, and up as often as down), while the context of
+# another row, even under random weights, moves a token by about a nat and the mean over a thousand tokens by some 3e-3.
+# The DPO loss is the small difference of large sums, and gradients do not average: they are compared loosely.
+TOLERANCES = {
+    "float32": {"logps/chosen": 1e-4, "logps/rejected": 1e-4, "entropy": 1e-4, "loss": 1e-3, "grad_norm": 1e-3},
+    "bfloat16": {"logps/chosen": 1e-3, "logps/rejected": 1e-3, "entropy": 1e-3, "loss": 5e-2, "grad_norm": 5e-2},
+}
+# The value below which a difference is no longer relative
+SMALL = 1e-6
+# The counted operations of a step may differ from what the cost per unit says by what is no linear function of the
+# work: rotary embeddings are computed once per position in padded batches
+COUNT_TOLERANCE = 1e-3
+# Batches among which the typical ones are found
+SAMPLE = 200
+MATMUL_SIZES, MATMUL_SIZES_ON_CPU = (4096, 8192), (512, 1024, 2048)
+
+
+def tolerances(settings: Settings) -> dict[str, float]:
+    """Largest relative difference of each figure that is compared."""
+    allowed = TOLERANCES[settings.dtype]
+    return {**allowed, "loss": allowed["entropy"]} if settings.benchmarked.averages_loss else allowed
+
+
+class Benchmark:
+    """
+    Trainers of several methods, with the same initial weights.
+
+    Args:
+        settings ([`Settings`]):
+            What all methods have in common.
+        methods (`Sequence[str]`, *optional*):
+            Names of methods. Defaults to all of the task that need not be named.
+        attention (`str`, *optional*):
+            Attention implementation of TRL's own methods. Defaults to the fastest on this machine.
+    """
+
+    def __init__(self, settings: Settings, methods: Sequence[str] | None = None, attention: str | None = None):
+        self.settings = settings
+        self.attention = attention or baseline_attention(settings.device, settings.torch_dtype)
+        self.failed: dict[str, str] = {}  # the methods that cannot train, and why
+        self.runners: list[Runner] = []
+        chosen = self._chosen(methods)
+        base = make_model(
+            settings.model, settings.torch_dtype, settings.device, settings.seed, settings.tuning == "qlora"
+        )
+        self.vocab_size = base.get_input_embeddings().weight.size(0)
+        unpadded = self.attention in WITHOUT_PADDING
+        for method in chosen:
+            with noting_failure(method, self.failed):
+                if method.attention is not None and not has_varlen(settings.device, settings.torch_dtype):
+                    raise ValueError(f"{method.name!r} needs PyTorch's varlen kernel: CUDA, float16 or bfloat16.")
+                trainer = make_trainer(method, base, settings, self.attention)
+                self.runners.append(Runner(method, trainer, settings, unpadded))
+        ours = [runner for runner in self.runners if runner.method.ours and not runner.method.keeps]
+        if not ours:
+            raise RuntimeError(f"Neither 'flat' nor 'shared' can train: {self.failed}.")
+        self.cost, self.model_cost = ours[-1].cost(), ours[-1].cost(recompute=False)
+        kept = [runner for runner in self.runners if runner.method.keeps]
+        # TRL's own methods cannot be asked, see `Runner.cost`
+        self.kept_costs = {r.method.name: r.cost() if r.method.ours else self.model_cost for r in kept}
+        sizes = MATMUL_SIZES if settings.on_accelerator else MATMUL_SIZES_ON_CPU
+        self.rate = matmul_rate(settings.device, settings.torch_dtype, sizes)
+
+    def _chosen(self, names: Sequence[str] | None) -> list[Method]:
+        """The methods of these names, in the task's order."""
+        methods = self.settings.benchmarked.methods
+        chosen = [method for method in methods if (method.name in names if names else method.attention is None)]
+        if chosen[0].name != BASELINE or not any(method.ours and not method.keeps for method in chosen):
+            raise ValueError(f"`methods={names}` must name {BASELINE!r} and one of ours, 'flat' or 'shared'.")
+        return chosen
+
+    def cost_of(self, name: str) -> StepCost:
+        """The cost of a method's step."""
+        return self.kept_costs.get(name, self.cost)
+
+    def describe(self, command: Sequence[str]) -> dict[str, Any]:
+        """What the results of this benchmark have in common."""
+        route = next(runner for runner in self.runners if runner.method.ours).trainer.flat.route
+        return {
+            "command": shlex.join(command),
+            **provenance(),
+            "environment": environment(self.settings.device),
+            "settings": asdict(self.settings),
+            "attention": {"trl": describe_attention(self.attention), "ours": describe(route.backend, route.previous)},
+            "matmul_flops_per_second": self.rate,
+            "cost": {"counted": asdict(self.cost), "model": asdict(self.model_cost)},
+            "bytes_of_state": {runner.method.name: runner.bytes_of_state() for runner in self.runners},
+        }
+
+    def batches(self, rows: Rows) -> list[list[dict[str, Any]]]:
+        """A sample of the batches that the rows make."""
+        every = rows.batches(self.settings.batch_size, self.settings.seed)[:SAMPLE]
+        if not every:
+            raise ValueError(
+                f"{rows.name} has {len(rows.examples)} examples: one batch needs {self.settings.batch_size}."
+            )
+        return every
+
+    def run(self, rows: Rows, num_batches: int, rounds: int, warmup: int = 0) -> dict[str, Any]:
+        """Measure all methods on so many batches of some rows, in so many rounds that count after those that do not."""
+        every = self.batches(rows)
+        batches = self._typical(every, num_batches)
+        if self.settings.precomputed_reference:
+            batches = [self.runners[-1].reference(batch) for batch in batches]
+        every_runner, failed = self.runners, dict(self.failed)
+        if self.settings.on_accelerator:
+            for runner in every_runner:
+                with noting_failure(runner.method, failed):
+                    runner.try_out(runner.arrange(batches))
+            self.runners = [runner for runner in every_runner if runner.method.label not in failed]
+        try:
+            measured = self._measure(every, batches, rounds, warmup)
+        finally:
+            self.runners = every_runner
+        return {"rows": rows.name, **measured, "failed": failed}
+
+    def _measure(self, every: list[Any], batches: list[Any], rounds: int, warmup: int) -> dict[str, Any]:
+        """What [`Benchmark.run`] gives, of the methods that can train."""
+        same, two = self._same_batches(), batches[0][:2]
+        counted = {runner.method.name: runner.count(two) for runner in same}
+        operators = {
+            runner.method.name: runner.attention_operators(two) for runner in same if self.settings.on_accelerator
+        }
+        syncs = {r.method.name: r.syncs(batches[0]) for r in same} if self.settings.device == "cuda" else {}
+        packed = self._packed_difference(batches)
+        interleave(self.runners, batches, warmup)
+        gc.collect()
+        steps = interleave(self.runners, batches, rounds)
+        allowed = tolerances(self.settings)
+        found = {runner.method.name: self._differences(steps, runner.method.name) for runner in same[1:]}
+        within = all(off <= allowed[name] for largest in found.values() for name, off in largest.items())
+        limit, causal = self._limits(batches)
+        return {
+            "batches": len(batches),
+            "rounds": rounds,
+            "agree": all(found.values()) and within and (packed or 0) <= allowed["loss"],
+            "allowed": allowed,
+            "differences": found,
+            "packing_difference": packed,
+            "losses": {
+                name: [step.figures["loss"] for turn in taken for step in turn] for name, taken in steps.items()
+            },
+            "limit": {"tokens": limit.tokens, "flops": self.cost.of(limit), "useful_flops": self.model_cost.of(causal)},
+            "methods": {
+                runner.method.name: {
+                    "label": runner.method.label,
+                    "loss": mean_loss(steps[runner.method.name]),
+                    **counts(steps[runner.method.name][0], self.cost_of(runner.method.name), self.cost, limit),
+                    **self._speed(steps, runner.method.name, batches, causal),
+                    **self._check_count(runner.method.name, counted),
+                    "syncs_per_pass": syncs.get(runner.method.name),
+                    "attention_operators": operators.get(runner.method.name, []),
+                }
+                for runner in self.runners
+            },
+            "all_batches": self._all_batches(every),
+            "lengths": [[self.settings.benchmarked.length(row) for row in batch] for batch in batches],
+            "profile": {},
+        }
+
+    def profile(self, rows: Rows) -> dict[str, Any]:
+        """Where the time of a step of each method goes, on the most typical batch of some rows."""
+        (batch,) = self._typical(self.batches(rows), 1)
+        if self.settings.precomputed_reference:
+            batch = self.runners[-1].reference(batch)
+        profiles = {runner.method.name: runner.profile(batch) for runner in self._same_batches()}
+        return {name: found for name, found in profiles.items() if found}
+
+    def _same_batches(self) -> list[Runner]:
+        """The methods that train on the batches as they are."""
+        return [runner for runner in self.runners if runner.method.options != PACKED]
+
+    def _speed(self, steps: dict[str, list[list[Step]]], name: str, batches: list[Any], causal: Work) -> dict[str, Any]:
+        """Times, and what the method makes of them: examples and tokens per second, useful MFU."""
+        figures = speed(steps[BASELINE], steps[name])
+        seconds, examples = figures["seconds_per_round"], len(batches) * self.settings.batch_size
+        tokens = sum(tree.counts.real for tree in self._tree_batches(batches))
+        return {
+            **figures,
+            "examples_per_second": examples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "useful_mfu": self.model_cost.of(causal) / seconds / self.rate,
+        }
+
+    def _differences(self, steps: dict[str, list[list[Step]]], name: str) -> dict[str, float]:
+        """How far the compared figures of a method are from the baseline's, at most."""
+        padded, ours = ([step.figures for turn in steps[method] for step in turn] for method in (BASELINE, name))
+        found = differences(padded, ours, floor=SMALL)
+        return {name: found[name] for name in tolerances(self.settings) if name in found}
+
+    def _packed_difference(self, batches: list[Any]) -> float | None:
+        """How much the loss of the packed rows differs from that of the same rows padded, relatively."""
+        packing = [runner for runner in self.runners if runner.method.options == PACKED]
+        if not packing:
+            return None
+        model = self.runners[0].trainer.model_wrapped  # packed steps are others, and lead to other weights
+        padded = self.runners[0].mean_loss(batches, model)
+        return abs(packing[0].mean_loss(packing[0].arrange(batches), model) - padded) / abs(padded)
+
+    def _check_count(self, name: str, counted: dict[str, tuple[Work, int]]) -> dict[str, Any]:
+        """Counted operations of the first two examples, checked against what the cost per unit says they are."""
+        if name not in counted:
+            return {}
+        work, flops = counted[name]
+        expected = self.cost_of(name).of(work)
+        off = expected / flops - 1
+        if abs(off) > COUNT_TOLERANCE:
+            logger.warning(f"{name}: {flops} operations counted, {expected:.0f} expected ({off:+.1%}).")
+        return {"counted_of_two_examples": flops, "expected_over_counted": 1 + off}
+
+    def _tree_batches(self, batches: list[Any]) -> list[Any]:
+        """Flat batches with shared prefixes."""
+        collator = [runner for runner in self.runners if runner.method.ours][-1].trainer.data_collator
+        sharing = replace(collator, prefix_sharing=True)
+        return [sharing(batch)["flat_batch"] for batch in batches]
+
+    def _limits(self, batches: list[Any]) -> tuple[Work, Work]:
+        """The least work for the batches: with whole rectangles of query-key pairs, and with causal pairs only."""
+        trees = self._tree_batches(batches)
+        return total(map(self._limit, trees)), total(self._limit(tree, causal=True) for tree in trees)
+
+    def _limit(self, tree: Any, causal: bool = False) -> Work:
+        """The least work for one batch: a state goes on where rows part, so no layer repeats a prefix."""
+        work = Work.limit(tree, causal)
+        return replace(work, in_rows=work.tokens if carries_state(self.runners[0].base) else 0)
+
+    def _typical(self, batches: list[Any], number: int) -> list[Any]:
+        """The batches in which padded TRL computes most nearly as many times the limit as in all batches together."""
+        padded = self.runners[0]
+        spent = [self.cost.of(padded.work(padded.collate(batch))) for batch in batches]
+        needed = [self.cost.of(self._limit(tree)) for tree in self._tree_batches(batches)]
+        overall = sum(spent) / sum(needed)
+        order = sorted(range(len(batches)), key=lambda i: abs(spent[i] / needed[i] - overall))
+        return [batches[i] for i in sorted(order[:number])]
+
+    def _all_batches(self, batches: list[Any]) -> dict[str, Any]:
+        """Work of every batch of the rows, measured or not: how typical are the measured ones?"""
+        work = {
+            runner.method.name: total(runner.work(runner.collate(batch)) for batch in batches)
+            for runner in self._same_batches()
+        }
+        limit, _ = self._limits(batches)
+        return {
+            "batches": len(batches),
+            "tokens_over_limit": {name: w.tokens / limit.tokens for name, w in work.items()},
+            "flops_over_limit": {n: self.cost_of(n).of(w) / self.cost.of(limit) for n, w in work.items()},
+        }
+
+    def release(self) -> None:
+        """Give the memory of the models back."""
+        self.runners.clear()
+        free_memory()
+
+
+@contextmanager
+def noting_failure(method: Method, failed: dict[str, str]) -> Iterator[None]:
+    """Within this context, an error ends the measurement of one method only, unless it is the baseline."""
+    try:
+        yield
+    except Exception as error:
+        if method.name == BASELINE:
+            raise
+        traceback.print_exc(file=sys.stderr)
+        failed[method.label] = f"{type(error).__name__}: {error}"
+    free_memory()
+
+
+def free_memory() -> None:
+    """Give what nothing refers to back to the device."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def total(work: Iterable[Work]) -> Work:
+    """All work together."""
+    return sum(work, Work(0, 0, 0))
+
+
+def counts(steps: list[Step], cost: StepCost, cost_of_limit: StepCost, limit: Work) -> dict[str, Any]:
+    """What one round computes, and against the least possible with recomputation."""
+    work = total(step.work for step in steps)
+    return {
+        "tokens": work.tokens,
+        "tokens_over_limit": work.tokens / limit.tokens,
+        "flops": cost.of(work),
+        "flops_over_limit": cost.of(work) / cost_of_limit.of(limit),
+    }
+
+
+def mean_loss(steps: list[list[Step]]) -> float:
+    """Mean loss of all steps."""
+    return statistics.mean(step.figures["loss"] for turn in steps for step in turn)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, and the values that a fifth of all lie below and above."""
+    low, middle, high = np.quantile(values, (0.2, 0.5, 0.8)).tolist()
+    return {"median": middle, "p20": low, "p80": high}
+
+
+def speed(base: list[list[Step]], mine: list[list[Step]]) -> dict[str, Any]:
+    """Times of one method, and ratios to the baseline."""
+    rounds = [sum(step.total for step in turn) for turn in mine]
+    if len(mine[0]) == len(base[0]):  # the same batches: compare each with its own
+        ratios = [b.total / m.total for ms, bs in zip(mine, base, strict=True) for m, b in zip(ms, bs, strict=True)]
+    else:
+        ratios = [sum(b.total for b in bs) / total for bs, total in zip(base, rounds, strict=True)]
+    seconds = median_round(mine, lambda step: step.total)
+    parts = {part: median_round(mine, lambda step: step.seconds[part]) for part in mine[0][0].seconds}  # noqa: B023
+    return {
+        "parts": parts,
+        "seconds_per_round": seconds,
+        "round_spread": spread(rounds),
+        "speedup": median_round(base, lambda step: step.total) / seconds,
+        "speedup_spread": spread(ratios),
+        "core_speedup": median_round(base, lambda s: s.core_seconds) / median_round(mine, lambda s: s.core_seconds),
+        "bytes_above": max(step.bytes_above for turn in mine for step in turn),
+    }
+
+
+def median_round(steps: list[list[Step]], value: Callable[[Step], float]) -> float:
+    """The sum over the steps of a round, where each step has its median over the rounds."""
+    return sum(statistics.median(value(turn[i]) for turn in steps) for i in range(len(steps[0])))

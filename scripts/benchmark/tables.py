@@ -1,0 +1,166 @@
+"""The tables of results in the documentation, written from the results in docs/benchmarks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .environment import machine_name
+from .report import flag
+from .trainers import display_name
+
+# What the README shows: by task and rows
+HEADLINE = (("dpo", "ultrafeedback_1000"), ("dpo", "hh_harmless_1500"), ("sft", "p3_flanlike_clear_5000"))
+HEADS = (
+    *("machine, model", "rows", "padding-free", "with shared prefixes", "with `memory_budget`"),
+    *("FLOPs", "FLOPs / limit"),
+)
+KEPT_HEADS = (
+    *("machine, model", "rows", "TRL, nothing recomputed", "shared prefixes", "with `memory_budget`"),
+    *("the same / TRL, nothing recomputed", "FLOPs / TRL", "FLOPs / TRL, nothing recomputed"),
+)
+KEPT_EXPLANATION = (
+    "Activations that fit into memory need not be recomputed: padded TRL with `gradient_checkpointing=False`, and "
+    "`memory_budget`, which sees to it by itself. Examples per second relative to padded TRL as it comes, except where "
+    "the column names the other baseline. All methods run with an allocator that keeps its pages."
+)
+EXPLANATION = (
+    "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time). Floating-point "
+    "operations: with shared prefixes, relative to padded TRL's and to the fewest possible."
+)
+
+
+def results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """All results in the folders of all machines, with their paths, plain ones before their variants."""
+    return [
+        (str(path.relative_to(folder)), result)
+        for path in sorted(folder.glob("*/*.json"), key=lambda path: path.with_suffix(""))
+        if "runs" in (result := json.loads(path.read_text()))
+    ]
+
+
+def speedups(names: tuple[str, ...], run: dict[str, Any], result: dict[str, Any]) -> list[str]:
+    """
+    The speed-up of each method, empty where it was not measured.
+
+    On a CPU also the one in core time, which other processes on the machine do not disturb.
+    """
+    cells = []
+    for name in names:
+        method = run["methods"].get(name)
+        core = f" ({method['core_speedup']:.2f}x)" if method and "gpu" not in result["environment"] else ""
+        cells.append(f"{method['speedup']:.2f}x{core}{flag(run, name)}" if method else "")
+    return cells
+
+
+def rows(folder: Path, link: str) -> list[tuple[str, str, tuple[str, str], str]]:
+    """For each measured set of rows: the date and the name of its result, its task and rows, its line of a table."""
+    lines = []
+    for path, result in results(folder):
+        settings, page = result["settings"], f"{link}{Path(path).with_suffix('.md').as_posix()}"
+        machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
+        reference = ", precomputed reference" if settings["precomputed_reference"] else ""
+        for run in result["runs"]:
+            methods = run["methods"]
+            ours = methods["shared" if "shared" in methods else "flat"]
+            cells = [
+                f"[{machine}]({page})",
+                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}{reference}",
+                *speedups(("flat", "shared", "budget"), run, result),
+                f"{ours['flops'] / methods['trl']['flops']:.0%}",
+                f"{ours['flops_over_limit']:.3f}",
+            ]
+            key = (settings["task"], run["rows"])
+            lines.append((result.get("date", ""), Path(path).stem, key, f"| {' | '.join(cells)} |"))
+    return lines
+
+
+def kept(folder: Path, link: str) -> list[str]:
+    """A table of the results that have the baseline without recomputation, or nothing."""
+    lines = []
+    for path, result in results(folder):
+        settings, page = result["settings"], f"{link}{Path(path).with_suffix('.md').as_posix()}"
+        for run in result["runs"]:
+            methods = run["methods"]
+            if not {"budget", "trl-kept"} <= methods.keys():
+                continue
+            padded, ours = methods["trl-kept"], methods["budget"]
+            cells = [
+                f"[{machine_name(result['environment'])}, {display_name(settings['model'])}]({page})",
+                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}",
+                *speedups(("trl-kept", "shared", "budget"), run, result),
+                f"{ours['speedup'] / padded['speedup']:.2f}x ({ours['core_speedup'] / padded['core_speedup']:.2f}x)",
+                f"{ours['flops'] / methods['trl']['flops']:.0%}",
+                f"{ours['flops'] / padded['flops']:.0%}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return [KEPT_EXPLANATION, "", f"| {' | '.join(KEPT_HEADS)} |", "|-|-|-:|-:|-:|-:|-:|-:|", *lines] if lines else []
+
+
+def table(lines: list[str]) -> list[str]:
+    """Lines of a table under their heads."""
+    return [f"| {' | '.join(HEADS)} |", "|-|-|-:|-:|-:|-:|-:|", *lines]
+
+
+def chart(folder: Path) -> list[str]:
+    """The newest chart of DPO."""
+    dated = sorted((result.get("date", ""), path) for path, result in results(folder) if Path(path).stem == "dpo")
+    charts = [chart for _, path in dated if (folder / (chart := Path(path).with_suffix(".png"))).exists()]
+    return [f"![Speed-up over padded TRL]({charts[-1].as_posix()})", ""] if charts else []
+
+
+def headline(folder: Path) -> str:
+    """What the README shows: the newest result of each."""
+    by_date = sorted(rows(folder, "docs/benchmarks/"), key=lambda row: row[0])
+    found = {key: line for _, name, key, line in by_date if name in ("dpo", "sft")}
+    return "\n".join(table([found[key] for key in HEADLINE if key in found]))
+
+
+def everything(folder: Path) -> str:
+    """What the page of all results shows: the claim, and the rows where there is little to gain."""
+    claim: list[str] = []
+    crossover: list[str] = []
+    for _, name, _, line in rows(folder, ""):
+        (crossover if name.startswith("crossover") else claim).append(line)
+    return "\n".join(
+        [
+            EXPLANATION,
+            "",
+            *table(claim),
+            "",
+            *chart(folder),
+            *((without_recomputation := kept(folder, "")) and [*without_recomputation, ""]),
+            "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
+            "",
+            *table(crossover),
+        ]
+    )
+
+
+def between(page: str, marker: str, generated: str) -> str:
+    """The page with `generated` between the markers."""
+    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
+    if start not in page or end not in page:
+        raise ValueError(f"The page needs the lines {start} and {end}, between which the tables go.")
+    before, rest = page.split(start, 1)
+    return f"{before}{start}\n{generated}\n{end}{rest.split(end, 1)[1]}"
+
+
+def update(root: Path, check: bool) -> int:
+    """
+    Write the tables into the READMEs of all languages and the page of all results.
+
+    With `check`, they are compared only. Returns 1 if a page is not what the results say, else 0.
+    """
+    folder, stale = root / "docs" / "benchmarks", False
+    generated = {path: ("benchmark", headline(folder)) for path in sorted(root.glob("README*.md"))}
+    generated[folder / "README.md"] = ("benchmark-tables", everything(folder))
+    for path, (marker, text) in generated.items():
+        current = path.read_text(encoding="utf-8")
+        updated = between(current, marker, text)
+        if not check:
+            path.write_text(updated, encoding="utf-8")
+        elif updated != current:
+            name = path.relative_to(root)
+            print(f"{name} is out of date: run `python -m scripts.benchmark --readme`.")
+            stale = True
+    return int(stale)

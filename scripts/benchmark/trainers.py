@@ -1,0 +1,118 @@
+"""The trainers that are set side by side, and their models: real shapes with random weights, or folders."""
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from trl_paddingfree import upstream
+from trl_paddingfree.cli.shapes import SHAPES
+from trl_paddingfree.quickstart import side_by_side
+
+from .tasks import PACKED, Method, Settings
+
+
+def make_model(name: str, dtype: torch.dtype, device: str, seed: int = 0, load_in_4bit: bool = False) -> Any:
+    """A model with random weights if `name` is a key of `SHAPES`, or one from a folder or with a model id."""
+    if name not in SHAPES:
+        if load_in_4bit:
+            return load_4bit(name, dtype, device)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map={"": device})
+    config = AutoConfig.for_model(**SHAPES[name], max_position_embeddings=8192)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if not load_in_4bit:
+        return model
+    with tempfile.TemporaryDirectory() as folder:  # weights are quantized while they are loaded
+        model.save_pretrained(folder)
+        del model
+        return load_4bit(folder, dtype, device)
+
+
+def load_4bit(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A model from a folder, its linear layers in 4 bits, as QLoRA has them."""
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, quantization_config=quantization, device_map={"": device}
+    )
+
+
+def same_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A second instance of `model` that has the very same weights in memory. For weights that stay frozen."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with a padding token and little else: the rows hold token ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "a": 3, "b": 4}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def display_name(model: str) -> str:
+    """A short name of a model for tables."""
+    return model if model in SHAPES else Path(model).name
+
+
+def make_trainer(method: Method, base: Any, settings: Settings, attention: str) -> Any:
+    """
+    The trainer of a method, after one step of its `train()` on a few tokens: all is set up as in real training.
+
+    Its weights are those of `base`, shared where they stay frozen; TRL's own methods have the attention of that name.
+    """
+    # LoRA leaves the weights alone
+    arguments: dict[str, Any] = {"model": copy.deepcopy(base) if settings.tuning == "full" else same_weights(base)}
+    if settings.tuning != "full":
+        arguments["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    elif settings.benchmarked.has_reference and not settings.precomputed_reference:
+        arguments["ref_model"] = same_weights(base)
+    for model in [] if method.ours else [arguments["model"], arguments.get("ref_model")]:
+        if model is not None:
+            upstream.set_attn_implementation(model, method.attention or attention)
+    trainer = side_by_side.make_trainer(
+        *side_by_side.classes_of(settings.task, method.ours),
+        {**_options(method, settings), **method.options},
+        train_dataset=Dataset.from_list([settings.benchmarked.text] * settings.batch_size),
+        processing_class=make_tokenizer(),
+        **arguments,
+    )
+    trainer.train()
+    return trainer
+
+
+def _options(method: Method, settings: Settings) -> dict[str, Any]:
+    """Options that all configurations have in common."""
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": settings.batch_size,
+        "max_length": settings.max_length,
+        "max_steps": 1,
+        "bf16": settings.torch_dtype == torch.bfloat16,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "use_liger_kernel": settings.liger,
+        "torch_compile": settings.torch_compile,
+        "use_cpu": not settings.on_accelerator,
+        "seed": settings.seed,
+        "lr_scheduler_type": "constant",
+        "logging_strategy": "no",
+        "dataloader_pin_memory": False,
+    }
+    if settings.learning_rate is not None:
+        options["learning_rate"] = settings.learning_rate
+    if settings.benchmarked.has_reference:
+        options["precompute_ref_log_probs"] = settings.precomputed_reference
+    # All rows are truncated before
+    return options if settings.benchmarked.truncates or method.options == PACKED else options | {"max_length": None}

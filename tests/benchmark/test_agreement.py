@@ -1,0 +1,36 @@
+"""TRL's commands beside ours on a tiny model: what both log, and what a difference does."""
+
+import pytest
+
+from scripts.benchmark.studies import agreement
+from scripts.benchmark.studies.agreement import measure_agreement
+from tests.helpers.head_runs import prompts
+from tests.helpers.tiny import preference_data
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    pairs = preference_data(24, 3).filter(lambda row: row["chosen"] != row["rejected"])
+    for name, rows in (("pairs", pairs), ("prompts", prompts(16, 3))):
+        rows.to_json(folder / f"{name}.jsonl")
+    return {name: str(folder / f"{name}.jsonl") for name in ("pairs", "prompts")}
+
+
+@pytest.mark.parametrize(
+    ("task", "source"), [("reward", "pairs"), ("kto", "pairs"), ("grpo", "prompts"), ("rloo", "prompts")]
+)
+def test_the_commands_log_what_trls_log(files, model_dir, task, source):
+    found = measure_agreement(task, files[source], model_dir, max_steps="2")
+    assert found["differences"]["loss"] < 1e-5
+    assert {"grad_norm", "num_tokens"} < found["differences"].keys()
+    assert [entry["step"] for entry in found["ours"]] == [1, 2]
+    result = {"measured": [found], "environment": {"gpu": "machine"}}
+    assert f"| {task}, {source} | 2 |" in agreement.report(result)
+
+
+def test_a_command_that_logs_something_else_is_an_error(files, model_dir, monkeypatch):
+    logs = iter(([{"step": 1, "loss": 1.0}], [{"step": 1, "loss": 1.01}]))
+    monkeypatch.setattr(agreement, "_logged", lambda *args: next(logs))
+    with pytest.raises(AssertionError, match="reward: not within 0.001 of padded TRL: {'loss': 0.01"):
+        measure_agreement("reward", files["pairs"], model_dir)

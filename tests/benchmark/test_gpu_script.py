@@ -1,0 +1,77 @@
+"""The script for a GPU, without one: each command that it would run is one that can be run."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from scripts.benchmark.__main__ import make_parser
+from scripts.benchmark.rows import read_lengths
+from scripts.benchmark.tasks import BENCHMARKED
+from tests.helpers.pages import ROOT
+
+RECORDING = f"""#!{sys.executable}
+import json, os, sys
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.fixture
+def commands(tmp_path):
+    """What the script has Python do, for some steps."""
+
+    def commands(**variables: str) -> list[list[str]]:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "python3").write_text(RECORDING)
+        (tmp_path / "bin" / "python3").chmod(0o755)
+        record = tmp_path / "record"
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        result = subprocess.run(
+            [ROOT / "scripts" / "gpu.sh", tmp_path / "results", tmp_path / "results.tar.gz"],
+            env={**os.environ, "PATH": path, "RECORD": str(record), **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert (tmp_path / "results" / "log.txt").read_text().strip() in result.stdout
+        assert (tmp_path / "results.tar.gz").stat().st_size > 0
+        return [json.loads(line) for line in record.read_text().splitlines()]
+
+    return commands
+
+
+def test_every_command_of_the_gpu_script_can_be_run(commands, tmp_path):
+    ran = commands(EIGHT="tiny")
+    benchmarks = [argv[2:] for argv in ran if argv[:2] == ["-m", "scripts.benchmark"]]
+    names = []
+    for argv in benchmarks:
+        options = make_parser().parse_args(argv)
+        assert tmp_path / "results" in (options.output, options.parts)
+        names.append(options.name)
+        if options.task is not None:
+            assert {*(options.methods or ())} <= {method.name for method in BENCHMARKED[options.task].methods}
+            assert all(len(read_lengths(source, options.task)[1]) >= 512 for source in options.lengths)
+    assert len(set(names)) == len(names) == 7, "one result would take the place of another"
+    assert sum("tiny" in argv for argv in benchmarks) > 4
+    tests = [argv for argv in ran if argv[:2] == ["-m", "pytest"]]
+    files = [part for argv in tests for part in argv if part.startswith("tests/")]
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert "tests/test_gpu.py" in files
+
+
+def test_steps_can_be_chosen_and_wheels_come_first(commands, tmp_path):
+    ran = commands(STEPS="4", WHEELS=str(tmp_path / "wheels"))
+    assert ran[0][:3] == ["-m", "pip", "install"]
+    assert "--no-index" in ran[0]
+    assert [argv[2:] for argv in ran if argv[:2] == ["-m", "scripts.benchmark"]] == [
+        ["--parts", str(tmp_path / "results")]
+    ]
+
+
+def test_no_step_begins_without_time_for_it(commands):
+    with pytest.raises(AssertionError, match="no time left for: python3 -m scripts.benchmark dpo"):
+        commands(SECONDS_FOR_ALL="10")

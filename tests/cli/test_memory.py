@@ -1,0 +1,88 @@
+"""The memory that `inspect` predicts from a shape is what the trainers count on the model itself."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.equivalence import run
+from tests.helpers.tiny import make_tokenizer, preference_data
+from trl_paddingfree import BatchCounts, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+from trl_paddingfree.cli.main import main
+from trl_paddingfree.cli.memory import loads, memory_report, step_units, training_needs
+from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.memory.kept_bytes import LOADS
+
+# The head's weights, few layers, and adapters in another place
+TOLERANCE = 0.1
+
+
+def test_needs_of_a_shape_are_those_of_its_model():
+    config = copy.deepcopy(model_config("tiny"))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    kwargs = {"peft_config": lora, "processing_class": make_tokenizer()}
+    options = {"memory_budget": 8, "bf16": True, "steps": 1, "trainer_kwargs": kwargs}
+    result = run(
+        PaddingFreeDPOTrainer, PaddingFreeDPOConfig, model=model, train_dataset=preference_data(8, 0), **options
+    )
+    measured, predicted = result.trainer.flat.memory.needs, training_needs(config, "lora", 1, as_kernels=False)
+    assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
+    load = loads(BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900))["shared"]
+    for ours, theirs in zip(predicted.saved(load), measured.saved(load), strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
+def test_keys_cost_what_the_kernels_keep_of_them():
+    """On CPUs, PyTorch keeps a head of keys once for each of its queries; flash attention keeps it as it is."""
+    config = model_config("tiny")
+    needs = training_needs(config, "lora", 1)
+    heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    keys, pairs = (np.array(needs.kept)[:, LOADS.index(name)] for name in ("keys", "pairs"))
+    assert keys == pytest.approx(np.full(config.num_hidden_layers, 2 * 2 * heads), rel=1e-6)  # bfloat16, and values
+    assert pairs == pytest.approx(np.zeros(config.num_hidden_layers), abs=1e-6)
+
+
+def test_offloading_leaves_one_layer_and_what_is_on_its_way():
+    needs = training_needs(model_config("tiny"), "lora", 1)
+    short, long = (loads(BatchCounts(n, n, n, n))["padding_free"] for n in (1000, 100_000))
+    for load in (short, long):
+        (device, host), peaks = needs.offloaded(load), needs.peaks(load)
+        assert needs.fixed < device < peaks[0]
+        assert host == pytest.approx(needs.saved(load)[-1], rel=1e-6)  # all that waits between the passes
+    many = replace(needs, kept=np.repeat(needs.kept, 8, 0), recomputed=np.repeat(needs.recomputed, 8, 0))
+    assert many.offloaded(long)[0] == needs.offloaded(long)[0] < many.peaks(long)[-1]
+
+
+def test_units_of_a_step():
+    assert [step_units("dpo", "lora"), step_units("sft", "lora"), step_units("sft", "full")] == [3, 2, 3]
+
+
+def test_more_memory_holds_more_and_recomputes_less():
+    counts = [BatchCounts(computed=2000, real=3000, padded=5000, distinct=1900)] * 3
+    small, large = (memory_report("dpo", [(8, counts)], "tiny", "lora", gib)["sizes"][0] for gib in (0.3, 1000))
+    for layout in ("padded", "padding_free", "shared"):
+        assert 0 <= small[layout]["kept_batch"] <= small[layout]["recomputed_batch"] < large[layout]["kept_batch"]
+        assert 1 <= small[layout]["speed_up"] <= large[layout]["speed_up"] == pytest.approx(4 / 3)
+        assert small[layout]["recomputed_gib"] < small[layout]["kept_gib"]
+    assert small["shared"]["kept_gib"] < small["padding_free"]["kept_gib"] < small["padded"]["kept_gib"]
+
+
+def test_inspect_predicts_memory(tmp_path, capsys, model_dir):
+    path = tmp_path / "pairs.jsonl"
+    preference_data(30, seed=5).to_json(path)
+    common = ["inspect", str(path), "--tokenizer", model_dir, "--plot", ""]
+    assert main([*common, "--model", model_dir, "--memory_gib", "24", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert [row["batch_size"] for row in memory["sizes"]][:2] == [8, 16]
+    assert 0 < memory["sizes"][0]["shared"]["offloaded_gib"] < memory["sizes"][0]["shared"]["kept_gib"]
+    assert main([*common, "--model", "tiny", "--memory_gib", "24"]) == 0
+    _, printed = capsys.readouterr().out.split("Memory of tiny")
+    assert "activation_offloading=True" in printed.replace("\n", " ")
+    assert "…" not in printed  # all of it fits into a terminal
+    assert main([*common, "--memory_gib", "24"]) == 2

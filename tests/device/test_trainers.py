@@ -1,0 +1,201 @@
+"""Every trainer computes on another device what it computes on the CPU, whichever option moves its data."""
+
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.device.runs import DATA, SEED, TASKS, TOLERANCE, arguments, assert_as_on_cpu, train
+from tests.helpers import equivalence, pretend_device, random_runs, vision_runs
+from tests.helpers.architectures import tiny_model
+from tests.helpers.dpo_runs import lora
+from tests.helpers.random_draws import draw
+from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
+from tests.helpers.tiny import conversations, make_model
+from tests.helpers.vision import vision_messages, vision_pairs
+from tests.trainers import test_kernels
+from trl_paddingfree import split_turns
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+RECOMPUTED = [
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    for reentrant in (False, True)
+]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_trainer_computes_what_it_computes_on_the_cpu(task, adapters):
+    def make():
+        return {**arguments(task, adapters), "eval_dataset": DATA[task](4, SEED + 1)}
+
+    assert_as_on_cpu(lambda: train(task, "shared" if adapters else "flat", make, **EVALUATED, **RECOMPUTED[adapters]))
+
+
+@pytest.mark.parametrize("layout", ["flat", "shared"])
+@pytest.mark.parametrize("backend", ["segment", "mask"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_route(backend, layout, attention):
+    def make():
+        return arguments("dpo", model=make_model(attn_implementation=attention))
+
+    result = assert_as_on_cpu(lambda: train("dpo", layout, make, flat_attention=backend))
+    assert result.trainer.flat.route.backend == backend
+
+
+OPTIONS = {
+    "precomputed": ("dpo", {"precompute_ref_log_probs": True}),
+    "precomputed-kto": ("kto", {"precompute_ref_log_probs": True}),
+    "arranged-by-tokens": ("dpo", {"arrange_micro_batches": "tokens"}),
+    "arranged-by-prefix": ("grpo", {"arrange_micro_batches": "prefix"}),
+    "packed": ("sft", {"packing": True, "max_length": 40}),
+    "workers": ("dpo", {"dataloader_num_workers": 2}),
+    "reference": ("grpo", {"beta": 0.05, "num_iterations": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_move_data(name):
+    task, options = OPTIONS[name]
+    assert_as_on_cpu(lambda: train(task, **options))
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+# Of which each holds the most demanding example, and not a micro-batch: GiB, and options
+BUDGETS = {
+    "dpo": (0.006, {}),
+    "sft": (0.002, {}),
+    "reward": (0.0006, {}),
+    "kto": (0.006, {}),
+    "kto-without-divergence": (0.004, {"loss_type": "apo_zero_unpaired"}),
+    "grpo": (0.003, {}),
+    "rloo": (0.003, {}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETS if name not in ("grpo", "rloo")])
+def test_a_token_budget_that_splits(name, parts_made):
+    task, options = name.split("-")[0], {"max_tokens_per_micro_batch": 30, "oversized_examples": "alone"}
+    assert_as_on_cpu(lambda: train(task, **options, **BUDGETS[name][1]))
+    assert max(parts_made) > 1
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_memory_budget_that_splits(name, parts_made):
+    task, (budget, options) = name.split("-")[0], BUDGETS[name]
+    result = assert_as_on_cpu(lambda: train(task, data=DATA[task](8, 0), memory_budget=budget, **options))
+    assert max(parts_made) > 1
+    # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs
+    assert result.trainer.flat.memory.observed
+    assert 0.9 < result.trainer.flat.memory.needs.correction < 1.5
+
+
+class Crowded(TrainerCallback):
+    """Leaves training no more than some bytes of the device's memory."""
+
+    def __init__(self, left):
+        self.left, self.total = left, pretend_device.memory.total
+
+    def on_step_begin(self, *args, **kwargs):
+        pretend_device.memory.total = pretend_device.memory.allocated + self.left
+
+    def on_step_end(self, *args, **kwargs):
+        pretend_device.memory.total = self.total
+
+
+@pytest.mark.parametrize(("task", "left"), [("dpo", 9_000_000), ("grpo", 3_500_000)])
+def test_memory_that_runs_out_costs_a_warning_and_nothing_else(task, left, caplog):
+    def make():
+        crowded = [] if pretend_device.why_off() else [Crowded(left)]
+        return {**arguments(task), "callbacks": crowded}
+
+    result = assert_as_on_cpu(lambda: train(task, make=make, data=DATA[task](8, 0), memory_budget=1.0))
+    assert result.trainer.flat.memory.has_shrunk
+    assert "An allocation failed" in caplog.text
+
+
+def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(parts_made):
+    def once(left):
+        model, dropout = make_model(num_hidden_layers=6), lora(lora_dropout=0.3)
+        made = {**arguments("sft", model=model), "peft_config": dropout, "callbacks": [Crowded(left)]}
+        with pretend_device.own_generator():
+            return train("sft", make=lambda: made, data=DATA["sft"](4, 0), memory_budget=1.0, steps=1)
+
+    expected, actual = once(10**9), once(6_300_000)
+    assert actual.log_history[0]["flat/recomputed"] > expected.log_history[0]["flat/recomputed"]
+    assert parts_made == []
+    assert random_runs.off_by(expected, actual, TOLERANCE) == {}
+
+
+# --- models, data and precision ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "qwen3_moe", "gpt_oss"])
+def test_layers_of_another_kind(name):
+    """With a state, with experts, and with sinks."""
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.1} if name == "qwen3_moe" else {}
+
+    def make():
+        model = tiny_model(name, pad_token_id=0, **router)
+        return arguments("dpo", adapters=name != "gpt_oss", model=model)
+
+    # Experts are computed by another function there, and layers with a state make more of rounding than others
+    assert_as_on_cpu(lambda: train("dpo", make=make, **RECOMPUTED[0]), equivalence.TOLERANCE)
+
+
+@pytest.mark.parametrize(("task", "layout"), [("dpo", "shared"), ("sft", "flat")])
+def test_images(task, layout, parts_made):
+    data = (vision_pairs if task == "dpo" else vision_messages)(8, SEED)
+    options = {"lora": True, "max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+    assert_as_on_cpu(lambda: vision_runs.train("llava", task, layout, data, dataloader_pin_memory=True, **options))
+    assert max(parts_made) > 1
+
+
+def test_turns_of_conversations():
+    data = split_turns(conversations(8, SEED))
+    result = assert_as_on_cpu(lambda: train("sft", data=data))
+    assert result.log_history[0]["flat/saved_by_sharing"] > 0
+
+
+def test_a_run_that_is_resumed(tmp_path):
+    """Weights and the optimizer's state go to a file and come back, and so do those of the whole run."""
+    saved = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path), "arrange_micro_batches": "tokens"}
+    whole = assert_as_on_cpu(lambda: train("dpo", **saved))
+    expected = {name: weight.clone() for name, weight in whole.weights.items()}
+    whole.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert whole.trainer.state.log_history[-2]["step"] == 2
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("layout", ["flat", "shared"])
+@pytest.mark.parametrize("backend", ["varlen", "flash", "segment"])
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_bfloat16_is_as_close_to_float32_as_with_padding(task, backend, layout):
+    """Under autocast, whose rules are those of CUDA, by the kernels of a GPU and without them."""
+    kernels = {"varlen": varlen_on(pretend_device.NAME), "flash": reference_flash(half_flash_func)}
+    attention, options = "flash_attention_2" if backend == "flash" else "sdpa", {"dataloader_pin_memory": True}
+    expected = test_kernels.padded(task)
+    with kernels.get(backend, nullcontext()):
+        ours = test_kernels.train(task, layout, attention, bf16=True, **options)
+    assert ours.trainer.model.device == pretend_device.DEVICE
+    assert ours.trainer.flat.route.backend == backend
+    equivalence.assert_as_close(*expected, ours)
+
+
+@pytest.mark.parametrize("seed", range(SEED * 1000 + 700, SEED * 1000 + 703))
+def test_a_random_draw_trains_the_same_or_is_refused_in_the_same_words(seed):
+    def outcome():
+        return random_runs.train(draw(seed), True, torch.float32)
+
+    try:
+        with pretend_device.switched_off():
+            outcome()
+    except Exception as refused:
+        with pytest.raises(type(refused), match=re.escape(str(refused))):
+            outcome()
+    else:  # models and losses of all kinds, of which some make more of rounding than others
+        assert_as_on_cpu(outcome, equivalence.TOLERANCE)

@@ -1,0 +1,133 @@
+"""Where a training step makes the host wait for the device: not in this package, but for the places named here."""
+
+from collections import Counter
+
+import pytest
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from tests.device.runs import SEED, TASKS, arguments, train
+from tests.helpers import vision_runs
+from tests.helpers.architectures import tiny_model
+from tests.helpers.pretend_device import WAITS
+from tests.helpers.tiny import make_model
+from tests.helpers.vision import vision_pairs
+from trl_paddingfree.model import attention
+
+# Generated rows are read back once in each pass of a model: what is flat is laid out on the host
+FLATTEN = ("trl_paddingfree/trainers/online.py", "OnlineTrainer.flatten")
+PLACES = {"grpo": {FLATTEN: 1}, "rloo": {FLATTEN: 2}}
+
+
+class Steps(TrainerCallback):
+    """What had made the host wait as each step began."""
+
+    def __init__(self):
+        self.waits = []
+
+    def on_step_begin(self, *args, **kwargs):
+        self.waits.append(WAITS.copy())
+
+    @property
+    def second(self):
+        """What the second step waits for, with its log and its batch; in the first, the optimizer makes its state."""
+        return self.waits[2] - self.waits[1]
+
+
+def waits_of_a_step(task, layout, model=None, **options):
+    steps = Steps()
+    train(task, layout, lambda: {**arguments(task, model=model), "callbacks": [steps]}, steps=3, **options)
+    return steps.second
+
+
+def places(waits):
+    """How often the host waits in each function of this package."""
+    found = Counter()
+    for wait, number in waits.items():
+        if wait.file.startswith("trl_paddingfree/"):
+            found[wait.file, wait.function] += number
+    return found
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_step_waits_in_named_places_only_and_less_than_in_padded_trl(task):
+    padded, ours = (waits_of_a_step(task, layout) for layout in ("padded", "shared"))
+    assert places(ours) == PLACES.get(task, {})
+    assert ours.total() < padded.total()
+
+
+OPTIONS = {
+    "mask": {"flat_attention": "mask"},
+    "recomputed": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "in parts": {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"},
+    "in memory": {"memory_budget": 0.02},
+    "bfloat16": {"bf16": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_with_options_waits_nowhere(name):
+    assert places(waits_of_a_step("dpo", "shared", **OPTIONS[name])) == {}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "qwen3_moe", "gpt_oss", "gemma2"])
+def test_layers_of_another_kind_wait_nowhere(name):
+    assert places(waits_of_a_step("dpo", "shared", tiny_model(name, pad_token_id=0))) == {}
+
+
+def test_images_wait_nowhere():
+    steps, data = Steps(), vision_pairs(16, SEED)
+    options = {"dataloader_pin_memory": True, "steps": 3, "trainer_kwargs": {"callbacks": [steps]}}
+    vision_runs.train("llava", "dpo", "shared", data, lora=True, **options)
+    assert places(steps.second) == {}
+
+
+class Inside(TrainerCallback):
+    """What makes the host wait in the forward passes of a model, and in backward passes, once training has begun."""
+
+    def __init__(self, model, monkeypatch):
+        self.waits, self.before, backward = Counter(), Counter(), Accelerator.backward
+
+        def watched(*args, **kwargs):
+            self.begin()
+            backward(*args, **kwargs)
+            self.end()
+
+        monkeypatch.setattr(Accelerator, "backward", watched)
+        model.base_model.register_forward_pre_hook(self.begin)
+        model.base_model.register_forward_hook(self.end)
+
+    def begin(self, *_):
+        self.before = WAITS.copy()
+
+    def end(self, *_):
+        self.waits += WAITS - self.before
+
+    def on_train_begin(self, *args, **kwargs):
+        self.waits.clear()
+
+
+def waits_inside(monkeypatch, layout="shared", **options):
+    model = make_model()
+    inside = Inside(model, monkeypatch)
+    train("sft", layout, lambda: {**arguments("sft", model=model), "callbacks": [inside]}, **options)
+    return inside.waits
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_nothing_waits_inside_the_model(checkpointing, monkeypatch):
+    """Neither in this package nor anywhere else, from the first layer to the last gradient."""
+    assert waits_inside(monkeypatch, "padded") != {}
+    assert waits_inside(monkeypatch, gradient_checkpointing=checkpointing) == {}
+
+
+def test_a_read_that_is_planted_is_found_by_name(monkeypatch):
+    of_segments = attention.ATTENTION["segment"]
+
+    def reading(layout, previous, module, query, *args, **kwargs):
+        assert query.sum().item()
+        return of_segments(layout, previous, module, query, *args, **kwargs)
+
+    monkeypatch.setitem(attention.ATTENTION, "segment", reading)
+    (found,) = waits_inside(monkeypatch)
+    assert (found.reason, found.function.split(".")[-1]) == ("local_scalar_dense", "reading")

@@ -1,0 +1,105 @@
+"""Training by the kernels of a GPU, in bfloat16: these are plain PyTorch here, and what is around them is its own."""
+
+import os
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from transformers import GenerationMixin
+
+from tests.helpers.dpo_runs import ADAM_EPSILON, LAYOUTS, lora
+from tests.helpers.equivalence import Trajectory, assert_as_close, run
+from tests.helpers.head_runs import prompts, score, unpaired
+from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
+from tests.helpers.tiny import make_model, make_tokenizer, preference_data
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, upstream
+from trl_paddingfree.trainers import TRAINERS
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+DATA = {
+    "dpo": preference_data,
+    "sft": lambda n, seed: unpaired(n, seed).remove_columns("label"),
+    "kto": unpaired,
+    "grpo": prompts,
+}
+# A layer that sees all tokens before it, and one with a window; heads of 8 in two groups
+SIZES = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+# Steps in proportion to gradients, so that weights tell of these
+OPTIONS = {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "steps": 2}
+
+
+def generate(model, input_ids, **kwargs):
+    """Completions that do not depend on how the model rounds."""
+    draws = torch.Generator().manual_seed(int(input_ids.sum()))
+    drawn = torch.randint(9, 69, (len(input_ids), 8), generator=draws)
+    return torch.cat([input_ids, drawn.to(input_ids.device)], 1)
+
+
+def train(task: str, layout: str, attention: str = "sdpa", **options) -> Trajectory:
+    def make():
+        return make_model("qwen2", attn_implementation=attention, **SIZES)
+
+    ours = TRAINERS[task]
+    classes = (ours.trl_trainer, ours.trl_config) if layout == "padded" else (ours, ours.config_class)
+    options |= {} if layout == "padded" else {"prefix_sharing": layout == "shared"}
+    arguments = {"processing_class": make_tokenizer()}
+    if task == "grpo":
+        arguments["reward_funcs"] = score
+        options |= {"num_generations": 4, "max_completion_length": 8}
+    elif task != "sft":
+        arguments["ref_model"] = make()
+    with mock.patch.object(GenerationMixin, "generate", generate):
+        data = DATA[task](12, SEED)
+        return run(*classes, model=make(), train_dataset=data, trainer_kwargs=arguments, **OPTIONS, **options)
+
+
+@cache
+def padded(task: str) -> tuple[Trajectory, Trajectory]:
+    """Padded TRL in float32, and in bfloat16."""
+    return train(task, "padded", bf16=False), train(task, "padded", bf16=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("task", DATA)
+def test_bfloat16_is_as_close_to_float32_by_the_kernels_as_with_padding(task, backend, layout):
+    expected, options = padded(task), {"bf16": True, "gradient_checkpointing": layout == "shared"}
+    if backend == "varlen":
+        with varlen_on("cpu") as calls:
+            ours = train(task, layout, **options)
+        assert {call.arguments["window_size"] for call in calls} == {(-1, 0), (7, 0)}
+        shared = {len(call.arguments["key"]) > len(call.arguments["query"]) for call in calls}
+        assert (True in shared) == (layout == "shared")
+    else:
+        with reference_flash(half_flash_func):
+            ours = train(task, layout, "flash_attention_2", **options)
+    route = ours.trainer.flat.route
+    assert (route.backend, route.prefix_sharing) == (backend, layout == "shared")
+    assert_as_close(*expected, ours)
+
+
+def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypatch):
+    def with_adapters(**options):
+        arguments = {"processing_class": make_tokenizer(), "peft_config": lora()}
+        result = run(
+            PaddingFreeDPOTrainer,
+            PaddingFreeDPOConfig,
+            model=make_model(dtype=torch.bfloat16),
+            train_dataset=preference_data(8, SEED),
+            trainer_kwargs=arguments,
+            **{"bf16": True, "gradient_checkpointing": True, **OPTIONS, **options},
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            layers = [module for module in result.trainer.model.modules() if isinstance(module, LoraLayer)]
+            return result, {bool(layer.cast_input_dtype_enabled) for layer in layers}
+
+    once, casts = with_adapters()
+    assert casts == {False}
+    assert with_adapters(padding_free=False, steps=1)[1] == {True}
+    monkeypatch.setattr(upstream, "cast_inputs_once", lambda *args: None)
+    twice, _ = with_adapters()
+    assert once.losses == twice.losses
+    assert all(torch.equal(weight, twice.weights[name]) for name, weight in once.weights.items())

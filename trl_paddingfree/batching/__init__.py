@@ -1,1 +1,0 @@
-"""Integers only: which examples share a micro-batch, and how much fits into one."""

@@ -1,0 +1,218 @@
+"""How much memory training a model would need, and what a memory budget would make of it, from its shape and lengths.
+
+One layer of each kind is made with random weights and counted as the trainers count it; the arithmetic is that of
+[`~trl_paddingfree.memory.needs.MemoryNeeds`]. Nothing is downloaded but the model's configuration.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from .. import upstream
+from ..flat.counts import BatchCounts
+from ..memory.device import GIB
+from ..memory.kept_bytes import LOADS, count_kept_bytes
+from ..memory.needs import WORKING_TENSORS, MemoryNeeds
+from ..model.flat_model import FlatModel
+from ..model.recompute import recomputable_layers
+from ..model.routes import choose_route
+from .shapes import model_config
+
+# Weights and activations are bfloat16, as on GPUs; of 4-bit weights, an eighth of a bit per weight are scales
+DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
+# Adam's moments, and a gradient, in the dtype of what is trained
+COPIES = 3
+# Enough for random tokens
+VOCABULARY = 512
+# Tasks that have a reference model
+_WITH_REFERENCE = ("dpo", "kto")
+# The attention that keeps what the kernels keep
+KEPT_BY_KERNELS = "kept_by_kernels"
+
+
+def layer_kinds(config: Any) -> list[Any]:
+    """What kind each layer is of: layers of one kind need the same memory."""
+    text = config.get_text_config()
+    kinds = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in ("layer_types", "mlp_layer_types")]
+    return list(zip(*kinds, strict=True))
+
+
+def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
+    """
+    What micro-batches need in training.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's configuration.
+        tuning (`str`):
+            `"full"`, `"lora"` or `"qlora"` (r=16 on all linear layers).
+        num_references (`int`):
+            Reference models beside the one that is trained: DPO has one, if all weights are trained.
+        as_kernels (`bool`, *optional*, defaults to `True`):
+            Whether attention keeps what flash attention does on GPUs, rather than PyTorch's attention here.
+    """
+    kinds = layer_kinds(config)
+    number = 1 + max(kinds.index(kind) for kind in kinds)
+    model = _first_layers(config, number)
+    if as_kernels:
+        keep_as_kernels(model)
+    route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
+    FlatModel.install(model, route)
+    trained: Any = model
+    if tuning != "full":
+        lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        trained = get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora")
+        trained.enable_input_require_grads()
+        upstream.cast_inputs_once(trained, "cpu")
+    with torch.autocast("cpu", DTYPE):  # as `bf16`, TRL's default, has it: adapters are float32, products are not
+        kept = count_kept_bytes(model, route)
+    layers = recomputable_layers(model)
+    which = [kinds.index(kind) for kind in kinds]
+    own = [sum(p.numel() for p in layer.parameters() if _is_weight(p, tuning)) for layer in layers]
+    added = [sum(p.numel() * p.element_size() for p in x.parameters() if not _is_weight(p, tuning)) for x in layers]
+    text = config.get_text_config()
+    embeddings = (1 if config.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * BYTES
+    per_weight = BYTES_IN_4_BITS if tuning == "qlora" else BYTES
+    weights = embeddings + per_weight * sum(own[i] for i in which)
+    adapters = sum(added[i] for i in which)
+    changed = weights if tuning == "full" else adapters
+    fixed = round(weights * (1 + num_references * (tuning == "full")) + adapters + COPIES * changed)
+    every = kept.of(which)
+    head = np.zeros(len(LOADS))
+    head[LOADS.index("scored")] = 4 * text.hidden_size
+    head[0] = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
+    rows, columns = upstream.lm_head_tile()
+    working = WORKING_TENSORS * every.largest.max(0)
+    return MemoryNeeds(fixed, every.kept, every.recomputed, every.outside, head, (BYTES * columns, rows), working)
+
+
+def _first_layers(config: Any, number: int) -> Any:
+    """A model of the first layers, with a small vocabulary."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(text, name, None):
+            setattr(text, name, getattr(text, name)[:number])
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = number, VOCABULARY, None
+    model = AutoModelForCausalLM.from_config(small, dtype=DTYPE, attn_implementation="sdpa")
+    add_fused_lm_head(model)
+    return model
+
+
+class _KernelBytes(torch.autograd.Function):
+    """
+    Saves what flash attention saves, and computes nothing: there is no gradient through it.
+
+    That is queries, keys and values as they are given, the output, and one float per query and head. Of keys that
+    branches share, PyTorch's attention on CPUs keeps more: each head once for every query head that reads it.
+    """
+
+    @staticmethod
+    def forward(ctx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = query.new_zeros(*query.shape[:3], value.size(-1))
+        ctx.save_for_backward(query, key, value, output, query.new_zeros(query.shape[:3], dtype=torch.float32))
+        return output
+
+
+def _attend(module, query, key, value, attention_mask, **kwargs):
+    return _KernelBytes.apply(query, key, value).transpose(1, 2), None
+
+
+def keep_as_kernels(model: PreTrainedModel) -> None:
+    """Have a model keep what flash attention would, from its next forward pass on, if its attention can be replaced."""
+    if upstream.takes_attention_function(model):
+        AttentionInterface.register(KEPT_BY_KERNELS, _attend)
+        AttentionMaskInterface.register(KEPT_BY_KERNELS, upstream.mask_function("sdpa"))
+        upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
+
+
+def _is_weight(parameter: torch.nn.Parameter, tuning: str) -> bool:
+    """Whether a parameter is the model's own, and no adapter's."""
+    return tuning == "full" or not parameter.requires_grad
+
+
+def loads(counts: BatchCounts) -> dict[str, np.ndarray]:
+    """The load of a batch with padding, without, and with shared prefixes. Attention keeps no scores, as on GPUs."""
+
+    def load(tokens: int, keys: int) -> np.ndarray:
+        sizes = {"constant": 1, "tokens": tokens, "keys": keys, "scored": tokens}
+        return np.array([sizes.get(name, 0) for name in LOADS])
+
+    return {
+        "padded": load(counts.padded, counts.padded),
+        "padding_free": load(counts.real, counts.real),
+        "shared": load(counts.computed, counts.real),
+    }
+
+
+def step_units(task: str, tuning: str) -> int:
+    """Forward passes' worth of a step in which nothing is recomputed: forward, backward, and the reference's."""
+    return (3 if tuning == "full" else 2) + (task in _WITH_REFERENCE)
+
+
+def memory_report(
+    task: str, batches: Sequence[tuple[int, Sequence[BatchCounts]]], model: str, tuning: str, memory_gib: float | None
+) -> dict[str, Any]:
+    """
+    Memory of the largest batch of each size, by layout.
+
+    Args:
+        task (`str`):
+            Name of the task.
+        batches (`Sequence[tuple[int, Sequence[BatchCounts]]]`):
+            Batch sizes, and the batches of each.
+        model (`str`):
+            A named shape, a folder, or a model id.
+        tuning (`str`):
+            `"full"`, `"lora"` or `"qlora"`.
+        memory_gib (`float`, *optional*):
+            Memory of the device. With it, the largest batches that fit, and the speed-up of a `memory_budget`.
+    """
+    needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
+    budget = None if memory_gib is None else int(memory_gib * GIB)
+    sizes = []
+    for batch_size, counts in batches:
+        row: dict[str, Any] = {"batch_size": batch_size}
+        for layout in ("padded", "padding_free", "shared"):
+            every = [loads(batch)[layout] for batch in counts]
+            largest = max(every, key=lambda load: int(load[1]))
+            peaks = needs.peaks(largest)
+            row[layout] = {"tokens": int(largest[1]), "recomputed_gib": peaks[-1] / GIB, "kept_gib": peaks[0] / GIB}
+            offloaded, host = needs.offloaded(largest)
+            row[layout] |= {"offloaded_gib": offloaded / GIB, "host_gib": host / GIB}
+            if budget is not None:
+                row[layout] |= _largest_batches(needs, largest, batch_size, budget)
+                row[layout]["speed_up"] = _speed_up(needs, every, step_units(task, tuning), budget)
+        sizes.append(row)
+    return {"model": model, "tuning": tuning, "memory_gib": memory_gib, "fixed_gib": needs.fixed / GIB, "sizes": sizes}
+
+
+def _largest_batches(needs: MemoryNeeds, load: np.ndarray, batch_size: int, budget: int) -> dict[str, int]:
+    """How many examples of the kind of a batch fit, if all layers recompute and if none does."""
+
+    def share(tokens: int) -> np.ndarray:
+        return np.array([1, *(load[1:] * tokens / load[1])])
+
+    found = {}
+    for name, place in (("recomputed_batch", -1), ("kept_batch", 0)):
+        low, high = 0, 2**30
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if needs.peaks(share(middle))[place] <= budget else (low, middle)
+        found[name] = int(low * batch_size // load[1])
+    return found
+
+
+def _speed_up(needs: MemoryNeeds, every: Sequence[np.ndarray], units: int, budget: int) -> float:
+    """What a budget saves of the step in which every layer recomputes."""
+    layers = len(needs.peaks(every[0])) - 1
+    tokens = [int(load[1]) for load in every]
+    shares = [needs.num_recomputed(load, budget) / layers for load in every]
+    spent = sum(n * (units + share) for n, share in zip(tokens, shares, strict=True))
+    return sum(tokens) * (units + 1) / spent

@@ -1,0 +1,104 @@
+"""The options of the commands."""
+
+import argparse
+from typing import Any
+
+EXIT_CODES = """\
+exit codes:
+  0  done; of `check` and `quickstart` also: exact
+  1  the answer is no: a model that is refused, losses that differ
+  2  wrong arguments, or something that cannot be loaded
+  commands that train end with the exit code of the training script"""
+# Those that train, and what on
+TRAINING = {
+    "dpo": "on preference pairs",
+    "sft": "on instructions",
+    "reward": "a reward model on preference pairs",
+    "kto": "on completions that are desirable or not",
+    "grpo": "on rewards of completions that it generates, by groups",
+    "rloo": "on rewards of completions that it generates, leaving one out",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands but those that hand their arguments on."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="trl-paddingfree",
+        description="TRL's trainers with next to no padding, and with shared prefixes computed once, exactly.",
+        epilog="examples:\n"
+        "  trl-paddingfree quickstart\n"
+        "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B --batch_size 8\n"
+        "  trl-paddingfree check Qwen/Qwen3-0.6B\n"
+        "  trl-paddingfree dpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized\n\n"
+        + EXIT_CODES,
+        formatter_class=as_written,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, examples: str = "") -> Any:
+        description, epilog = f"{text[0].upper()}{text[1:]}.", f"examples:\n{examples}\n\n{EXIT_CODES}"
+        command = commands.add_parser(
+            name, help=text, description=description, epilog=epilog, formatter_class=as_written
+        )
+        command.set_defaults(parser=command)
+        command.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
+        if examples:
+            command.add_argument("--json", action="store_true", help="print JSON")
+        return command.add_argument
+
+    option = add(
+        "inspect",
+        "what padding wastes on a data set and what shared prefixes save, without a model or a GPU",
+        "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B\n"
+        "  trl-paddingfree inspect pairs.jsonl.gz --tokenizer ./my-model --batch_size 16 --max_length 2048 --json",
+    )
+    option("dataset", help="hub name, folder, or .json, .jsonl, .csv, .parquet or .arrow file")
+    option("--tokenizer", required=True, help="hub name or folder of the model or its tokenizer")
+    option("--dataset_config", help="configuration of the hub data set")
+    option("--dataset_train_split", default="train", help="split to look at (default: %(default)s)")
+    option("--batch_size", type=int, default=8, help="examples per device and batch (default: 8)")
+    option("--max_length", type=int, default=1024, help="tokens per sequence, 0 for no limit (default: %(default)s)")
+    option("--truncation_mode", choices=["keep_start", "keep_end"], default="keep_start")
+    option("--one_sample_per_turn", action="store_true", help="cut conversations into turns first, as `sft` does")
+    option("--num_generations", type=int, default=8, help="of prompts alone: completions of each (default: 8)")
+    tokens = "of prompts alone: tokens of each completion, which are all counted (default: %(default)s)"
+    option("--max_completion_length", type=int, default=256, help=tokens)
+    option("--sample", type=int, default=2000, help="rows to look at, 0 for all (default: %(default)s)")
+    option("--seed", type=int, default=0, help="seed of the sample and the batches (default: 0)")
+    option("--model", help="also predict memory: hub name or folder (its config only), or a shape such as llama-3-8b")
+    option("--tuning", choices=["full", "lora", "qlora"], default="lora", help="what of --model is trained")
+    option("--memory_gib", type=float, help="memory of a device: which batches of --model fit, how fast")
+    option("--plot", default="inspect.png", help="PNG to write, '' for none (default: %(default)s)")
+
+    option = add(
+        "check",
+        "the start-up check by hand: every backend that this machine offers, how exact it is, and the verdict",
+        "  trl-paddingfree check Qwen/Qwen3-0.6B\n  trl-paddingfree check ./my-model --dtype float32 --json",
+    )
+    option("model", help="hub name or folder of a causal language model")
+    option("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto")
+    option("--attn_implementation", help="load the model with this one, and try no other")
+
+    for task, data in TRAINING.items():
+        add(task, f"train {data}: `trl {task}`, without padding")
+    add("env", "versions, GPU and attention backends, for bug reports", "  trl-paddingfree env --json > env.json")
+
+    option = add(
+        "quickstart",
+        "padded TRL and padding-free training side by side, on a small model from scratch or on yours",
+        "  trl-paddingfree quickstart\n"
+        "  trl-paddingfree quickstart --model Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --use_peft",
+    )
+    option("--model", help="hub name or folder of a model; a small Llama from scratch, if left out")
+    option("--dataset_name", help="hub name, folder or file; Python's own documentation, if left out")
+    option("--dataset_config", help="configuration of the hub data set")
+    option("--dataset_train_split", default="train", help="split to train on (default: %(default)s)")
+    option("--steps", type=int, default=24, help="optimizer steps of each run (default: %(default)s)")
+    option("--sft_steps", type=int, default=150, help="steps of SFT before DPO (default: %(default)s)")
+    option("--batch_size", type=int, default=8, help="examples per batch (default: %(default)s)")
+    option("--max_length", type=int, default=512, help="tokens per sequence (default: %(default)s)")
+    option("--use_peft", action="store_true", help="train LoRA adapters only")
+    option("--seed", type=int, default=42, help="seed of everything (default: %(default)s)")
+    option("--output_dir", default="quickstart", help="where to write to (default: %(default)s)")
+    return parser

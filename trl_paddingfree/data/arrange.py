@@ -1,0 +1,157 @@
+"""Micro-batches of an optimizer step: which of its examples meet in one.
+
+Examples are only ever moved within one optimizer step, and every micro-batch keeps its number of examples, so that each
+example has the weight in the step that it had before.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+from accelerate.data_loader import SeedableRandomSampler
+from datasets import Dataset
+from torch.utils.data import RandomSampler, Sampler
+
+from .lengths import example_work
+
+
+class StepSampler(Sampler[int]):
+    """
+    The order of another sampler of example indices, rearranged within each optimizer step of `step_size` examples, over
+    all processes and accumulation steps. An incomplete last step stays as it is: its micro-batches differ in size, so
+    moving examples would change their weights.
+    """
+
+    def __init__(self, sampler: Sampler | Sequence[int], step_size: int, arrange: Callable[[list[int]], list[int]]):
+        self.sampler, self.step_size, self.arrange = sampler, step_size, arrange
+
+    def __iter__(self) -> Iterator[int]:
+        step: list[int] = []
+        for index in self.sampler:
+            step.append(index)
+            if len(step) == self.step_size:
+                yield from self.arrange(step)
+                step = []
+        yield from step
+
+    def __len__(self) -> int:
+        assert isinstance(self.sampler, Sized)
+        return len(self.sampler)
+
+    @property
+    def generator(self) -> Any:
+        """That of the sampler underneath, if it has one: accelerate makes it the same on every process."""
+        return self.sampler.generator  # type: ignore[union-attr]
+
+    @generator.setter
+    def generator(self, generator: Any) -> None:
+        self.sampler.generator = generator  # type: ignore[union-attr]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader: the sampler underneath draws another order each epoch."""
+        if hasattr(self.sampler, "set_epoch"):  # torch's samplers lack it, a user's own may have it
+            self.sampler.set_epoch(epoch)
+
+
+def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int]]:
+    """
+    Items of each of `num_bins` bins of equal size that cost about the same, from the most costly bin on.
+
+    The largest differencing method of Karmarkar and Karp (1982), in its form for bins of equal size: always merge the
+    two partial distributions whose costs differ most, most costly bin with least costly bin.
+
+    >>> balance([9, 7, 4, 3, 2, 1], num_bins=3)
+    [[0, 5], [1, 4], [2, 3]]
+    """
+    if len(costs) % num_bins:
+        raise ValueError(f"{len(costs)} items cannot fill {num_bins} bins of equal size.")
+    order = np.argsort(costs, kind="stable")[::-1].tolist()
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for tie, first in enumerate(range(0, len(order), num_bins)):
+        bins = [(float(costs[item]), [item]) for item in order[first : first + num_bins]]
+        heapq.heappush(heap, (bins[-1][0] - bins[0][0], tie, bins))
+    while len(heap) > 1:
+        (_, tie, ours), (_, _, theirs) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(ours, reversed(theirs), strict=True)]
+        merged.sort(key=lambda entry: -entry[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
+    return [items for _, items in heap[0][2]]
+
+
+def by_tokens(
+    costs: Sequence[float] | np.ndarray, batch_size: int, num_processes: int
+) -> Callable[[list[int]], list[int]]:
+    """
+    An arrangement of a step in which micro-batches of `batch_size` examples, and processes, which take them in turn,
+    have about the same work; `costs` is that of each example of the data set.
+    """
+
+    def arrange(step: list[int]) -> list[int]:
+        bins = balance([costs[index] for index in step], len(step) // batch_size)
+        # Processes wait for each other after each round of micro-batches, and after the step: neighbours in cost run
+        # side by side, and each round deals them out in the other direction
+        rounds = [bins[first : first + num_processes] for first in range(0, len(bins), num_processes)]
+        dealt = [bin_ for turn, round_ in enumerate(rounds) for bin_ in (round_[::-1] if turn % 2 else round_)]
+        return [step[item] for bin_ in dealt for item in bin_]
+
+    return arrange
+
+
+def ranks_of(keys: Sequence[Any]) -> np.ndarray:
+    """`(len(keys),)` int64: place of each key when they are sorted, equal ones in their order."""
+    ranks = np.empty(len(keys), dtype=np.int64)
+    ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
+    return ranks
+
+
+def by_prefix(ranks: Sequence[int] | np.ndarray) -> Callable[[list[int]], list[int]]:
+    """An arrangement of a step in which examples that start alike stand side by side, by their [`ranks_of`]."""
+    return lambda step: sorted(step, key=lambda index: ranks[index])
+
+
+def imbalance(work: Sequence[float] | np.ndarray, batch_size: int, num_processes: int) -> float:
+    """
+    How much longer processes take because they wait for each other, by the work of the examples in the order of
+    training: the sum over rounds of micro-batches of the most costly one, over their mean.
+    """
+    round_size = batch_size * num_processes
+    whole = np.asarray(work[: len(work) // round_size * round_size], dtype=np.float64)
+    micro_batches = whole.reshape(-1, num_processes, batch_size).sum(2)
+    return float(micro_batches.max(1).sum() / micro_batches.mean(1).sum())
+
+
+def arranged_sampler(
+    sampler: Any,
+    arrange: Callable[[list[int]], list[int]],
+    *,
+    step_size: int,
+    data_seed: int | None,
+    use_seedable_sampler: bool = True,
+) -> StepSampler:
+    """The sampler that transformers' trainer made, or what accelerate would make of it, rearranged within each step."""
+    if isinstance(sampler, RandomSampler) and use_seedable_sampler:
+        # What accelerate would put in its place, had it found it
+        sampler = SeedableRandomSampler(sampler.data_source, data_seed=data_seed)
+    return StepSampler(sampler, step_size, arrange)
+
+
+def arrangement(
+    how: str,
+    dataset: Dataset,
+    lengths: np.ndarray,
+    *,
+    prefix_column: str,
+    prefix_sharing: bool,
+    hidden_size: int,
+    batch_size: int,
+    num_processes: int,
+) -> Callable[[list[int]], list[int]]:
+    """
+    What `arrange_micro_batches` makes of one optimizer step of prepared data: by `"tokens"`, of examples with `lengths`
+    as for [`example_work`], or by the `"prefix"` of token ids in `prefix_column`.
+    """
+    if how == "prefix":
+        column = dataset.with_format("numpy", columns=[prefix_column])
+        return by_prefix(ranks_of([np.asarray(row[prefix_column], dtype=np.int64).tobytes() for row in column]))
+    return by_tokens(example_work(lengths, prefix_sharing, hidden_size), batch_size, num_processes)

@@ -1,0 +1,87 @@
+"""Lengths of examples in tokens, and the work of computing them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from datasets import Dataset
+from pyarrow.compute import fill_null, list_value_length
+
+
+def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
+    """`(examples, columns)` int64: number of tokens in each column of a data set, -1 where there is none."""
+    tables = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
+    lengths = [[fill_null(list_value_length(table[c]), -1).to_numpy() for c in columns] for table in tables]
+    return np.concatenate([np.zeros((len(columns), 0)), *lengths], 1).T.astype(np.int64)
+
+
+def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
+    """`(examples, 3)` int64: tokens that the sequences of prepared pairs start alike with, and the rest of each."""
+    rows = []
+    for pair in dataset.with_format("numpy", columns=[chosen, rejected]):
+        a, b = pair[chosen], pair[rejected]
+        n = min(len(a), len(b))
+        alike = int(np.append(a[:n] != b[:n], True).argmax())
+        rows.append((alike, len(a) - alike, len(b) - alike))
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str) -> np.ndarray:
+    """
+    Tokens of the prompt and of each completion, `(examples, 1 + completions)`, int64, of examples that are cut so that
+    the prompt and a completion have `max_length` tokens at most.
+
+    With `"keep_end"`, rows of a long example keep different parts of the prompt, unless all are equally long: their
+    lengths are given as those of sequences without a prompt.
+    """
+    if max_length is None:
+        return lengths
+    prompt, completions = lengths[:, :1], lengths[:, 1:]
+    if truncation_mode == "keep_start":
+        prompt = np.minimum(prompt, max_length)
+        return np.concatenate([prompt, np.minimum(completions, max_length - prompt)], 1)
+    rows = np.minimum(prompt + completions, max_length)
+    apart = np.concatenate([np.zeros_like(prompt), rows], 1)
+    kept = np.minimum(completions, max_length)
+    together = np.concatenate([rows[:, :1] - kept[:, :1], kept], 1)
+    are_equal = (completions == completions[:, :1]).all(1, keepdims=True)
+    cut = (prompt + completions > max_length).any(1, keepdims=True)
+    return np.where(cut, np.where(are_equal, together, apart), lengths)
+
+
+def row_lengths(lengths: np.ndarray) -> np.ndarray:
+    """`(examples, rows)` int64: tokens of each row of each example, of lengths as for [`example_tokens`]."""
+    return lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
+
+
+def longest_row(lengths: np.ndarray) -> int:
+    """Tokens of the longest row, of lengths as for [`example_tokens`]."""
+    return int(row_lengths(lengths).max(initial=0))
+
+
+def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
+    """
+    `(examples,)` int64: tokens to compute of each example, by those of its prompt and of each completion, of shape
+    `(examples, 1 + completions)`, or those of its row, `(examples, 1)`. A shared prompt is computed once, all but its
+    last token.
+    """
+    if lengths.shape[1] == 1:
+        return lengths[:, 0]
+    prompt, *completions = lengths.T
+    inherited = np.maximum(prompt - 1, 0) if prefix_sharing else 0
+    return prompt + sum(completions) + (len(completions) - 1) * (prompt - inherited)
+
+
+def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) -> np.ndarray:
+    """
+    Work of each example, of `lengths` as for [`example_tokens`], in units of one token through the linear layers.
+
+    A transformer layer has about `12 h^2` weights, `24 h^2` operations per token; causal attention of a sequence of `n`
+    tokens adds `2 h n^2`, so `n^2 / 12 h` in these units (Kaplan et al., 2020, table 1).
+    """
+    if lengths.shape[1] == 1:
+        squares = lengths[:, 0] ** 2
+    else:
+        prompt, *completions = lengths.T
+        inherited = prompt**2 if prefix_sharing else 0
+        squares = sum((prompt + x) ** 2 for x in completions) - (len(completions) - 1) * inherited
+    return example_tokens(lengths, prefix_sharing) + squares / (12 * hidden_size)

@@ -1,0 +1,188 @@
+"""Data as the user gave it: what is refused, with the row and the fix, and what is counted and said."""
+
+from collections.abc import Sequence
+from reprlib import repr as short
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset
+from pyarrow import types
+from transformers.utils import logging
+
+from ..flat.batch import IGNORE_INDEX
+from .lengths import token_lengths
+
+logger = logging.get_logger(__name__)
+
+PAIR_COLUMNS = ("prompt", "chosen", "rejected")
+_FIX = "Correct the row, or leave it out with `dataset.filter`."
+
+
+def column_names(dataset: Any) -> list[str]:
+    """A streaming data set may know its columns from its first example only."""
+    return dataset.column_names or list(next(iter(dataset), {}))
+
+
+def refuse_unread(dataset: Any, name: str, task: str, *formats: Sequence[str]) -> None:
+    """Refuse data that has the columns of none of the `formats` that `task` reads."""
+    columns = column_names(dataset)
+    if not any(set(needed) <= set(columns) for needed in formats):
+        reads = ", or ".join(" and ".join(f"`{column}`" for column in needed) for needed in formats)
+        raise ValueError(
+            f"The {name} data has no columns that {task} reads, only {columns}. It reads {reads}. Rename yours with "
+            "`dataset.rename_column`."
+        )
+
+
+def check_preferences(dataset: Any, tokenizer: Any, name: str, num_proc: int | None = None) -> Any:
+    """
+    Refuse preference data that TRL would stumble over, and count what it trains on though it teaches little.
+
+    Nothing is taken out: padded TRL trains on an empty prompt, an empty completion and an identical pair, so we do.
+    The data comes back; streaming data is checked row by row as it is read, and nothing is counted.
+    """
+    columns = column_names(dataset)
+    if missing := [column for column in ("chosen", "rejected") if column not in columns]:
+        raise ValueError(
+            f"The {name} data has no column `{missing[0]}`, its columns are {columns}. DPO reads `prompt`, `chosen` "
+            "and `rejected`. Rename yours with `dataset.rename_column`, or pass preference data."
+        )
+    if tokenizer.eos_token is None and isinstance(next(iter(dataset))["chosen"], str):
+        raise ValueError(
+            f"The {name} data is plain text, and the tokenizer ({type(tokenizer).__name__}) has no `eos_token` to end "
+            "a completion with. Set `tokenizer.eos_token` and pass the tokenizer as `processing_class`."
+        )
+    if not isinstance(dataset, Dataset):
+        return dataset.map(_refuse_bad_pair, with_indices=True, fn_kwargs={"name": name})
+    oddities = dataset.map(
+        _pair_oddities,
+        with_indices=True,
+        fn_kwargs={"name": name},
+        remove_columns=dataset.column_names,
+        num_proc=num_proc,
+        desc=f"Checking {name} dataset",
+    )
+    counts = {oddity: sum(oddities[oddity]) for oddity in oddities.column_names}
+    if found := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
+        logger.warning(f"The {name} data: {', '.join(found)}, of {len(dataset)} pairs. They are kept, as in TRL.")
+    return dataset
+
+
+def _pair_oddities(example: dict[str, Any], index: int, name: str) -> dict[str, bool]:
+    """What is odd about a pair that is trained on all the same."""
+    _refuse_bad_pair(example, index, name)
+    completions = [example["chosen"], example["rejected"]]
+    if "prompt" not in example:  # it is part of both, and the completions are what comes last
+        completions = [text if isinstance(text, str) else text[-1:] for text in completions]
+    return {
+        "an empty prompt": "prompt" in example and _is_empty(example["prompt"]),
+        "an empty completion": any(map(_is_empty, completions)),
+        "identical chosen and rejected": example["chosen"] == example["rejected"],
+    }
+
+
+def _refuse_bad_pair(example: dict[str, Any], index: int, name: str) -> dict[str, Any]:
+    texts = {column: example[column] for column in PAIR_COLUMNS if column in example}
+    problems = [f"`{column}` is {problem}" for column, text in texts.items() if (problem := message_problem(text))]
+    if not problems and len(set(map(type, texts.values()))) > 1:
+        problems = [", ".join(f"`{column}` is a {type(text).__name__}" for column, text in texts.items())]
+    if problems:
+        raise ValueError(
+            f"Row {index} of the {name} data: {'; '.join(problems)}. All of a row's texts must be strings, or all "
+            f"lists of messages. {_FIX}"
+        )
+    return {}
+
+
+def refuse_bad_messages(dataset: Any, name: str) -> None:
+    """Refuse conversations whose first row TRL would not know for one: it would look for a column of text instead."""
+    first: dict[str, Any] = next(iter(dataset), {})
+    if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
+        raise ValueError(
+            f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
+            "`role` and a `content`. Correct the rows."
+        )
+
+
+def message_problem(text: Any) -> str:
+    """Why `text` is neither a string nor a list of messages; empty if it is one."""
+    if isinstance(text, str):
+        return ""
+    if not isinstance(text, list):
+        return short(text)
+    if not text:
+        return "an empty list"
+    for message in text:
+        if not isinstance(message, dict) or "role" not in message:
+            return f"a list with {short(message)}, which has no role"
+        if not isinstance(message.get("content"), str | list) and not _says_something_else(message):
+            return f"a list with a message whose content is {short(message.get('content'))}"
+    return ""
+
+
+def _says_something_else(message: dict[str, Any]) -> bool:
+    """Whether a message without content calls tools or the like."""
+    return message.get("content") is None and any(v for k, v in message.items() if k not in ("role", "content"))
+
+
+def _is_empty(text: str | list[dict[str, Any]]) -> bool:
+    if isinstance(text, str):
+        return not text.strip()
+    return not any(message.get("content") or _says_something_else(message) for message in text)
+
+
+def refuse_bad_tokens(dataset: Any, name: str) -> None:
+    """
+    Refuse tokenized data whose columns do not fit each other, in one pass over the lengths of the rows. Streaming data
+    is looked at by the collator, batch by batch.
+    """
+    if not (columns := _token_columns(dataset)):
+        return
+    for column in columns:
+        kind = dataset.features.arrow_schema.field(column).type
+        if not (types.is_list(kind) or types.is_large_list(kind)) or not types.is_integer(kind.value_type):
+            raise ValueError(
+                f"`{column}` of the {name} data is of type {kind}, and tokens are lists of whole numbers. Cast them "
+                f"with `dataset.cast_column('{column}', List(Value('int64')))`."
+            )
+    lengths = token_lengths(dataset, columns).T
+    for column, of_column in zip(columns, lengths, strict=True):
+        if (missing := np.flatnonzero(of_column < 0)).size:
+            raise ValueError(f"Row {missing[0]} of the {name} data: `{column}` is None. {_FIX}")
+    if (wrong := np.flatnonzero(lengths[0] != lengths[-1])).size:
+        row = wrong[0]
+        raise ValueError(
+            f"Row {row} of the {name} data: `labels` has {lengths[1][row]} entries, `input_ids` has {lengths[0][row]}: "
+            f"there is one label for each token, -100 where it is not learnt. {_FIX}"
+        )
+
+
+def refuse_unknown_tokens(dataset: Any, name: str, vocab_size: int) -> None:
+    """Refuse tokenized data, which [`refuse_bad_tokens`] has passed, with tokens that the model does not have."""
+    if not (columns := _token_columns(dataset)):
+        return
+    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
+        for column in columns:
+            tokens = pc.list_flatten(table[column])
+            if column == "labels":
+                tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
+            least, most = pc.min_max(tokens).as_py().values()
+            if least is not None and not 0 <= least <= most < vocab_size:
+                raise ValueError(
+                    f"`{column}` of the {name} data has the token {least if least < 0 else most}, and the model has "
+                    f"tokens 0 to {vocab_size - 1}. Tokenize with the model's own tokenizer."
+                )
+
+
+def _token_columns(dataset: Any) -> list[str]:
+    """`input_ids`, and `labels` if there are any, of data that the user has tokenized."""
+    is_plain = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"  # a transform makes rows anew
+    if not is_plain or "input_ids" not in dataset.column_names:
+        return []
+    return [column for column in ("input_ids", "labels") if column in dataset.column_names]
+
+
+def without_lengths(dataset: Any) -> Any:
+    """Data that nobody has packed, without a column `seq_lengths` of the user's own, which padded TRL does not read."""
+    return dataset.remove_columns("seq_lengths") if "seq_lengths" in column_names(dataset) else dataset

@@ -1,0 +1,101 @@
+"""What a batch costs to compute, against what other methods compute: counted on the host."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """
+    Host counts of one batch, from which every figure about waste is derived.
+
+    Args:
+        computed (`int`):
+            Tokens that the model computes, `T`.
+        real (`int`):
+            Tokens of all rows: what padding-free without sharing computes.
+        padded (`int`):
+            Slots of the padded batch, `R * L`.
+        distinct (`int`):
+            Nodes of the tree that the rows form: the fewest tokens any method can compute.
+        repeated (`int`):
+            Tokens that layers which carry state compute besides: a prefix that several segments continue is part of the
+            row of each.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import BatchCounts, FlatBatch
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> batch.counts
+    BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
+    >>> batch.counts + BatchCounts(computed=2, real=2, padded=2, distinct=2)
+    BatchCounts(computed=8, real=9, padded=10, distinct=7, repeated=1)
+
+    ```
+    """
+
+    computed: int = 0
+    real: int = 0
+    padded: int = 0
+    distinct: int = 0
+    repeated: int = 0
+
+    def __add__(self, other: "BatchCounts") -> "BatchCounts":
+        return BatchCounts(*(mine + its for mine, its in zip(self.as_tuple(), other.as_tuple(), strict=True)))
+
+    def as_tuple(self) -> tuple[int, int, int, int, int]:
+        """The counts, in the order above."""
+        return self.computed, self.real, self.padded, self.distinct, self.repeated
+
+
+class TokenCounts:
+    """The [`BatchCounts`] of a run, of this process: before the last log, and since."""
+
+    def __init__(self) -> None:
+        self.logged, self.new, self.logged_at = BatchCounts(), BatchCounts(), time.perf_counter()
+
+    def add(self, counts: BatchCounts) -> None:
+        """Add the counts of a micro-batch."""
+        self.new += counts
+
+    @property
+    def total(self) -> BatchCounts:
+        """What this process has computed so far."""
+        return self.logged + self.new
+
+    def figures(self, accelerator: Any, memory: int, repeats: bool) -> dict[str, float]:
+        """
+        Figures since the last call, summed over all processes; the peak memory, in bytes, of the one that uses most.
+
+        `repeats` if the model has layers that compute shared prefixes again.
+        """
+        seconds, new = time.perf_counter() - self.logged_at, self.new
+        self.logged, self.new, self.logged_at = self.total, BatchCounts(), time.perf_counter()
+        processes = of_all_processes([*new.as_tuple(), memory], accelerator)
+        computed, real, padded, _, repeated, _ = processes.sum(0).tolist()
+        if not real:
+            return {}
+        return {
+            "flat/computed_tokens": computed,
+            "flat/saved_by_padding_free": 1 - real / padded,
+            "flat/saved_by_sharing": 1 - computed / real,
+            "flat/tokens_per_second": real / seconds,
+            "flat/peak_memory_gib": processes[:, -1].max().item() / 2**30,
+            **({"flat/repeated_by_state_layers": repeated} if repeats else {}),
+        }
+
+
+def gathered(counts: BatchCounts, accelerator: Any) -> BatchCounts:
+    """The sum of the counts of all processes."""
+    return BatchCounts(*of_all_processes(counts.as_tuple(), accelerator).sum(0).tolist())
+
+
+def of_all_processes(values: Sequence[float], accelerator: Any) -> torch.Tensor:
+    """The `(processes, N)` values of all processes, on the CPU. One alone does not ask its device for what it has."""
+    if accelerator.num_processes == 1:
+        return torch.tensor([values])
+    return accelerator.gather(torch.tensor([values], device=accelerator.device)).cpu()

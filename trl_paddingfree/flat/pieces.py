@@ -1,0 +1,197 @@
+"""Segments cut where others continue them: for layers that can hand the state at a fork on.
+
+Shape legend: see `segments`; in addition
+    P = pieces, G = calls, n = pieces of a call, L = longest piece of a call, S = slots (the sum of n * L)
+
+A state can go on from piece to piece: each begins where another ends. Those that are as far from the start of their
+rows, in pieces, are a level of the tree, and do not depend on one another:
+
+    flat     0  1  2  3  4  5 | 6  7  8      segment 1 continues the first two tokens of segment 0
+    pieces   ----  ----------   -------      0, 1, 2
+    level    0     1            1
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from .layout import FlatLayout, RowIndex
+from .path_rows import groups_of_like_length
+from .segments import Segments
+
+
+@dataclass(frozen=True)
+class PieceCall:
+    """
+    Pieces of one level that are computed in one call.
+
+    Args:
+        number (`int`):
+            `n`, how many.
+        shape (`tuple[int, int]`):
+            Rows of the call, and tokens of each: `(n, L)`, padded on the right, or all of them as `(1, S)`.
+        parents (`RowIndex`, *optional*):
+            For each piece, which one it continues, of all of the level before. `None` if all start from nothing.
+        boundaries (`torch.Tensor` of shape `(n + 1,)`, int32, *optional*):
+            Where pieces that stand one after the other begin and end. `None` if each has a row.
+    """
+
+    number: int
+    shape: tuple[int, int]
+    parents: RowIndex | None
+    boundaries: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """
+    All pieces of a layout, in the order in which they are computed.
+
+    Args:
+        levels (`tuple[tuple[PieceCall, ...], ...]`):
+            The calls of each level.
+        slots (`RowIndex`):
+            The flat token that stands in each of `S` slots, call by call; none, where a piece is padded.
+        own (`RowIndex`):
+            The slot of each flat token.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import Segments
+    >>> from trl_paddingfree.flat.layout import FlatLayout
+    >>> from trl_paddingfree.flat.pieces import Pieces
+    >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)))
+    >>> pieces = Pieces.of(layout, step_cost=8)
+    >>> [[call.shape for call in level] for level in pieces.levels]
+    [[(1, 2)], [(2, 4)]]
+    >>> pieces.levels[1][0].parents.index.tolist(), pieces.slots.index.tolist(), pieces.slots.empty.tolist()
+    ([0, 0], [0, 1, 6, 7, 8, 0, 2, 3, 4, 5], [5])
+
+    ```
+    """
+
+    levels: tuple[tuple[PieceCall, ...], ...]
+    slots: RowIndex
+    own: RowIndex
+
+    @classmethod
+    def of(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
+        """
+        The pieces of a layout, made once for all layers.
+
+        Args:
+            layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
+                The layout of the batch.
+            step_cost (`float`, *optional*):
+                As for [`~trl_paddingfree.flat.path_rows.groups_of_like_length`], by which the pieces of a level become
+                calls. `None`: each level is one call, in which pieces stand one after the other.
+        """
+        return layout.derived(("pieces", step_cost), partial(cls._make, layout, step_cost))
+
+    @classmethod
+    def _make(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
+        firsts, lengths, parents, depths = cut_at_forks(layout.segments)
+        slots: list[np.ndarray] = []
+        levels, earlier = [], np.empty(0, dtype=np.int64)
+        for depth in range(depths.max() + 1):
+            level = np.flatnonzero(depths == depth)
+            groups = [range(len(level))] if step_cost is None else groups_of_like_length(lengths[level], step_cost)
+            calls = []
+            for group in groups:
+                members = level[list(group)]
+                call_slots, boundaries = _slots(firsts[members], lengths[members], padded=step_cost is not None)
+                starts = None
+                if depth:
+                    place = np.empty(len(parents), dtype=np.int64)
+                    place[earlier] = np.arange(len(earlier))
+                    starts = RowIndex.of(place[parents[members]], len(earlier)).map(layout.move)
+                ends = None if step_cost is not None else layout.tensor(boundaries)
+                calls.append(PieceCall(len(members), call_slots.shape, starts, ends))
+                slots.append(call_slots.ravel())
+            levels.append(tuple(calls))
+            earlier = np.concatenate([level[list(group)] for group in groups])
+        tokens = np.concatenate(slots)
+        own = np.empty(layout.segments.num_tokens, dtype=np.int64)
+        own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
+        indices = RowIndex.of(tokens, len(own)), RowIndex.of(own, len(tokens))
+        return cls(tuple(levels), *(index.map(layout.move) for index in indices))
+
+    @property
+    def num_slots(self) -> int:
+        """`S`, the tokens and the padding of all calls."""
+        return len(self.slots.index)
+
+
+def _slots(firsts: np.ndarray, lengths: np.ndarray, padded: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Flat tokens of pieces as rows, -1 where they are padded, or one after the other; where each begins and ends."""
+    places = np.arange(lengths.max())
+    rows = np.where(places < lengths[:, None], firsts[:, None] + places, -1)
+    boundaries = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    return rows if padded else rows[rows >= 0][None], boundaries
+
+
+def cut_at_forks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """
+    Cut segments where others continue them.
+
+    Returns:
+        Of each piece, in the order of the flat axis, `(P,)` int64: its first token, its length, the piece that it
+        continues or -1, and how many there are before it on its path.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import Segments
+    >>> from trl_paddingfree.flat.pieces import cut_at_forks
+    >>> [x.tolist() for x in cut_at_forks(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)))]
+    [[0, 2, 6], [2, 4, 3], [-1, 0, 0], [0, 1, 1]]
+
+    ```
+    """
+    holders = []
+    cuts: list[set[int]] = [{start + length} for start, length in zip(segments.starts, segments.lengths, strict=True)]
+    for parent, start in zip(segments.parents, segments.starts, strict=True):
+        while parent != -1 and segments.starts[parent] >= start:  # the parent's own first token is not continued
+            parent = segments.parents[parent]
+        holders.append(parent)
+        if parent != -1:
+            cuts[parent].add(start)
+    pieces: list[tuple[int, int, int, int]] = []
+    ended: dict[tuple[int, int], int] = {}  # the piece of a segment that ends at a position
+    for i, (holder, start) in enumerate(zip(holders, segments.starts, strict=True)):
+        before, begin = ended.get((holder, start), -1), start
+        for end in sorted(cuts[i]):
+            depth = 0 if before == -1 else pieces[before][3] + 1
+            pieces.append((segments.offsets[i] + begin - start, end - begin, before, depth))
+            before = ended[i, end] = len(pieces) - 1
+            begin = end
+    firsts, lengths, parents, depths = np.array(pieces, dtype=np.int64).T
+    return firsts, lengths, parents, depths
+
+
+def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
+    """
+    One axis on which the `size` tokens before each segment on its path stand before it, made once for all layers.
+
+    Args:
+        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
+            The layout of the batch.
+        size (`int`):
+            How many. Where a row begins, there are fewer, and the places of the others are empty.
+
+    Returns:
+        `tuple[RowIndex, torch.Tensor]`: The flat token in each place of this axis, and the place of each flat token,
+        `(T,)` int64.
+    """
+
+    def make() -> tuple[RowIndex, torch.Tensor]:
+        segments, total = layout.segments, layout.segments.num_tokens
+        parts, own = [], []
+        for i, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
+            path = segments.path(i)[max(start - size, 0) :]
+            parts += [np.full(size - min(start, size), -1), path]
+            own.append(segments.offsets[i] + (i + 1) * size + np.arange(length))
+        return RowIndex.of(np.concatenate(parts), total).map(layout.move), layout.tensor(np.concatenate(own))
+
+    return layout.derived(("with context", size), make)

@@ -1,0 +1,262 @@
+"""Bytes that the layers of a model keep for the backward pass, if they recompute and if they do not.
+
+The bytes are counted, not derived: a few short flat batches go through the model as training would send them, and
+autograd tells what each layer saves. Adapters, 4-bit weights, dtypes, attention, experts and layers that carry state
+are then counted as they are. What is kept is a linear function of a few sizes of the batch, its [`load`].
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.calls import AttentionCalls
+from ..flat.layout import FlatLayout
+from ..model import architecture
+from ..model.backends import ATTENTION_BACKENDS
+from ..model.recompute import checkpointing_layers, recomputable_layers, recompute_first
+from ..model.restored import modes_restored, random_state_restored
+from ..model.routes import Route
+from ..model.state_layers import state_layers
+from ..model.state_tree import chunk_sizes
+from .saved_bytes import SavedBytes
+
+# What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, those of branches (whose
+# heads attention under a mask may repeat), query-key pairs (where attention keeps its scores), those of branches (whose
+# masks are kept, one for those of a shape), queries and keys that pad short segments; for states along the tree, slots
+# that pad pieces, chunks, and pairs within chunks; features and pixels of images, pairs of features (whose mask some
+# towers keep), scored tokens
+_PADDING = ("query_padding", "key_padding", "slot_padding")
+LOADS = (
+    *("constant", "tokens", "keys", "branch_keys", "pairs", "branches", *_PADDING, "chunks", "chunk_pairs"),
+    *("features", "pixels", "feature_pairs", "scored"),
+)
+# Multiples of the chunks that layers with a state work in
+_SHORT, _MIDDLE, _LONG = 64, 128, 192
+# How TRL's trainers call the model
+_HEAD = {"fused_lm_head": True, "use_cache": False}
+# Loads that grow fastest. Bytes per pair below this share are how kernels round sizes up
+_GROWING = ("pairs", "branches", "feature_pairs")
+_NEGLIGIBLE = 0.002
+
+
+def load(batch: FlatBatch, route: Route, device: torch.device | None = None) -> np.ndarray:
+    """
+    The sizes of a flat batch that decide how much memory it needs.
+
+    Args:
+        batch ([`~trl_paddingfree.FlatBatch`]):
+            The batch.
+        route ([`~trl_paddingfree.model.routes.Route`]):
+            How the model computes it.
+        device (`torch.device`, *optional*):
+            Where. Defaults to where the batch is.
+
+    Returns:
+        `np.ndarray` of shape `(len(LOADS),)`, int64.
+
+    Examples:
+    ```python
+    >>> from trl_paddingfree import FlatBatch
+    >>> from trl_paddingfree.memory.kept_bytes import LOADS, load
+    >>> from trl_paddingfree.model.routes import Route
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
+    >>> {name: size for name, size in sizes.items() if size}
+    {'constant': 1, 'tokens': 6, 'keys': 7, 'branch_keys': 3, 'pairs': 22, 'branches': 6, 'scored': 3}
+
+    ```
+    """
+    segments, tokens, images = batch.layout.segments, batch.counts.computed, batch.images
+    features, pixels = (0, 0) if images is None else (images.num_features, images.num_pixels)
+    states = chunk_sizes(batch.layout, device or batch.layout.device) if route.states == "tree" else (0, 0, 0)
+    last = [*states, features, pixels, features**2, len(batch.scored_index)]
+    if route.backend in ATTENTION_BACKENDS:
+        lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
+        # Layers whose attention no varlen kernel can compute call plain attention
+        is_flash = route.backend == "flash"
+        sizes = ((lengths * keys).sum(), 0, 0, 0) if is_flash else _pairs_and_padding(batch.layout)
+        return np.array([1, tokens, keys.sum(), keys[keys > lengths].sum(), *sizes, *last])
+    return np.array([1, tokens, tokens, 0, tokens**2, 0, 0, 0, *last])
+
+
+def _pairs_and_padding(layout: FlatLayout) -> tuple[int, int, int, int]:
+    """Of all calls of attention: query-key pairs, those of the masks of branches, and queries and keys that pad."""
+    calls, branches, num_queries, num_keys = AttentionCalls.of(layout), 0, 0, 0
+    shapes = list(zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
+    for call, queries, keys in zip(calls.segments, calls.queries, calls.keys, strict=True):
+        num_queries, num_keys = num_queries + len(call) * queries, num_keys + len(call) * keys
+        if keys > queries:
+            branches += queries * keys * (1 if len({shapes[i] for i in call}) == 1 else len(call))
+    padding = num_queries - layout.segments.num_tokens, num_keys - sum(layout.segments.key_lengths)
+    return calls.num_pairs, branches, *padding
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """
+    Bytes that a forward pass keeps for the backward pass, per unit of each [`load`].
+
+    Args:
+        kept (`np.ndarray` of shape `(layers, len(LOADS))`, float64):
+            What each layer keeps if it does not recompute.
+        recomputed (`np.ndarray`, same shape):
+            What it keeps if it does.
+        largest (`np.ndarray`, same shape):
+            The largest tensor that it keeps.
+        outside (`np.ndarray` of shape `(len(LOADS),)`, float64):
+            What is kept outside of the layers.
+    """
+
+    kept: np.ndarray
+    recomputed: np.ndarray
+    largest: np.ndarray
+    outside: np.ndarray
+
+    def of(self, layers: Sequence[int]) -> "KeptBytes":
+        """The bytes of some of the layers."""
+        return KeptBytes(self.kept[layers], self.recomputed[layers], self.largest[layers], self.outside)
+
+
+def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
+    """Flat batches of which each load can be told from the others: rows of other lengths, unscored, shared."""
+    rng, size = np.random.default_rng(0), model.config.get_text_config().vocab_size
+
+    def tokens(number: int) -> list[int]:
+        return rng.integers(0, size, number).tolist()
+
+    prompt, context = tokens(_SHORT), tokens(_LONG)
+    batches = [[tokens(_SHORT)], [tokens(_MIDDLE)], [tokens(_LONG)], [tokens(_SHORT), tokens(_SHORT)]]
+    batches += [[shared + tokens(_SHORT), shared + tokens(_SHORT)] for shared in (prompt, context)]
+    batches.append([prompt + tokens(_SHORT), prompt + tokens(_MIDDLE), prompt + tokens(_LONG)])
+    if route.states == "tree":  # chunks of other lengths, and pieces of about one length
+        batches += [[tokens(_SHORT // 2)], [tokens(_SHORT + 6)], [tokens(_LONG + 40)]]
+        batches += [[tokens(_SHORT), tokens(_SHORT - 8), tokens(_SHORT - 12)]]
+    if route.backend in ("segment", "varlen") and (route.states == "tree" or not state_layers(model)):  # rows pad, too
+        # Short segments, which are computed together: queries and keys are padded, or keys alone
+        batches.append([prompt + tokens(_SHORT - i) for i in range(8)])
+        batches.append([prompt, *(prompt[: _SHORT - i] + tokens(_SHORT) for i in range(1, 9))])
+    flat = [FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in batches]
+    unscored = [IGNORE_INDEX] * _MIDDLE + batches[2][0][_MIDDLE:]
+    return [*flat, FlatBatch.from_rows(batches[2], [unscored], prefix_sharing=route.prefix_sharing)]
+
+
+def count_kept_bytes(
+    model: PreTrainedModel,
+    route: Route,
+    call: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+    with_images: Sequence[dict[str, Any]] = (),
+    **arguments: Any,
+) -> KeptBytes:
+    """
+    Count the bytes that each layer of a model keeps. Leaves no gradient, and the model as it was.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model with TRL's fused LM head, on which `route` is installed.
+        route ([`~trl_paddingfree.model.routes.Route`]):
+            How it computes flat batches.
+        call (`Callable`, *optional*):
+            What to call in place of `model`: the same model under a wrapper that gathers its weights.
+        device (`torch.device`, *optional*):
+            Device of the batches. Defaults to that of the first weights.
+        with_images (`Sequence[dict[str, Any]]`, *optional*):
+            Arguments of further calls, whose flat batches have images. With them, the layers of the vision tower count.
+        **arguments:
+            What else training gives the model, such as `output_router_logits`.
+    """
+    layers = recomputable_layers(model, bool(with_images))
+    if device is None:
+        device = next(model.parameters()).device
+    loads, inside, outside = [], [], []
+    with _as_in_training(model, layers):
+        for inputs in [*map(_as_inputs, _batches(model, route)), *with_images]:
+            counter = SavedBytes(model, layers)
+            inputs = send_to_device(inputs, device)
+            with counter.counting():
+                output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
+            loads.append(load(inputs["flat_batch"], route))
+            totals, peaks = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)
+            inside.append([totals, counter.inputs, peaks])
+            outside.append(counter.total(-1))
+            del output
+    sizes, counts = np.array(loads), np.array(inside)
+    # A mask over all patches of all images is made once, outside of the tower's layers
+    growing = ("pairs", "branches")
+    kept, recomputed = np.moveaxis(_per_load(sizes, counts, growing), 0, -1)[:2]
+    # The largest of several is no sum: what it is under padding would count for all tokens
+    is_padded, has_images = (sizes[:, list(map(LOADS.index, names))].any(1) for names in (_PADDING, ["features"]))
+    tells = ~is_padded | has_images
+    largest = _per_load(sizes[tells], counts[tells, 2], growing).T
+    return KeptBytes(kept, recomputed, largest, _per_load(sizes, np.array(outside), _GROWING))
+
+
+def _as_inputs(batch: FlatBatch) -> dict[str, Any]:
+    """The arguments with which TRL's trainers call the model."""
+    input_ids = batch.input_ids[0][batch.row_index]
+    labels = torch.full_like(input_ids, IGNORE_INDEX)  # the flat batch says what the head computes
+    return {"input_ids": input_ids, "attention_mask": batch.row_mask.long(), "labels": labels, "flat_batch": batch}
+
+
+def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> np.ndarray:
+    """
+    Bytes per unit of each load: the least squares of `loads (N, F)` and `counts (N, ...)`, of shape `(F, ...)`.
+
+    Loads that never differ from others, as keys and tokens do where nothing is shared, get their part of the minimum
+    norm; of those that grow fastest beyond what was counted, only `growing` count, and not if they explain next to
+    nothing.
+    """
+    flat = counts.reshape(len(counts), -1).astype(np.float64)
+    scale = np.maximum(loads.max(0), 1).astype(np.float64)
+
+    def fit(left_out: Sequence[str]) -> np.ndarray:
+        found = []
+        for column in flat.T:
+            divisor = scale.copy()
+            divisor[[LOADS.index(name) for name in left_out]] = np.inf
+            while True:
+                solution = np.linalg.lstsq(loads / divisor, column, rcond=1e-9)[0]
+                # Nothing is kept less because there is more of something: what says so is left out, the worst first
+                worst = solution.argmin()
+                if solution[worst] >= -_NEGLIGIBLE * column.max():
+                    break
+                divisor[worst] = np.inf
+            found.append(np.maximum(solution, 0) / divisor)
+        return np.stack(found, axis=1)
+
+    plain, full = fit(_GROWING), fit([name for name in _GROWING if name not in growing])
+    off = np.abs(loads @ plain - flat).max(0)
+    result = np.where(off > _NEGLIGIBLE * np.maximum(flat.max(0), 1), full, plain)
+    return result.reshape(loads.shape[1], *counts.shape[1:])
+
+
+@contextmanager
+def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
+    """
+    Training mode with gradients, nothing recomputed.
+
+    Afterwards modes, flags, rotary frequencies and the random state are as before.
+    """
+    checkpointing = checkpointing_layers(model)
+    flags = [layer.gradient_checkpointing for layer in checkpointing]
+    try:
+        with (
+            modes_restored(model.modules()),
+            architecture.rotary_state_restored(model),
+            random_state_restored(model),
+            torch.enable_grad(),
+        ):
+            model.train()
+            recompute_first(layers, 0)
+            yield
+    finally:
+        for layer, flag in zip(checkpointing, flags, strict=True):
+            layer.gradient_checkpointing = flag

@@ -1,0 +1,208 @@
+"""The memory that training needs: weights, gradients, the optimizer, and what each micro-batch keeps and works with."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from .. import upstream
+from ..model.forward import is_pooled
+from ..model.restored import local_part
+from .kept_bytes import LOADS, KeptBytes
+
+# Where the search for the most tokens that fit ends: no device has so much memory
+MOST_TOKENS = 2**30
+# How many tensors TRL's activation offloading leaves on the device while they are copied to the host
+STASHED = 5
+# How many tensors of the size of its largest the backward pass of a layer has at a time: gradients of the inputs and
+# of the output of one product
+WORKING_TENSORS = 3
+# Bytes per logit besides the logits: without Triton, TRL makes a tile into its gradient by seven more tensors at a
+# time, in float32 whatever the model's dtype, and a mask
+TORCH_TILE = 7 * 4 + 1
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """
+    How many bytes a micro-batch needs at its peak: the one place where this arithmetic is.
+
+    The peak is one of two moments. When the backward pass begins, every layer holds what it keeps, and the LM head or
+    the last layer works. When the last of the recomputing layers has recomputed, it holds all that it computed, and
+    the layers before it their inputs; what the layers after it kept is free by then.
+
+    Args:
+        fixed (`int`):
+            Bytes that do not depend on the micro-batch: weights, gradients, state of the optimizer.
+        kept (`ArrayLike` of shape `(layers, loads)`):
+            For each layer, the bytes that it keeps per unit of each load, if it does not recompute.
+        recomputed (`ArrayLike`):
+            The same, if it does.
+        outside (`ArrayLike` of shape `(loads,)`):
+            The same, of what lies outside of the layers.
+        head (`ArrayLike`, same shape):
+            The same, of what the LM head works with for a time.
+        tile (`tuple[int, int]`):
+            Bytes per row of the logits that the LM head has at a time, and the most rows; a row for each unit of the
+            last load.
+        working (`ArrayLike`, same shape):
+            The same, of what the backward pass of one layer works with for a time.
+        correction (`float`, *optional*, defaults to `1.0`):
+            By what all but `fixed` is multiplied: what was measured over what was predicted.
+
+    Examples:
+    ```python
+    >>> import numpy as np
+    >>> from trl_paddingfree.memory.needs import MemoryNeeds
+    >>> layers = 4  # each keeps 10 bytes per token, or its input of 2
+    >>> needs = MemoryNeeds(100, [[10]] * layers, [[2]] * layers, [1], [3], (1, 2), [4])
+    >>> needs.peaks(np.array([5])).tolist()
+    [325, 285, 245, 205, 215]
+    >>> needs.num_recomputed(np.array([5]), 250), needs.num_recomputed(np.array([5]), 1000)
+    (2, 0)
+    >>> needs.offloaded(np.array([5]))
+    (225, 45)
+
+    ```
+    """
+
+    fixed: int
+    kept: ArrayLike
+    recomputed: ArrayLike
+    outside: ArrayLike
+    head: ArrayLike
+    tile: tuple[int, int]
+    working: ArrayLike
+    correction: float = 1.0
+
+    def saved(self, load: np.ndarray) -> np.ndarray:
+        """`(layers + 1,)` int64: bytes kept between the forward and the backward pass, if the first `n` recompute."""
+        kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
+        before, after = np.cumsum([0, *recomputed]), np.cumsum([0, *kept[::-1]])[::-1]
+        return np.rint(self.correction * (before + after + np.dot(self.outside, load))).astype(np.int64)
+
+    def _head(self, load: np.ndarray) -> float:
+        """Bytes that the LM head works with for a time."""
+        return np.dot(self.head, load) + self.tile[0] * min(load[-1], self.tile[1])
+
+    def peaks(self, load: np.ndarray) -> np.ndarray:
+        """`(layers + 1,)` int64: bytes at the peak of a micro-batch, if the first `n` layers recompute."""
+        kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
+        working, outside = np.dot(self.working, load), np.dot(self.outside, load)
+        begin = self.saved(load) + self.correction * max(self._head(load), working)
+        redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
+        return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
+
+    def offloaded(self, load: np.ndarray) -> tuple[int, int]:
+        """
+        Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host.
+
+        What is kept outside of the layers is moved, too, but counts at the peak: it is used right after the last layer.
+        """
+        kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
+        working, outside = np.dot(self.working, load), np.dot(self.outside, load)
+        on_device = outside + STASHED * recomputed.max() + max(self._head(load), kept.max() + working)
+        host = self.correction * (recomputed.sum() + outside)
+        return self.fixed + round(self.correction * on_device), round(host)
+
+    def num_recomputed(self, load: np.ndarray, budget: int) -> int:
+        """The fewest layers that must recompute for a micro-batch to fit; if it never does, those that need least."""
+        peaks = self.peaks(load)
+        return int((peaks <= budget).argmax() if peaks.min() <= budget else peaks.argmin())
+
+    def most_tokens(self, load_of: Callable[[int], np.ndarray], budget: int) -> int:
+        """The most tokens that fit, 0 if none do; `load_of` gives the load of so many tokens."""
+        low, high = 0, 1
+        while high < MOST_TOKENS and self.peaks(load_of(high)).min() <= budget:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.peaks(load_of(middle)).min() <= budget else (low, middle)
+        return low
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of distinct storages on this device: of a sharded tensor its own part."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        own = local_part(tensor)
+        own = getattr(own, "ds_tensor", own)  # ZeRO-3
+        storages[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers of a model, with the scales of 4-bit weights."""
+    found = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():
+        if (quantized := getattr(parameter, "quant_state", None)) is not None:
+            found += [x for x in quantized.as_dict().values() if isinstance(x, torch.Tensor)]
+    return found
+
+
+def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequence[torch.Tensor]) -> int:
+    """
+    Bytes of the state that an optimizer will have: that of a small parameter, in proportion.
+
+    Args:
+        optimizer (`type`), options (`dict[str, Any]`):
+            Its class and its arguments.
+        parameters (`Sequence[torch.Tensor]`):
+            What it trains.
+    """
+    total = 0.0
+    for dtype in {parameter.dtype for parameter in parameters}:
+        alike = [parameter for parameter in parameters if parameter.dtype == dtype]
+        sample = torch.nn.Parameter(torch.zeros(128, 128, dtype=dtype, device=alike[0].device))
+        sample.grad = torch.zeros_like(sample)
+        try:
+            made = optimizer([sample], **options)
+            made.step()
+            state = [x for x in made.state[sample].values() if isinstance(x, torch.Tensor)]
+            # Paged state gives way to everything else
+            per_byte = tensor_bytes(x for x in state if not getattr(x, "is_paged", False)) / tensor_bytes([sample])
+        except Exception:  # optimizers of their own kind, which want a whole model: as Adam, which has most
+            per_byte = 2.0
+        total += per_byte * tensor_bytes(alike)
+    return round(total)
+
+
+def needs_of(kept: KeptBytes, fixed: int, model: Any) -> MemoryNeeds:
+    """
+    What micro-batches need, from what layers keep.
+
+    Args:
+        kept ([`~trl_paddingfree.memory.kept_bytes.KeptBytes`]):
+            What was counted.
+        fixed (`int`):
+            Bytes that do not depend on the micro-batch.
+        model ([`~transformers.PreTrainedModel`]):
+            The model: TRL's fused LM head works in tiles, and adds gradients up in float32. A pooled head, with one
+            value per row, needs nothing to speak of.
+    """
+    summed, tile = [0.0] * len(LOADS), (0, 0)
+    if not is_pooled(model):
+        head = model.get_output_embeddings().weight
+        summed[LOADS.index("scored")] = 4 * model.config.get_text_config().hidden_size
+        summed[LOADS.index("constant")] = 4 * head.numel() * head.requires_grad
+        rows, columns = upstream.lm_head_tile()
+        # TRL computes in the dtype of autocast, which is not wider than this
+        per_row = columns * model.dtype.itemsize
+        if not upstream.has_head_kernel(head.device):
+            per_row += TORCH_TILE * min(columns, model.config.get_text_config().vocab_size)
+        tile = per_row, rows
+    working = WORKING_TENSORS * kept.largest.max(0)
+    return MemoryNeeds(fixed, kept.kept, kept.recomputed, kept.outside, summed, tile, working)
+
+
+def fixed_bytes(models: Sequence[Any], optimizer: tuple[type, dict[str, Any]]) -> int:
+    """Weights of all models, and gradients and optimizer state of what is trained of the first."""
+    trained = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
+    return (
+        tensor_bytes(tensor for model in models for tensor in weights(model))
+        + tensor_bytes(trained)
+        + optimizer_bytes(*optimizer, trained)
+    )

@@ -1,0 +1,272 @@
+"""The memory budget of a run: how many layers of each micro-batch recompute, and what no budget can hold."""
+
+import inspect
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import DistributedType
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from ..flat.batch import FlatBatch
+from ..flat.counts import of_all_processes
+from ..model.flat_model import FlatModel
+from ..model.recompute import recomputable_layers
+from ..model.routes import Route
+from .device import GIB, PeakMemory, budget_bytes
+from .kept_bytes import count_kept_bytes, load
+from .needs import MemoryNeeds, fixed_bytes, needs_of
+
+logger = logging.get_logger(__name__)
+
+# Micro-batches whose peaks correct the prediction; and after a failed allocation, what is left of the budget
+CORRECTED, AFTER_FAILURE = 8, 0.9
+# Each process measures its own peaks
+STATE = "memory_budget_{rank}.json"
+
+
+class MemoryBudget:
+    """
+    The plan of a run under `memory_budget`: decides for every micro-batch, and keeps account.
+
+    Decisions follow from sizes that the host knows, and from what is saved with checkpoints, never from memory that
+    happens to be free: a resumed run takes the same ones.
+
+    Args:
+        option (`float` or `"auto"`):
+            `memory_budget`.
+        budget (`int`):
+            The bytes that it stands for.
+        needs ([`~trl_paddingfree.memory.needs.MemoryNeeds`]):
+            What micro-batches need.
+        layers (`Sequence[GradientCheckpointingLayer]`):
+            The layers that can recompute.
+        route ([`~trl_paddingfree.model.routes.Route`]):
+            How the model computes flat batches.
+        peak ([`~trl_paddingfree.memory.device.PeakMemory`]):
+            The memory of the device that trains.
+    """
+
+    def __init__(
+        self,
+        option: float | str,
+        budget: int,
+        needs: MemoryNeeds,
+        layers: Sequence[GradientCheckpointingLayer],
+        route: Route,
+        peak: PeakMemory,
+    ):
+        self.option, self.budget, self.needs = option, budget, needs
+        self.layers, self.route, self.measured = layers, route, peak
+        self.has_shrunk = False
+        self.micro_batches = self.recomputed = self.predicted = self.expected = self.number = self.beside = 0
+        self.observed, self.most_measured = 0, 0.0
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def num_recomputed(self, batch: FlatBatch, beside: int = 0) -> int:
+        """How many layers must recompute, if `beside` bytes are needed besides."""
+        return self.needs.num_recomputed(load(batch, self.route, self.measured.device), self.budget - beside)
+
+    def peak(self, batch: FlatBatch, number: int) -> int:
+        """Bytes at the peak if `number` layers recompute."""
+        return int(self.needs.peaks(load(batch, self.route, self.measured.device))[number])
+
+    def can_hold(self, batch: FlatBatch, beside: int = 0) -> bool:
+        """Whether a batch fits if all activations are recomputed."""
+        return self.least(batch, beside) <= self.budget
+
+    def keeps_all(self, batch: FlatBatch, beside: int = 0) -> bool:
+        """Whether a batch fits if nothing is recomputed."""
+        return self.peak(batch, 0) + beside <= self.budget
+
+    def most_tokens(self, batch: FlatBatch) -> int:
+        """The most tokens that fit, of which so much is scored, shared and so on as of a batch."""
+        sizes, tokens = load(batch, self.route, self.measured.device), batch.counts.computed
+        return self.needs.most_tokens(lambda part: np.array([1, *(sizes[1:] * part / tokens)]), self.budget)
+
+    def least(self, batch: FlatBatch, beside: int = 0) -> int:
+        """The least bytes in which a batch can be computed."""
+        return int(self.needs.peaks(load(batch, self.route, self.measured.device)).min()) + beside
+
+    def least_gib(self, batch: FlatBatch, beside: int = 0) -> float:
+        """The least `memory_budget` for a batch, rounded up."""
+        return math.ceil(self.least(batch, beside) / GIB * 1000) / 1000
+
+    def too_small_for(self, batch: FlatBatch, example: str, lower: str = "`max_length`", beside: int = 0) -> ValueError:
+        """The error of an example that does not fit; `lower` names what makes it smaller."""
+        least = self.least_gib(batch, beside)
+        return ValueError(
+            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {example} needs: {least:.3f} "
+            f"GiB for {batch.counts.computed} tokens with all activations recomputed, of which "
+            f"{(self.needs.fixed + beside) / GIB:.3f} GiB are weights, gradients and the optimizer. Raise it to at "
+            f"least {least:.3f}, or lower {lower}."
+        )
+
+    def cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
+        """The error of a micro-batch that does not fit, and that cannot run in parts."""
+        return ValueError(
+            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than a micro-batch of "
+            f"{batch.counts.computed} tokens needs, and {reason}. Raise it to at least {self.least_gib(batch):.3f}, "
+            "or lower `per_device_train_batch_size`."
+        )
+
+    def why_not_again(self, accelerator: Any) -> str:
+        """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
+        if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return (
+                "One process cannot compute a micro-batch again while the others wait for its gradients. Lower "
+                f"`memory_budget` ({self.budget / GIB:.3f} GiB), and resume from the last checkpoint."
+            )
+        trained = [id(p) for layer in self.layers for p in set(layer.parameters()) if p.requires_grad]
+        if len(trained) != len(set(trained)):
+            return (
+                "Layers that share weights add to the same gradients several times, so that a micro-batch cannot be "
+                f"computed again. Lower `memory_budget` ({self.budget / GIB:.3f} GiB)."
+            )
+        return ""
+
+    # --- account ----------------------------------------------------------------------------------------------------
+
+    def start(self, batch: FlatBatch, number: int, beside: int = 0) -> None:
+        """Record that a forward and backward pass begins, in which `number` layers recompute."""
+        self.number, self.beside = number, beside
+        self.expected = self.peak(batch, number) + beside
+        self.measured.reset()
+
+    def finish(self, has_stepped: bool) -> None:
+        """Record that it ended well; `has_stepped` says whether the optimizer has its state by now."""
+        self.micro_batches += 1
+        self.recomputed += self.number
+        self.predicted = max(self.predicted, self.expected)
+        # Without gradients and moments, the peak would look as if activations needed next to nothing
+        if has_stepped and self.measured.can_reset and self.observed < CORRECTED:
+            self._correct()
+
+    def _correct(self) -> None:
+        """Correct the prediction by a peak; downwards only once enough of them are known."""
+        needs, fixed = self.needs, self.needs.fixed + self.beside
+        self.observed += 1
+        uncorrected = (self.expected - fixed) / needs.correction
+        self.most_measured = max(self.most_measured, (self.measured.current - fixed) / uncorrected)
+        if self.most_measured > needs.correction or self.observed == CORRECTED:
+            self.needs = replace(needs, correction=max(self.most_measured, 0.1))
+
+    def shrink(self, batch: FlatBatch, number: int, num_examples: int) -> bool:
+        """
+        Lower the budget after a failed allocation, until another decision follows.
+
+        Args:
+            batch ([`~trl_paddingfree.FlatBatch`]):
+                What was computed.
+            number (`int`):
+                How many layers recomputed.
+            num_examples (`int`):
+                How many examples it can be split into.
+
+        Returns:
+            `bool`: Whether another decision follows: not if nothing is left to recompute or to split.
+        """
+        before, sizes = self.budget, load(batch, self.route, self.measured.device)
+        peaks, changed = self.needs.peaks(sizes), False
+        budget = min(before, int(peaks[number]))
+        while not changed and budget > self.needs.fixed:
+            budget = int(self.needs.fixed + AFTER_FAILURE * (budget - self.needs.fixed))
+            splits = num_examples > 1 and budget < peaks.min()
+            changed = splits or self.needs.num_recomputed(sizes, budget) > number
+        if changed:
+            self.budget, self.has_shrunk = budget, True
+            logger.warning(
+                f"An allocation failed with {number} of {len(self.layers)} layers recomputed ({batch.counts.computed} "
+                f"tokens, {peaks[number] / GIB:.3f} GiB predicted). The micro-batch is computed again, and the memory "
+                f"budget is {self.budget / GIB:.3f} GiB from here on, not {before / GIB:.3f}."
+            )
+        return changed
+
+    def figures(self, accelerator: Any) -> dict[str, float]:
+        """Figures since the last call: over all processes the mean share of layers, and the highest prediction."""
+        counts = [self.micro_batches * len(self.layers), self.recomputed, self.predicted / GIB, self.budget / GIB]
+        gathered = of_all_processes(counts, accelerator)
+        self.micro_batches = self.recomputed = 0
+        layers, recomputed = gathered[:, :2].sum(0).tolist()
+        if not layers:
+            return {}
+        return {
+            "flat/recomputed": recomputed / layers,
+            "flat/predicted_memory_gib": gathered[:, 2].max().item(),
+            "flat/memory_budget_gib": gathered[:, 3].min().item(),
+        }
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str, rank: int) -> None:
+        """Save what later decisions of the process `rank` follow from."""
+        state = {"option": self.option, "budget": self.budget, "correction": self.needs.correction}
+        state |= {"observed": self.observed, "most_measured": self.most_measured, "has_shrunk": self.has_shrunk}
+        (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
+
+    def load(self, folder: str, rank: int) -> None:
+        """Go on with what was saved, unless another budget was asked for since, or this process is new."""
+        path = Path(folder) / STATE.format(rank=rank)
+        if not path.exists() or (state := json.loads(path.read_text()))["option"] != self.option:
+            return
+        self.has_shrunk = state["has_shrunk"]
+        self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]
+        self.needs = replace(self.needs, correction=state["correction"])
+
+
+def is_sharded(accelerator: Any) -> bool:
+    """Whether a recomputation gathers weights from other processes, so that all must recompute as many layers."""
+    plugin = accelerator.state.deepspeed_plugin
+    is_zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
+    return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
+
+
+def plan_memory(trainer: Any, flat: FlatModel, peak: PeakMemory) -> MemoryBudget:
+    """
+    The plan of a trainer under its `memory_budget`.
+
+    Args:
+        trainer ([`~trl_paddingfree.trainers.base.FlatTrainer`]):
+            The trainer, whose models have their weights.
+        flat ([`~trl_paddingfree.model.flat_model.FlatModel`]):
+            The model that is trained.
+        peak ([`~trl_paddingfree.memory.device.PeakMemory`]):
+            The memory of the device that trains.
+
+    Raises:
+        `ValueError`: If the model has no layers that can recompute, or the memory of the device is not known.
+    """
+    accelerator, base, option = trainer.accelerator, flat.model, trainer.flat.options.memory_budget
+    images = trainer.images_in_memory()
+    layers = recomputable_layers(base, bool(images))
+    if not layers:
+        raise ValueError(
+            f"`memory_budget={option}`: {type(base).__name__} has no layers that can recompute their "
+            "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."
+        )
+    # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
+    call = trainer.model_wrapped if is_sharded(accelerator) else None
+    with trainer.flat.check.in_precision():
+        router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
+        kept = count_kept_bytes(base, flat.route, call, accelerator.device, images, **router)
+    if images:  # a tower that nothing trains keeps nothing
+        working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
+        layers, kept = [layers[i] for i in working], kept.of(working)
+    if trainer.optimizer is None:
+        optimizer, arguments = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    else:
+        own = trainer.optimizer
+        while hasattr(own, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
+            own = own.optimizer
+        # Defaults hold more than can be given: AdamW's have what tells it from Adam
+        taken = inspect.signature(type(own)).parameters
+        optimizer, arguments = type(own), {name: value for name, value in own.defaults.items() if name in taken}
+    needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments)), base)
+    flat.recomputable = layers
+    return MemoryBudget(option, budget_bytes(option, accelerator.device), needs, layers, flat.route, peak)

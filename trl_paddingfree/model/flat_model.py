@@ -1,0 +1,185 @@
+"""A model that computes flat batches: one object holds the route, and all else that is kept of such a model."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import upstream
+from ..flat.batch import FlatBatch
+from .answers import EditsFound
+from .attention import register_attention, replaced_attention
+from .backends import ATTENTION_BACKENDS
+from .forward import flat_forward
+from .recompute import recompute_first
+from .routes import Route
+from .row_parts import forward_in_parts
+from .state_layers import carries_state, install_state_layers, remove_state_layers, repeats_prefixes
+
+# Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
+ATTRIBUTE = "flat_model"
+# Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
+Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
+
+
+class FlatModel:
+    """
+    What makes one model instance compute flat batches, made by [`FlatModel.install`]. Nothing outside of it changes.
+
+    The model must have TRL's fused LM head, or a pooled head. Called with a `flat_batch`, it computes that and answers
+    in rows; other calls go to the forward and the attention that were there before.
+
+    Attributes:
+        model ([`~transformers.PreTrainedModel`]):
+            The model, without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`.
+        route ([`~trl_paddingfree.model.routes.Route`]):
+            How it computes flat batches.
+        previous ([`list[Callable]`]):
+            The forwards that were there before: one, or more if TRL has added another head since.
+        carries_state (`bool`):
+            Whether it has layers that carry state, see [`~trl_paddingfree.model.state_layers`].
+        repeats (`bool`):
+            Whether any of these computes shared prefixes again.
+        edits ([`~trl_paddingfree.model.answers.EditsFound`]):
+            Whether rows are still those that their flat batch was made of.
+        flattener (`Callable`, *optional*):
+            Gives the flat batch of calls with `fused_lm_head=True` that come without one. `None`: they are computed as
+            rows.
+        recomputable (`Sequence[GradientCheckpointingLayer]`):
+            The layers that a batch tells to recompute.
+
+    Examples:
+    ```python
+    >>> from trl.trainer.utils import add_fused_lm_head
+    >>> from trl_paddingfree.model.flat_model import FlatModel
+    >>> from trl_paddingfree.model.routes import choose_route
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
+    >>> add_fused_lm_head(model)
+    >>> flat = FlatModel.install(model, choose_route(model))
+    >>> FlatModel.of(model) is flat, flat.route.backend
+    (True, 'segment')
+    >>> flat.remove()
+    >>> FlatModel.of(model) is None
+    True
+
+    ```
+    """
+
+    def __init__(self, model: PreTrainedModel, route: Route):
+        self.model, self.route = model, route
+        self.previous: list[Callable] = []
+        self.carries_state = carries_state(model)
+        self.repeats = False
+        self.edits = EditsFound()
+        self.flattener: Flattener | None = None
+        self.recomputable: Sequence[Any] = ()
+        self.ours: Any = None  # our forward, bound to the model
+
+    @classmethod
+    def of(cls, model: Any) -> "FlatModel | None":
+        """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
+        held = (vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module))
+        flat = next(held, None)
+        return flat if flat is not None and flat._is_called else None
+
+    @classmethod
+    def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":
+        """Have a model compute flat batches by `route`. Called again, it changes the route."""
+        flat = vars(model).get(ATTRIBUTE) or cls(model, route)
+        flat.route = route
+        replaces_attention = route.backend in ATTENTION_BACKENDS
+        attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
+        upstream.set_attn_implementation(model, attention)
+        install_state_layers(model, along_tree=route.states == "tree")
+        flat.repeats = repeats_prefixes(model)
+        setattr(model, ATTRIBUTE, flat)
+        if not flat._is_called:
+            flat._bind()
+        return flat
+
+    def remove(self) -> None:
+        """
+        Leave the model as it was.
+
+        Raises:
+            `ValueError`: If something has wrapped the model's forward since.
+        """
+        if self.model.forward != self.ours:
+            raise ValueError(
+                f"The forward of {type(self.model).__name__} has been wrapped since: take that off first, by "
+                "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
+            )
+        upstream.set_attn_implementation(self.model, self.route.previous)
+        remove_state_layers(self.model)
+        self.model.forward = self.previous[-1]
+        delattr(self.model, ATTRIBUTE)
+
+    # --- the forward ------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Put our forward in the place of the model's."""
+        depth, model = len(self.previous), self.model
+        self.previous.append(model.forward)
+
+        @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
+        @torch.compiler.disable(recursive=False)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self, ATTRIBUTE)._called(depth, args, kwargs)
+
+        forward.depth = depth  # type: ignore[attr-defined]
+        self.ours = types.MethodType(forward, model)
+        model.forward = self.ours
+
+    @property
+    def _is_called(self) -> bool:
+        """Whether the model's forward is ours, or has it inside."""
+        innermost = inspect.unwrap(self.model.forward, stop=lambda function: hasattr(function, "depth"))
+        return getattr(innermost, "depth", None) == len(self.previous) - 1
+
+    @property
+    def previous_forward(self) -> Callable:
+        """The forward that was there before."""
+        return self.previous[-1]
+
+    def _called(self, depth: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Our forward, as it was put on with `depth` others beneath."""
+        batch = kwargs.pop("flat_batch", None)
+        if depth < len(self.previous) - 1:  # beneath a head that TRL has added since, which has computed the batch
+            return self.previous[depth](*args, **kwargs)
+        if batch is not None:
+            if args:
+                raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
+            self.edits.ask(batch, kwargs)
+        elif self.flattener is not None and kwargs.get("fused_lm_head"):
+            batch = self.flattener(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+        else:
+            return self.previous_forward(*args, **kwargs)
+        if batch.parts and torch.is_grad_enabled():
+            return forward_in_parts(self, batch, **kwargs)
+        return self.compute(batch, **kwargs)
+
+    def compute(self, batch: FlatBatch, **kwargs: Any) -> Any:
+        """The answer to the rows of a flat batch, see [`~trl_paddingfree.model.forward.flat_forward`]."""
+        self.prepare(batch)
+        return flat_forward(self, batch, **kwargs)
+
+    def prepare(self, batch: FlatBatch) -> None:
+        """Have as many layers recompute as the batch says: TRL sets all of them after each pass of its reference."""
+        if batch.recomputed is not None and torch.is_grad_enabled():
+            recompute_first(self.recomputable, batch.recomputed)
+
+    @contextmanager
+    def attention_as_before(self) -> Iterator[None]:
+        """Within this context, the model has the attention implementation that it was loaded with."""
+        ours = upstream.attn_implementation(self.model)
+        upstream.set_attn_implementation(self.model, replaced_attention(ours))
+        try:
+            yield
+        finally:
+            upstream.set_attn_implementation(self.model, ours)

@@ -1,0 +1,255 @@
+"""Layers that carry state, along the tree: the state at a fork goes on, so no layer computes a prefix twice.
+
+Such a layer runs flat. Of its forward, only a convolution and a recurrence look along the sequence: functions that the
+modeling file calls by name, and that ours stand in for while a flat batch is computed. The convolution gets the tokens
+before each segment beside it; the recurrence goes from piece to piece of the tree, level by level.
+
+Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
+    C = channels, H = heads, D = channels of a head, K, N = sizes of a state
+"""
+
+import types
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import silu, softplus
+from torch.utils.checkpoint import checkpoint
+
+from ..flat.layout import FlatLayout
+from ..flat.pieces import PieceCall, Pieces, with_context
+from .attention import GatherRows
+
+# What a step along a row costs in plain PyTorch, however many rows take it, in rows. CPUs of real models are busy with
+# one row (measured: 0 to 1); GPUs are not with dozens, and wait for the host to launch small kernels
+_STEP_COST, _STEP_COST_OF_GPUS = 1.0, 64.0
+# Most tokens of a chunk in plain PyTorch. Results do not depend on it; Mamba 2 pads to 256 by itself
+_CHUNK = 64
+# A time step of Mamba's before its softplus, which makes zero of it in every dtype: the state stays
+_NO_STEP = -1e4
+
+
+def step_cost(device: torch.device) -> float:
+    """What a step along a row costs on a device, in rows."""
+    return _STEP_COST if device.type == "cpu" else _STEP_COST_OF_GPUS
+
+
+def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callable:
+    """
+    A copy of `forward` that finds `functions` by their names, where it would find those of its modeling file.
+
+    Nothing is patched, so that other models of the same class do not notice. The decorator of accelerate around the
+    forwards of these layers holds what it wraps as a variable: it is copied, too.
+
+    Raises:
+        `TypeError`: If it is no function or method in Python, or wrapped by something else.
+    """
+    if isinstance(forward, types.MethodType):
+        return types.MethodType(with_functions(forward.__func__, functions), forward.__self__)
+    if not isinstance(forward, types.FunctionType):
+        raise TypeError(f"the forward is a {type(forward).__name__}")
+    names, closure = forward.__globals__, forward.__closure__ or ()
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is None:
+        names = {**names, **functions}
+    else:
+        copy = with_functions(inner, functions)
+        closure = tuple(types.CellType(copy) if cell.cell_contents is inner else cell for cell in closure)
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def tree_functions(layout: FlatLayout, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
+    """
+    What stands in for the functions of a layer that look along the sequence.
+
+    Args:
+        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
+            The layout of the batch.
+        functions (`dict[str, Callable]`):
+            transformers' functions that the layer calls, by name.
+        kernels (`Collection[str]`):
+            Names of those that have kernels.
+    """
+    return {name: partial(_ALONG_TREE[name], layout, call, name in kernels) for name, call in functions.items()}
+
+
+def _convolve(
+    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    """A causal convolution of `(1, C, T)`: each segment with what precedes it, as far as the kernel reaches."""
+    tokens, places = with_context(layout, weight.size(-1) - 1)
+    axis = GatherRows.apply(states.squeeze(0).T, tokens).T
+    axis = axis if has_kernel else axis.contiguous()  # PyTorch's own convolution takes twice as long otherwise
+    return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, places)
+
+
+def _delta_rule(
+    layout: FlatLayout, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
+    value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, initial_state: None = None,
+    output_final_state: bool = False, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """A (gated) delta rule of `(1, T, H, D)`. Zeros are no step: neither decay nor update."""
+
+    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Any:
+        query, key, value, g, beta = parts
+        chunks = {"cu_seqlens": piece.boundaries} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
+        told = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
+        return function(query, key, value, g=g, beta=beta, **told)
+
+    pieces = Pieces.of(layout, None if has_kernel else step_cost(layout.device))
+    return _by_levels(pieces, (query, key, value, g, beta), call), None
+
+
+def _chunk_scan(
+    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
+    return_final_states: bool = False, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    """
+    Mamba 2's scan of `(1, T, H, D)`.
+
+    Time steps are made here: behind bias, softplus and limits, zero is no step. A kernel makes them in float32.
+    """
+    dt = dt.float() if has_kernel else dt
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+
+    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Any:
+        states, dt, B, C = parts
+        chunks = {} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
+        told = {**kwargs, **chunks, "initial_states": state, "return_final_states": goes_on}
+        result = function(states, dt, A, B, C, **told)
+        return result if goes_on else (result, None)
+
+    return _by_levels(Pieces.of(layout, step_cost(layout.device)), (states, dt, B, C), call)
+
+
+def _selective_scan(
+    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    """
+    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`.
+
+    It starts from nothing only, but is linear in its state: what is left of that adds to its outputs, and is decayed by
+    all time steps so far.
+    """
+    told = {**kwargs, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+
+    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Any:
+        states, dt, B, C = (part.transpose(1, 2) for part in parts)
+        if not goes_on:
+            outputs, last = function(states, dt, A, B, C, **told), None
+        elif has_kernel:
+            outputs, last = _scan_and_read(partial(function, **told), states, dt, A, B, C)
+        else:
+            outputs, last = function(states, dt, A, B, C, return_last_state=True, **told)
+        if state is not None:
+            steps = dt.to(torch.promote_types(dt.dtype, torch.float32))
+            steps = steps if delta_bias is None else steps + delta_bias[:, None]
+            steps = (softplus(steps) if delta_softplus else steps).cumsum(-1)
+            seen = checkpoint(_seen_of_state, state, steps, A, C, use_reentrant=False)
+            outputs = outputs + seen.to(outputs.dtype)
+            if last is not None:
+                last = last + (state * torch.exp(A * steps[..., -1:])).to(last.dtype)
+        return outputs.transpose(1, 2), last
+
+    parts = [x.transpose(1, 2) for x in (states, dt, B, C)]
+    outputs = _by_levels(Pieces.of(layout, step_cost(layout.device)), parts, call, {1: _NO_STEP}).transpose(1, 2)
+    return outputs if z is None else outputs * silu(z)
+
+
+def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
+    """What outputs see of an initial `state (n, C, N)` after `steps (n, C, L)`: an entry at a time, to spare memory."""
+    seen = torch.zeros_like(steps)
+    for x, a, c in zip(state.unbind(-1), A.unbind(-1), C.unbind(1), strict=True):
+        seen = seen + torch.exp(a[:, None] * steps) * x[..., None] * c[:, None]
+    return seen
+
+
+def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What the first Mamba's kernel says of `inputs`, and the state in which it ends, read from its outputs.
+
+    The kernel gives that state, too, but no gradient of it. Behind the tokens, one more for each entry of the state
+    makes no step and reads this entry.
+    """
+    states, dt, A, B, C = inputs
+    size, length = A.size(-1), states.size(-1)
+    nothing = states.new_zeros(*states.shape[:2], size)
+    read = torch.eye(size, dtype=C.dtype, device=C.device).expand(len(C), size, size)
+    longer = [torch.cat(pair, -1) for pair in ((states, nothing), (dt, nothing + _NO_STEP), (B, read), (C, read))]
+    outputs = scan(*longer[:2], A, *longer[2:])
+    return outputs[..., :length], outputs[..., length:]
+
+
+def _no_fused_form(layout: FlatLayout, function: Callable, has_kernel: bool, *args: Any, **kwargs: Any) -> None:
+    """A fused form of a convolution and a scan says so if it has no kernel, and the layer calls them one by one."""
+
+
+_ALONG_TREE: dict[str, Callable] = {
+    "causal_conv1d_fn": _convolve,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _chunk_scan,
+    "mamba2_split_conv1d_scan_combined": _no_fused_form,
+    "mamba_inner_fn": _no_fused_form,
+    "mamba_selective_scan": _selective_scan,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+}
+
+
+def _even_chunks(piece: PieceCall) -> tuple[int, int]:
+    """How many chunks a row of a call has in plain PyTorch, and how long each is: the last is hardly padded."""
+    number = -(-piece.shape[1] // _CHUNK)
+    return number, -(-piece.shape[1] // number)
+
+
+def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int]:
+    """Of all calls of a layout on a device: slots that are padding, chunks, and pairs of tokens within chunks."""
+    pieces = Pieces.of(layout, step_cost(device))
+    calls = [(call.number, *_even_chunks(call)) for level in pieces.levels for call in level]
+    pairs = sum(rows * chunks * length**2 for rows, chunks, length in calls)
+    return pieces.num_slots - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
+
+
+def _by_levels(
+    pieces: Pieces, inputs: Sequence[torch.Tensor], call: Callable, padding: dict[int, float] | None = None
+) -> torch.Tensor:
+    """
+    A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the state of its parent.
+
+    Args:
+        pieces ([`~trl_paddingfree.flat.pieces.Pieces`]):
+            The pieces of the batch.
+        inputs (`Sequence[torch.Tensor]`):
+            What has an entry per token.
+        call (`Callable`):
+            Gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
+            their initial states, and whether others continue them.
+        padding (`dict[int, float]`, *optional*):
+            What stands where a piece is padded, by the place of its input. By default, zero.
+    """
+    rows = []
+    for place, x in enumerate(inputs):
+        states, value = GatherRows.apply(x.squeeze(0), pieces.slots), (padding or {}).get(place)
+        if value is not None and pieces.slots.empty is not None:
+            states = states.index_fill(0, pieces.slots.empty, value)
+        rows.append(states.split([n * longest for level in pieces.levels for n, longest in (c.shape for c in level)]))
+    outputs, finals, parts = [], None, zip(*rows, strict=True)
+    for depth, level in enumerate(pieces.levels):
+        ends = []
+        for piece, of_piece in zip(level, parts, strict=False):
+            initial = None if piece.parents is None else GatherRows.apply(finals, piece.parents)
+            cut = [x.unflatten(0, piece.shape) for x in of_piece]
+            output, final = call(piece, cut, initial, depth + 1 < len(pieces.levels))
+            outputs.append(output.flatten(0, 1))
+            ends.append(final)
+        finals = torch.cat(ends) if depth + 1 < len(pieces.levels) else None
+    return GatherRows.apply(torch.cat(outputs), pieces.own)[None]
