@@ -119,17 +119,26 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("task", ["dpo", "grpo", "rloo"])
-def test_streaming_data_that_is_dispatched_is_refused_in_trls_words(task, tokenizer, tmp_path):
+def test_trl_speaks_of_streaming_data_that_is_dispatched(task, tokenizer, tmp_path, caplog):
+    """It warns where it can turn that off, and refuses where it cannot."""
     trainer = TRAINERS[task]
     options = {"use_cpu": True, "bf16": False, "max_steps": 1, "accelerator_config": {"dispatch_batches": True}}
-    stream = preference_data(8, 0).to_iterable_dataset()
-    rewards = {} if task == "dpo" else {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    stream = preference_data(8, SEED).to_iterable_dataset()
+    rest = {"ref_model": make_model()} if task == "dpo" else {"reward_funcs": lambda completions, **_: [0.0]}
     said = []
     for each, config in ((trainer.trl_trainer, trainer.trl_config), (trainer, trainer.config_class)):
         args = config(str(tmp_path), **options)
+        arguments = {"args": args, "train_dataset": stream, "processing_class": tokenizer, **rest}
+        caplog.clear()
+        if task == "dpo":
+            each(model=make_model(), **arguments)
+            assert args.accelerator_config.dispatch_batches is False
+            said.append([record.message for record in caplog.records if "`dispatch_batches`" in record.message])
+            continue
         with pytest.raises(ValueError, match="dispatch_batches") as error:
-            each(model=make_model(), args=args, train_dataset=stream, processing_class=tokenizer, **rewards)
+            each(model=make_model(), **arguments)
         said.append(str(error.value))
+    assert said[0]
     assert said[0] == said[1]
 
 
