@@ -2,6 +2,8 @@
 
 import gc
 import os
+import random
+from collections import defaultdict
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -23,13 +25,19 @@ datasets.disable_progress_bars()
 torch.set_num_threads(1)  # models this small only wait for further threads, and much longer on a busy machine
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    cases = defaultdict(list)
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if mark := item.get_closest_marker("drawn"):
+            cases[item.path, item.originalname, *mark.args].append(item)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    seed = os.environ["TRL_PADDINGFREE_SEED"]
+    for (path, name, number), of_test in cases.items():
+        draw = random.Random(f"{seed} {path.name} {name}")
+        for item in draw.sample(of_test, max(len(of_test) - number, 0)):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ def files(tmp_path_factory):
     return {name: str(folder / f"{name}.jsonl") for name in ("pairs", "prompts")}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("task", "source"), [("reward", "pairs"), ("kto", "pairs"), ("grpo", "prompts"), ("rloo", "prompts")]
 )

@@ -101,6 +101,7 @@ def test_without_anything_shared_the_limit_is_what_a_flat_batch_computes():
     assert Work.limit(batch, causal=True) == Work(tokens=5, pairs=6 + 3, scored=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_cost_per_unit_of_work_is_what_the_counter_counts(benchmark, seed):
     batch = rows(benchmark, seed).batches(4, seed)[0]
@@ -111,6 +112,7 @@ def test_the_cost_per_unit_of_work_is_what_the_counter_counts(benchmark, seed):
             assert cost.of(work) == pytest.approx(flops, rel=COUNT), runner.method.name
 
 
+@pytest.mark.slow
 def test_a_training_step_costs_what_its_matrices_say():
     cost = Benchmark(settings("dpo", tuning="full", precomputed_reference=True), methods=["trl", "shared"]).cost
     shape = SHAPES["tiny"]
@@ -122,6 +124,7 @@ def test_a_training_step_costs_what_its_matrices_say():
     assert cost.per_scored == pytest.approx(8 * hidden * VOCAB, rel=COUNT)  # TRL's head computes its logits twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_a_memory_budget_that_holds_everything_costs_what_no_recomputation_costs(task):
     """Up to the gradient of the embeddings, which checkpointing asks for and nothing uses."""
@@ -151,6 +154,7 @@ def test_each_gradient_of_a_convolution_costs_what_it_costs_itself(groups):
     assert count_flops(lambda: layer(x.detach()).sum().backward()) == 2 * once
 
 
+@pytest.mark.slow
 def test_recomputation_is_no_model_flop():
     # With LoRA, checkpointing also has the gradient of the embeddings computed
     some = {"tuning": "full", "precomputed_reference": True}
@@ -168,6 +172,7 @@ def test_three_counts_give_the_cost():
     assert StepCost.solve([(work, int(cost.of(work))) for work in works]).of(Work(1, 1, 1)) == pytest.approx(20)
 
 
+@pytest.mark.slow
 def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
     result = benchmark.run(rows(benchmark), num_batches=2, rounds=2)
     names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods if method.attention is None]
@@ -189,6 +194,7 @@ def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
     json.dumps(result)
 
 
+@pytest.mark.slow
 def test_a_method_that_computes_something_else_is_flagged_beside_its_times(benchmark, monkeypatch):
     collator = benchmark.runners[-1].collate
 
@@ -212,6 +218,7 @@ def test_a_method_that_computes_something_else_is_flagged_beside_its_times(bench
     assert flags == [name == "budget" for name in result["methods"]]
 
 
+@pytest.mark.slow
 def test_the_operators_of_attention_are_named(benchmark):
     expected = {f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward")}
     for runner in benchmark.runners:
@@ -219,6 +226,7 @@ def test_the_operators_of_attention_are_named(benchmark):
         assert expected <= set(found) <= {*expected, "aten::_fused_sdp_choice"}, runner.method.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_a_method_that_cannot_train_is_left_out_and_named(benchmark, monkeypatch, error):
     def gradients(batch):
@@ -253,6 +261,7 @@ def test_every_batch_goes_to_every_method_before_the_next_in_an_order_that_rotat
     assert "".join(name for _, name in taken) == "abc" + "bca" + "bca" + "cab"
 
 
+@pytest.mark.slow
 def test_packing_trains_on_the_same_rows():
     packing = Benchmark(settings("sft"), methods=["trl", "trl-packing", "flat"])
     batches = rows(packing).batches(4, 0)[:3]
@@ -265,6 +274,7 @@ def test_packing_trains_on_the_same_rows():
         assert measured["packing_difference"] < tolerances(packing.settings)["loss"]
 
 
+@pytest.mark.slow
 def test_typical_batches_waste_as_much_as_all():
     bench = Benchmark(settings("dpo"), methods=["trl", "shared"])
     batches = rows(bench).batches(4, 0)
@@ -274,6 +284,7 @@ def test_typical_batches_waste_as_much_as_all():
     assert abs(chosen - overall) < abs(first - overall)
 
 
+@pytest.mark.slow
 def test_reference_log_probs_can_come_with_the_rows():
     result = Benchmark(settings("dpo", precomputed_reference=True, tuning="full")).run(
         make_rows("dpo", "uniform:6-60", vocab_size=VOCAB, max_length=64), num_batches=1, rounds=2
@@ -328,6 +339,7 @@ def test_unpadded_attention_is_attention_under_the_mask(monkeypatch, window):
     assert (flat[0] - expected[mask]).abs().max() < FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task):
     monkeypatch.setattr(baseline, "torch_varlen", varlen_on_cpu)
@@ -335,6 +347,7 @@ def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task
     assert bench.run(rows(bench), num_batches=2, rounds=1)["agree"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     arguments = ["dpo", "--model", "tiny", "--lengths", "uniform:6-40", "--max-length", "64", "--batch-size", "2"]
     arguments += ["--batches", "1", "--rounds", "1", "--profile", "--device", "cpu", "--output", str(tmp_path)]
@@ -397,6 +410,7 @@ def test_the_readme_shows_the_newest_result(tmp_path, newest):
     assert tables.headline(tmp_path).count("p3_flanlike_clear_5000") == 1
 
 
+@pytest.mark.slow
 def test_the_script_writes_what_a_study_measured_with_its_command(tmp_path):
     assert main(["--collators", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "collators.json").read_text())
@@ -475,6 +489,7 @@ def test_neighbours_stay_together_in_batches():
     assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_a_data_set_is_measured_with_the_tokenizer_of_a_folder(task, tokenizer, tmp_path, capsys):
     model_dir = str(tmp_path / "model")

@@ -7,6 +7,7 @@ from scripts.benchmark.studies import vision
 pytest.importorskip("sklearn")
 
 
+@pytest.mark.slow
 def test_a_model_learns_digits_the_same_in_every_layout(monkeypatch):
     make_rows = vision.make_rows
     monkeypatch.setattr(vision, "make_rows", lambda images, targets, n, seed: make_rows(images, targets, 64, seed))

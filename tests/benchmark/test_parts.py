@@ -5,6 +5,7 @@ import pytest
 from scripts.benchmark.studies import parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("held", "splits"), [(1, True), (8, False)])
 def test_a_budget_that_splits_agrees_with_padded_trl(monkeypatch, held, splits):
     for name, value in {"STEPS": 1, "BATCH_SIZE": 4, "HELD": held}.items():

@@ -70,6 +70,7 @@ def test_the_help_of_scripts_is_their_own(capsys, command):
     assert "--max_tokens_per_micro_batch" in printed
 
 
+@pytest.mark.slow
 def test_python_m_is_the_same_command():
     result = subprocess.run([sys.executable, "-m", "trl_paddingfree", "--help"], capture_output=True, text=True)
     assert result.returncode == 0

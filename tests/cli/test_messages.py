@@ -28,6 +28,7 @@ def test_ctrl_c_says_so_in_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "trl-paddingfree: interrupted\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_training_script_says_nothing_twice():
     code = (
         "import runpy, sys, trl; sys.argv = ['train', 'sft']\n"
@@ -40,6 +41,7 @@ def test_ctrl_c_in_a_training_script_says_nothing_twice():
     assert "Traceback" not in script.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_command_quietly():
     code = (
         "import importlib, sys; cli = importlib.import_module('trl_paddingfree.cli.main')\n"

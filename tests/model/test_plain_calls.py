@@ -122,6 +122,7 @@ def test_a_stand_in_reads_as_the_name_that_it_stands_for_and_is_found_as_its_own
         assert {name: 2}[copied] == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_the_stand_in():
     model = make("llama", num_hidden_layers=1)
     before = forward(model)

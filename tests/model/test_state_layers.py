@@ -76,6 +76,7 @@ def make(model_type, **options):
     return model.train()
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize("model_type", FAMILIES.values(), ids=FAMILIES.keys())
 def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, kernels):
@@ -111,6 +112,7 @@ DECAYS, GRADIENTS_OF_DECAYS = ("A_log", "dt_bias", "forget_gate.A_log", "forget_
 LAYERS = ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "jamba", "zamba", "lfm2", "lfm3"]
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize("model_type", LAYERS)
 @pytest.mark.parametrize("draw", [SEED, SEED + 1])

@@ -28,6 +28,7 @@ def run(tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_every_docstring_of_the_standard_library_answers_a_question_about_its_function():
     answers = dict(stdlib_data.docstrings())
     signature = f"json.dumps{inspect.signature(json.dumps)}"
@@ -74,6 +75,7 @@ def test_the_quick_start_finds_equal_losses_and_fewer_tokens(run):
     assert (folder / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["--use_peft"]], ids=["full", "lora"])
 def test_your_own_model_and_pairs_take_their_place(run, tmp_path, model_dir, lora):
     preference_data(12, 1).to_json(tmp_path / "pairs.jsonl")

@@ -41,6 +41,7 @@ def wait_for(checkpoint, process):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seed"), [(1, SEED), (2, SEED + 1)])
 def test_a_killed_run_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_path, ranks, seed):
     """On as many processes as it was killed on, and on another number."""
@@ -98,6 +99,7 @@ def test_a_checkpoint_of_another_model_is_refused(model_dir, tokenizer, tmp_path
         alone("sft", model_dir, tmp_path / "llama", resumed)
 
 
+@pytest.mark.slow
 def test_a_terminated_run_saves_and_resumes(model_dir, tmp_path):
     """SIGTERM, with transformers' `enable_jit_checkpoint`."""
     options = {

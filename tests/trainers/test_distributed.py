@@ -46,6 +46,7 @@ def folder_of(model_dir, vision_dir, tokenizer, tmp_path):
     return lambda case: folders.get(case, model_dir)
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains(folder_of, tmp_path):
     options = {"per_device_train_batch_size": 4, "max_steps": 2}
     halved = {**options, "per_device_train_batch_size": 2}
@@ -80,6 +81,7 @@ def test_two_processes_train_as_with_padding(model_dir, tmp_path):
     assert_same_run(one, many["arranged"], tmp_path / "one", tmp_path / "arranged")
 
 
+@pytest.mark.slow
 def test_reference_log_probs_can_be_precomputed_by_two_processes(model_dir, tmp_path):
     """Nine evaluation pairs: the last batch has one for one process, and none for the other."""
     options = {"max_steps": 2, "evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "on_disk": True}
@@ -91,6 +93,7 @@ def test_reference_log_probs_can_be_precomputed_by_two_processes(model_dir, tmp_
     assert_same_run(*runs, *folders, ignore=["accuracies"])
 
 
+@pytest.mark.slow
 def test_four_processes_train_what_one_trains(model_dir, tmp_path):
     """SFT, normalized by the tokens of all processes."""
     options = {"max_steps": 2, "prefix_sharing": True}
@@ -100,6 +103,7 @@ def test_four_processes_train_what_one_trains(model_dir, tmp_path):
     assert_same_run(one, four, tmp_path / "1", tmp_path / "4")
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path):
     whole, halved = ({"max_steps": 2, "per_device_train_batch_size": size} for size in (4, 2))
     cases = {n: run for n, run in FSDP2_CASES.items() if n not in ("dpo", "dpo, precomputed") or FILLS_REFERENCE_MODELS}
@@ -109,6 +113,7 @@ def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path):
         assert_same_run(alone(task, model_dir, tmp_path / f"{name} 1", {**whole, **given}), two)
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_on_images_what_trl_trains(vision_dir, tmp_path):
     """All weights, those of the tower among them; some rows have no images, and workers collate."""
     options = {"images": True, "max_steps": 2, "dataloader_num_workers": 1, "per_device_train_batch_size": 4}
@@ -137,6 +142,7 @@ def assert_agreement(engine, tokenizer, tmp_path):
         assert number == other == max(mine, its)
 
 
+@pytest.mark.slow
 def test_processes_of_fsdp2_agree_on_how_many_layers_recompute(tokenizer, tmp_path):
     assert_agreement("fsdp", tokenizer, tmp_path)
 
@@ -146,6 +152,7 @@ def test_processes_of_zero3_agree_on_how_many_layers_recompute(tokenizer, tmp_pa
     assert_agreement("zero3", tokenizer, tmp_path)
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_layers_that_carry_state(folder_of, tmp_path):
     """Their layout comes in a mask, which FSDP2 may not lose, nor may the recomputation."""
     options = {"max_steps": 2, "prefix_sharing": True, "gradient_checkpointing": True}
@@ -169,6 +176,7 @@ def test_zero_trains_what_one_process_trains(model_dir, tmp_path, task, options,
     assert_same_run(one, two)
 
 
+@pytest.mark.slow
 def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 2, "fail_on_rank": 1}
     process = subprocess.run(

@@ -68,6 +68,7 @@ MODELS = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_and_reference_trains_the_same(name, model_dir, tokenizer):
     make, options = MODELS[name]
@@ -139,6 +140,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_trains_the_same(name, with_lora):
     options = dict(OPTIONS[name])
@@ -352,6 +354,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(with_lora, tmp_path):
 # Speed options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_reference", [False, True], ids=["lora-precomputed", "full-with-reference"])
 def test_compiled_training_is_the_same(tokenizer, with_reference):
     def make():
@@ -491,6 +494,7 @@ def step_flops(trainer, pairs):
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_one_flat_step_costs_what_its_sequences_cost_one_by_one(tokenizer, monkeypatch):
     monkeypatch.setattr(calls, "PAIRS_OF_A_CALL", 0)  # short segments are padded, where that is faster than calls
 

@@ -68,6 +68,7 @@ def make(tokenizer):
     return lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora(r=2, lora_alpha=2)}
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_flat_training_follows_padded_training(name, make):
     assert_layouts_agree(make, preference_data(12, SEED), **OPTIONS[name])

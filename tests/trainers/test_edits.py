@@ -100,6 +100,7 @@ def common(task, model_dir, **options):
     return {"model": model_dir, "train_dataset": DATA[task](12, SEED), "steps": 2, **options}
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("task", TASKS)
 def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):

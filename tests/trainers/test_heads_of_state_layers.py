@@ -47,6 +47,7 @@ HEADS = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("task", "model_type"),
     [

@@ -43,6 +43,7 @@ def padded(long_model):
     return train("padded", long_model, long_pairs(), **OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(long_model, padded, layout):
     with offloading_on_cpu("dpo") as moved:

@@ -161,6 +161,7 @@ def test_fixed_bytes_are_those_of_the_tensors(folder):
 # --- The decision ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("task", [DPO, SFT], ids=["dpo", "sft"])
 def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reentrant):
@@ -229,6 +230,7 @@ def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("options", "model_type", "overrides"),
     [
@@ -307,6 +309,7 @@ def test_a_resumed_run_takes_the_same_decisions(folder, tmp_path):
 # --- Allocations that fail -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("split", [False, True], ids=["recomputes", "splits"])
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, split, caplog):

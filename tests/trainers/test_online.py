@@ -40,6 +40,7 @@ def with_lora():
     return {**plain(), "peft_config": lora()}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,6 +175,7 @@ def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(d
     assert_padding_on_the_left_changes_nothing(trainer)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
 def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch):

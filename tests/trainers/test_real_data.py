@@ -44,6 +44,7 @@ def model_of(tmp_path):
     return save
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", PAIRS)
 def test_preference_data(model_of, name):
     dataset = examples(f"pref/{name}", longest=True)
@@ -51,6 +52,7 @@ def test_preference_data(model_of, name):
     assert_layouts_agree(lambda: {"model": model}, dataset, max_length=256)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("per_turn", [False, True], ids=["whole", "one sample per turn"])
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 def test_instruction_data(model_of, name, per_turn):

@@ -60,6 +60,7 @@ def compare(model_dir, dataset, *, trainer_kwargs=None, ours_kwargs=None, tolera
     return padded, ours
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("seed", [SEED], ids=lambda s: f"seed{s}")
 @pytest.mark.parametrize(
     ("data", "options"),

@@ -211,8 +211,8 @@ def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> 
     Bytes per unit of each load: the least squares of `loads (N, F)` and `counts (N, ...)`, of shape `(F, ...)`.
 
     Loads that never differ from others, as keys and tokens do where nothing is shared, get their part of the minimum
-    norm; of those that grow fastest beyond what was counted, only `growing` count, and not if they explain next to
-    nothing.
+    norm; of those that grow fastest beyond what was counted, only `growing` count, and not unless they explain
+    half of what is left without them.
     """
     flat = counts.reshape(len(counts), -1).astype(np.float64)
     scale = np.maximum(loads.max(0), 1).astype(np.float64)
@@ -233,8 +233,9 @@ def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> 
         return np.stack(found, axis=1)
 
     plain, full = fit(_GROWING), fit([name for name in _GROWING if name not in growing])
-    off = np.abs(loads @ plain - flat).max(0)
-    result = np.where(off > _NEGLIGIBLE * np.maximum(flat.max(0), 1), full, plain)
+    off, left = (np.abs(loads @ per_load - flat).max(0) for per_load in (plain, full))
+    grows = (off > _NEGLIGIBLE * np.maximum(flat.max(0), 1)) & (left < off / 2)
+    result = np.where(grows, full, plain)
     return result.reshape(loads.shape[1], *counts.shape[1:])
 
 
