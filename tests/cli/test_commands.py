@@ -307,6 +307,7 @@ def test_a_script_that_fails_gives_its_exit_code(monkeypatch):
     assert main(["sft", *NAMED, *ON_CPU]) == 7
 
 
+@pytest.mark.slow
 def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
     options = {
         "model_name_or_path": model_dir,

@@ -119,6 +119,7 @@ def test_predicted_bytes_of_4_bit_weights(folder):
     assert_predicted(made(DPO, model, preference_data(16, SEED), trainer_kwargs=made_of))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
     kwargs = {"processing_class": tokenizer}
