@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -13,7 +14,7 @@ from trl_paddingfree.cli.train import main as train_main
 
 DATA = {"reward": preference_data, "kto": unpaired, "grpo": prompts, "rloo": prompts}
 OPTIONS = {
-    "reward": ["--lora_task_type", "SEQ_CLS"],
+    "reward": [],
     "kto": [],
     "grpo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
     "rloo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
@@ -30,9 +31,12 @@ def test_a_command_trains_and_saves_a_model(capsys, tmp_path, model_dir, task):
     path, out = tmp_path / "data.jsonl", tmp_path / "out"
     DATA[task](16, 1).to_json(path)
     argv = ["--model_name_or_path", model_dir, "--dataset_name", str(path), "--output_dir", str(out)]
-    argv += ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--use_peft"]
-    train_main(task, [*argv, *OPTIONS[task], "--lora_target_modules", "all-linear"])
-    printed = capsys.readouterr().out
+    argv += ["--max_steps", "1", "--report_to", "none", "--use_peft", "--lora_target_modules", "all-linear"]
+    if torch.accelerator.is_available():
+        argv += ["--use_cpu", "true", "--bf16", "false"]
+    train_main(task, [*argv, *OPTIONS[task]])
+    printed, said = capsys.readouterr()
+    assert torch.accelerator.is_available() or "training on the CPU (`--use_cpu true --bf16 false`)" in said
     assert "Trained by padding-free (segment, shared prefixes)" in printed
     assert {"reward": "pairs", "kto": "completions"}.get(task, "completions") + " per second" in printed
     assert AutoTokenizer.from_pretrained(out).chat_template
@@ -56,10 +60,15 @@ def test_check_tries_a_reward_model(capsys, tmp_path):
         (["--reward_funcs", "no_reward"], "`--reward_funcs no_reward` is no"),
     ],
 )
-def test_rewards_that_cannot_be_found_are_named(model_dir, task, options, message):
-    argv = ["--model_name_or_path", model_dir, "--dataset_name", "x", "--use_cpu", "true", "--bf16", "false"]
+def test_rewards_that_cannot_be_found_are_named_in_one_line(capsys, model_dir, task, options, message):
+    argv = ["--model_name_or_path", model_dir, "--dataset_name", "x", *options]
+    with pytest.raises(SystemExit) as stopped:
+        train_main(task, argv)
+    assert stopped.value.code == 2
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"trl-paddingfree {task}: {message}")
     with pytest.raises(ValueError, match=message):
-        train_main(task, [*argv, *options])
+        train_main(task, [*argv, "--traceback"])
 
 
 def test_inspect_counts_of_unpaired_preferences_are_those_of_training(capsys, tmp_path, model_dir):

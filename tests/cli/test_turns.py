@@ -75,7 +75,7 @@ def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_fi
 )
 def test_options_that_take_turns_apart_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        script.main("sft", arguments("data", "model", "--one_sample_per_turn", *options))
+        script.main("sft", arguments("data", "model", "--one_sample_per_turn", "--traceback", *options))
 
 
 def test_packed_turns_are_drawn_as_other_packed_rows(conversation_files, trained):

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.commands import launch as accelerate_launch
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-from .train import check_names, make_parser
+from .train import check_names, make_parser, say_where
 
 SCRIPT = "trl_paddingfree.cli.train"
 
@@ -21,9 +21,10 @@ def launch(task: str, argv: list[str]) -> int:
     """
     parser = make_parser(task, prog=f"trl-paddingfree {task}")
     parsed: Any = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
-    script_args, _, model_args, dataset_args, from_config, from_command_line = parsed
+    script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
     check_names(script_args, model_args, dataset_args)
+    say_where(training_args)
     script_args = without(argv, from_command_line)
     try:
         accelerate_launch.launch_command(

@@ -10,13 +10,10 @@ from functools import partial
 from typing import Any
 
 from ..trainers.configs import silence
-from .options import TRAINING, make_parser
+from .options import LOADING, NO, OK, TRAINING, make_parser, refuse
 
-OK, NO, WRONG_USE = 0, 1, 2
 # As shells report processes that SIGINT or SIGPIPE ended
 INTERRUPTED, PIPE_CLOSED = 130, 141
-# Errors of arguments, of names, and of packages that are missing
-LOADING = (ValueError, OSError, ImportError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,12 +58,6 @@ def spelled(argv: Sequence[str]) -> list[str]:
     ['inspect', 'my-pairs.jsonl', '--batch_size=4', '--max_length', '512']
     """
     return [re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), given) for given in argv]
-
-
-def refuse(command: str, error: Exception) -> int:
-    """Say why a command cannot be carried out."""
-    sys.stderr.write(f"trl-paddingfree {command}: {error}\n")
-    return WRONG_USE
 
 
 def loaded(name: str, load: Callable[[], Any]) -> Any:
@@ -237,6 +228,9 @@ def train(task: str, argv: list[str]) -> int:
     except YAMLError as error:
         return refuse(task, ValueError(f"the file of `--config` is no YAML: {' '.join(str(error).split())}"))
     except LOADING as error:  # configurations refuse some values
+        if "--traceback" in argv:
+            raise
         return refuse(task, error)
-    except ChildFailedError:  # the process that failed has said why
-        return NO
+    except ChildFailedError as error:  # the process that failed has said why
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else NO

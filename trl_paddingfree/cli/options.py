@@ -1,7 +1,12 @@
 """The options of the commands."""
 
 import argparse
+import sys
 from typing import Any
+
+OK, NO, WRONG_USE = 0, 1, 2
+# Errors of arguments, of names, and of packages that are missing
+LOADING = (ValueError, OSError, ImportError)
 
 EXIT_CODES = """\
 exit codes:
@@ -9,6 +14,7 @@ exit codes:
   1  the answer is no: a model that is refused, losses that differ
   2  wrong arguments, or something that cannot be loaded
   commands that train end with the exit code of the training script"""
+TRACEBACK = "show where in the code an error comes from"
 # Those that train, and what on
 TRAINING = {
     "dpo": "on preference pairs",
@@ -18,6 +24,12 @@ TRAINING = {
     "grpo": "on rewards of completions that it generates, by groups",
     "rloo": "on rewards of completions that it generates, leaving one out",
 }
+
+
+def refuse(command: str, error: Exception) -> int:
+    """Say why a command cannot be carried out."""
+    sys.stderr.write(f"trl-paddingfree {command}: {error}\n")
+    return WRONG_USE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
             name, help=text, description=description, epilog=epilog, formatter_class=as_written
         )
         command.set_defaults(parser=command)
-        command.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
+        command.add_argument("--traceback", action="store_true", help=TRACEBACK)
         if examples:
             command.add_argument("--json", action="store_true", help="print JSON")
         return command.add_argument

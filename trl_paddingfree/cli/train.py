@@ -23,6 +23,7 @@ from ..data.turns import split_turns
 from ..memory.device import GIB
 from ..trainers import TRAINERS
 from ..trainers.configs import silence
+from .options import LOADING, TRACEBACK, refuse
 
 
 @dataclass
@@ -92,6 +93,13 @@ class SFTScriptArguments(ScriptArguments):
         return type(dataset)(turns)
 
 
+@dataclass
+class MessageArguments:
+    """How the script says what is wrong."""
+
+    traceback: bool = field(default=False, metadata={"help": TRACEBACK})
+
+
 # Script arguments of tasks that have more than others
 SCRIPT_ARGUMENTS: dict[str, type[ScriptArguments]] = {
     "sft": SFTScriptArguments,
@@ -103,17 +111,43 @@ SCRIPT_ARGUMENTS: dict[str, type[ScriptArguments]] = {
 def make_parser(task: str, prog: str | None = None) -> TrlParser:
     """The parser of a task's script: its trainer's options, and those of the data and the model."""
     arguments = SCRIPT_ARGUMENTS.get(task, ScriptArguments)
-    types: list[Any] = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig]
-    return TrlParser(types, prog=prog)
+    types: list[Any] = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig, MessageArguments]
+    parser = TrlParser(types, prog=prog)
+    if task == "reward":  # the adapters that its head goes with; TRL's default is that of a language model
+        parser.set_defaults(lora_task_type="SEQ_CLS")
+    if not torch.accelerator.is_available():  # what transformers asks for there, one error after the other
+        parser.set_defaults(use_cpu=True, bf16=False)
+    return parser
 
 
-def main(task: str, args: Sequence[str] | None = None, strict: bool = True) -> None:
-    """Run the script of a task. Unless `strict`, options that it does not know are those of `accelerate launch`."""
+def say_where(training_args: Any) -> None:
+    """Say that training runs on the CPU, where that was not asked for: no accelerator is there."""
+    if training_args.use_cpu and not torch.accelerator.is_available():
+        precision = "true" if training_args.bf16 else "false"
+        sys.stderr.write(f"No accelerator: training on the CPU (`--use_cpu true --bf16 {precision}`).\n")
+
+
+def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
+    """
+    Run the script of a task; if the command `launched` it, options that it does not know are for `accelerate launch`.
+
+    What is wrong with arguments, names and data ends it before training, with one line and exit code 2.
+    """
     silence()
-    parsed = make_parser(task).parse_args_and_config(args, fail_with_unknown_args=strict)
-    if isinstance(parsed[0], SFTScriptArguments):
-        parsed[0].settle(parsed[1])
-    train(TRAINERS[task], *parsed)
+    given = sys.argv[1:] if args is None else args
+    try:
+        parsed = make_parser(task).parse_args_and_config(given, fail_with_unknown_args=not launched)
+        script_args, training_args, model_args, dataset_args, _ = parsed[:5]
+        if not launched:
+            say_where(training_args)
+        if isinstance(script_args, SFTScriptArguments):
+            script_args.settle(training_args)
+        trainer = make_trainer(TRAINERS[task], script_args, training_args, model_args, dataset_args)
+    except LOADING as error:
+        if "--traceback" in given:
+            raise
+        sys.exit(refuse(task, error))
+    train(trainer, script_args, training_args)
 
 
 def check_names(script_args: Any, model_args: Any, dataset_args: Any) -> None:
@@ -156,8 +190,8 @@ def _load_function(name: str) -> Any:
         ) from None
 
 
-def train(trainer_class: type, script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> None:
-    """Load, train, save and summarise, with the arguments of TRL's scripts."""
+def make_trainer(trainer_class: type, script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> Any:
+    """The trainer, with model and data loaded, by the arguments of TRL's scripts."""
     check_names(script_args, model_args, dataset_args)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -180,7 +214,7 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
     dataset = type(dataset)({split: dataset[split] for split in needed})
     if isinstance(script_args, SFTScriptArguments):
         dataset = script_args.cut(dataset, training_args)
-    trainer = trainer_class(
+    return trainer_class(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=dataset[script_args.dataset_train_split],
@@ -189,6 +223,10 @@ def train(trainer_class: type, script_args: Any, training_args: Any, model_args:
         peft_config=get_peft_config(model_args),
         **rewards,
     )
+
+
+def train(trainer: Any, script_args: Any, training_args: Any) -> None:
+    """Train, summarise and save."""
     if script_args.ignore_bias_buffers:
         ignored = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, ignored)
@@ -230,6 +268,6 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], sys.argv[2:], strict=False)
+        main(sys.argv[1], sys.argv[2:], launched=True)
     except KeyboardInterrupt:  # the command that launched this process says so
         sys.exit(130)
