@@ -22,8 +22,8 @@ from ..flat.pieces import PieceCall, Pieces, with_context
 from .attention import GatherRows
 
 # What a step along a row costs in plain PyTorch, however many rows take it, in rows. CPUs of real models are busy with
-# one row (measured: 0 to 1); GPUs are not with dozens, and wait for the host to launch small kernels
-_STEP_COST, _STEP_COST_OF_GPUS = 1.0, 64.0
+# one row (measured: 0 to 1, so half a row); GPUs are not with dozens, and wait for the host to launch small kernels
+_STEP_COST, _STEP_COST_OF_GPUS = 0.5, 64.0
 # Most tokens of a chunk in plain PyTorch. Results do not depend on it; Mamba 2 pads to 256 by itself
 _CHUNK = 64
 # A time step of Mamba's before its softplus, which makes zero of it in every dtype: the state stays
