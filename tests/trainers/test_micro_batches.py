@@ -53,6 +53,17 @@ def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_a_trainer_knows_how_long_rows_are_after_truncation(mode, model_dir, tmp_path):
+    args = PaddingFreeDPOConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=14, truncation_mode=mode)
+    trainer = PaddingFreeDPOTrainer(model_dir, args=args, train_dataset=preference_data(12, SEED))
+    lengths = trainer.example_lengths()
+    for example, known, most in zip(trainer.train_dataset, lengths, example_tokens(lengths, True), strict=True):
+        batch = trainer.data_collator([example])
+        assert batch["attention_mask"].sum(1).tolist() == (known[0] + known[1:]).tolist()
+        assert batch["flat_batch"].counts.computed <= most  # fewer, where completions begin alike
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 @pytest.mark.parametrize("prefix_sharing", [True, False])
 def test_predicted_tokens_are_those_of_the_batch(mode, prefix_sharing):
     from trl_paddingfree import PreferenceCollator
