@@ -76,11 +76,11 @@ class FlatLayout(HasTensors):
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
         """`values` on the layout's device. The host does not wait for the copy."""
-        return self.move(torch.from_numpy(values))
+        return on_device(torch.from_numpy(values), self.device)
 
-    def move(self, values: torch.Tensor) -> torch.Tensor:
-        """The same for a tensor."""
-        return on_device(values, self.device)
+    def row_index(self, index: np.ndarray, num_rows: int) -> RowIndex:
+        """A [`RowIndex`] on the layout's device, in one copy, which the host does not wait for."""
+        return moved(RowIndex.of(index, num_rows), self.device, non_blocking=True)
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""

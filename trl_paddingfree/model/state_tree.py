@@ -216,7 +216,7 @@ def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int
     pieces = Pieces.of(layout, step_cost(device))
     calls = [(call.number, *_even_chunks(call)) for level in pieces.levels for call in level]
     pairs = sum(rows * chunks * length**2 for rows, chunks, length in calls)
-    return pieces.num_slots - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
+    return len(pieces.slots.index) - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
 
 
 def _by_levels(
