@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.layout import FlatLayout
-from ..flat.path_rows import PathRows
 from .masks import BOUNDARIES, FlatMask
-from .state_rows import is_layout, on_rows, rows_of
+from .state_rows import is_layout, on_rows
 from .state_tree import tree_functions, with_functions
 
 # Names of children and buffers by which layers are known that mix tokens and have no convolution module: RWKV's shift
@@ -248,15 +247,3 @@ def along_tree(
     without = [None if is_layout(value) else value for value in args]
     told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
     return with_functions(call, functions)(*without, **told)
-
-
-def slots_of_state_layers(model: PreTrainedModel, layout: FlatLayout) -> int:
-    """Tokens that the layers of `model` which carry state compute of a layout, with the padding of their rows."""
-    layers = state_layers(model)
-    if not layers:
-        return 0
-    if not repeats_prefixes(model):
-        return layout.segments.num_tokens
-    joined = all(map(upstream.takes_state_boundaries, layers))
-    rows = PathRows.joined(layout) if joined else rows_of(layout)
-    return sum(n * longest for n, longest in rows.shapes)
