@@ -10,6 +10,7 @@ Shape legend: see [`~trl_paddingfree.flat.segments`]; in addition
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,8 @@ def on_rows(
     cut = _cut((args, kwargs), layout, rows)
     outputs = []
     for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, cut, strict=True):
-        if getattr(layer, "is_causal", False):  # attention, whose own mask would not know of rows
-            window = getattr(layer, "sliding_window", None)
-            dtype = next(layer.parameters()).dtype
+        if vars(layer).get("is_causal"):  # attention, whose own mask would not know of rows
+            window, dtype = vars(layer).get("sliding_window"), next(layer.parameters()).dtype
             group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, dtype)
         outputs.append(call(*group_args, **group_kwargs, **told))
     # RWKV's blocks give their second layer the state that the first gives back
@@ -140,8 +140,8 @@ def _cut(value: Any, layout: FlatLayout, rows: PathRows) -> list[Any]:
     if rows.slots is None:
         return [keys[None]]
     slots = torch.cat([keys, keys.new_zeros(1, *keys.shape[1:])]).index_select(0, rows.slots)
-    sizes = [n * longest for n, longest in rows.shapes]
-    return [part.unflatten(0, shape) for part, shape in zip(slots.split(sizes), rows.shapes, strict=True)]
+    parts = slots.split([*map(prod, rows.shapes)])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, rows.shapes, strict=True)]
 
 
 def _join(outputs: list[Any], rows: PathRows, state: Any) -> Any:

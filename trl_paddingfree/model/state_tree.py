@@ -11,6 +11,7 @@ Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
 import types
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
     if not isinstance(forward, types.FunctionType):
         raise TypeError(f"the forward is a {type(forward).__name__}")
     names, closure = forward.__globals__, forward.__closure__ or ()
-    inner = getattr(forward, "__wrapped__", None)
-    if inner is None:
+    if (inner := vars(forward).get("__wrapped__")) is None:
         names = {**names, **functions}
     else:
         copy = with_functions(inner, functions)
@@ -62,17 +62,7 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
 
 
 def tree_functions(layout: FlatLayout, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
-    """
-    What stands in for the functions of a layer that look along the sequence.
-
-    Args:
-        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-            The layout of the batch.
-        functions (`dict[str, Callable]`):
-            transformers' functions that the layer calls, by name.
-        kernels (`Collection[str]`):
-            Names of those that have kernels.
-    """
+    """What stands in for `functions` of a layer, which look along the sequence. Those in `kernels` have a kernel."""
     return {name: partial(_ALONG_TREE[name], layout, call, name in kernels) for name, call in functions.items()}
 
 
@@ -225,23 +215,16 @@ def _by_levels(
     """
     A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the state of its parent.
 
-    Args:
-        pieces ([`~trl_paddingfree.flat.pieces.Pieces`]):
-            The pieces of the batch.
-        inputs (`Sequence[torch.Tensor]`):
-            What has an entry per token.
-        call (`Callable`):
-            Gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
-            their initial states, and whether others continue them.
-        padding (`dict[int, float]`, *optional*):
-            What stands where a piece is padded, by the place of its input. By default, zero.
+    `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
+    their initial states, and whether others continue them. `padding` is what stands where a piece is padded, by the
+    place of its input; elsewhere, zero does.
     """
     rows = []
     for place, x in enumerate(inputs):
         states, value = GatherRows.apply(x.squeeze(0), pieces.slots), (padding or {}).get(place)
         if value is not None and pieces.slots.empty is not None:
             states = states.index_fill(0, pieces.slots.empty, value)
-        rows.append(states.split([n * longest for level in pieces.levels for n, longest in (c.shape for c in level)]))
+        rows.append(states.split([prod(piece.shape) for level in pieces.levels for piece in level]))
     outputs, finals, parts = [], None, zip(*rows, strict=True)
     for depth, level in enumerate(pieces.levels):
         ends = []
