@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..model.forward import is_pooled
-from ..model.restored import modes_restored, random_state_restored
+from ..model.restored import attributes_set, modes_restored, random_state_restored
 from ..model.state_layers import is_state_layer
 
 # Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
@@ -40,23 +40,13 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def attributes_set(
-    modules: Iterable[torch.nn.Module], is_meant: Callable[[Any, str, Any], bool], value: Any
-) -> Iterator[None]:
-    """Within this context, attributes that `is_meant`, of modules and of their configurations, are `value`."""
+def where(modules: Iterable[torch.nn.Module], is_meant: Callable[[Any, str, Any], bool]) -> list[tuple[Any, str]]:
+    """The attributes that `is_meant`, of modules and of their configurations: what holds them, and their names."""
     modules = [*modules]
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     configs = [config for module in models for config in (module.config, module.config.get_text_config())]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
-    found = [(holder, *entry) for holder in holders for entry in vars(holder).items() if is_meant(holder, *entry)]
-    for holder, name, _ in found:
-        vars(holder)[name] = value
-    try:
-        yield
-    finally:
-        for holder, name, before in found:
-            vars(holder)[name] = before
+    return [(holder, name) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)]
 
 
 def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -65,7 +55,7 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
     def is_wide(holder: Any, name: str, value: Any) -> bool:
         return name in _LIMITS and isinstance(value, int) and value > _NARROW
 
-    return attributes_set(model.modules(), is_wide, _NARROW)
+    return attributes_set((*found, _NARROW) for found in where(model.modules(), is_wide))
 
 
 def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:

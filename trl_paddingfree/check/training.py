@@ -1,7 +1,7 @@
 """A model as training will have it, for a moment, and afterwards bit for bit as it was."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,19 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..model import architecture
-from ..model.restored import local_part, modes_restored, random_state_restored
-from .probe import attributes_set
+from ..model.restored import attributes_set, local_part, random_state_restored
+from .probe import where
 
 # Spread of weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
 # Parameters of at most this many entries are small: norms, biases, routers, adapters
 _SMALL = 2**18
-
-
-def _parts(model: PreTrainedModel, call: Callable[..., Any] | None) -> list[torch.nn.Module]:
-    """Every module of a model and of its wrapper."""
-    roots = [model, *([call] if isinstance(call, torch.nn.Module) else [])]
-    return [*{id(module): module for root in roots for module in root.modules()}.values()]
 
 
 @contextmanager
@@ -33,19 +27,20 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
 
     Afterwards training modes, weights, buffers and the random state are as before.
     """
-    modules = _parts(model, call)
-    with ExitStack() as stack:
-        stack.enter_context(random_state_restored(model))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(architecture.rotary_state_restored(model))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks on compiled modules would not run
-        if isinstance(call, DistributedDataParallel):
-            stack.enter_context(call.no_sync())
-        stack.enter_context(one_layer_of_each_kind(model))
-        for restored in (_buffers_restored, modes_restored, _without_dropout, moved_off_zero):
-            stack.enter_context(restored(modules))
-        for module in modules:
-            module.training = True
+    roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
+    modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
+    with (
+        random_state_restored(model),
+        torch.enable_grad(),
+        architecture.rotary_state_restored(model),
+        torch.compiler.set_stance("force_eager"),  # hooks on compiled modules would not run
+        call.no_sync() if isinstance(call, DistributedDataParallel) else nullcontext(),
+        one_layer_of_each_kind(model),
+        _buffers_restored(modules),
+        attributes_set((module, "training", True) for module in modules),
+        _without_dropout(modules),
+        moved_off_zero(modules),
+    ):
         yield
 
 
@@ -70,7 +65,7 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     What a kind of layer forgets shows in any of them, and a deep model is differentiated in the time of a shallow one.
     Weights that are sharded stay with all layers: engines expect each to compute.
     """
-    skipped: list[tuple[Any, Any]] = []
+    skipped: list[tuple[Any, str, Any]] = []
     outputs: dict[tuple, Any] = {}
     handles = []
     is_sharded = any(local_part(p) is not p or hasattr(p, "ds_id") for p in model.parameters())
@@ -82,17 +77,13 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
                 note = partial(outputs.__setitem__, kind)
                 handles.append(layer.register_forward_hook(lambda _, args, output, note=note: note(output)))
             elif kind in kinds[i + 1 :]:
-                skipped.append((layer, vars(layer).get("forward")))
-                layer.forward = partial(_passed_on, outputs, kind)
+                skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
     try:
-        yield
+        with attributes_set(skipped):
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        for layer, forward in skipped:
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
 
 
 def _passed_on(outputs: dict[tuple, Any], kind: tuple, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +100,7 @@ def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManag
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
         return drops and isinstance(value, float) and value > 0
 
-    return attributes_set(modules, is_rate, 0.0)
+    return attributes_set((*found, 0.0) for found in where(modules, is_rate))
 
 
 @contextmanager

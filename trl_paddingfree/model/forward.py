@@ -20,6 +20,7 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
 from . import architecture
 from .answers import refuse_unanswerable
 from .masks import backbone_mask, boundaries
+from .restored import attributes_set
 from .state_layers import state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 
@@ -267,8 +268,6 @@ def _noise_of_rows(model: Any, batch: FlatBatch) -> Iterator[None]:
     if (alpha := vars(embeddings).get("neftune_noise_alpha")) is None:
         yield
         return
-    embeddings.neftune_noise_alpha = alpha * math.sqrt(batch.input_ids.size(1) / batch.row_index.size(1))
-    try:
+    in_rows = alpha * math.sqrt(batch.input_ids.size(1) / batch.row_index.size(1))
+    with attributes_set([(embeddings, "neftune_noise_alpha", in_rows)]):
         yield
-    finally:
-        embeddings.neftune_noise_alpha = alpha

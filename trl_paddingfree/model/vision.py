@@ -13,6 +13,7 @@ import torch
 from ..flat.batch import FlatBatch
 from ..flat.images import COUNTED_ROWS, FlatImages, VisionRules
 from .architecture import config_value
+from .restored import attributes_set
 
 # Rows that a processor gives beside `input_ids`, and that the flat batch replaces
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
@@ -78,14 +79,8 @@ def features_in_order(model: Any, batch: FlatBatch) -> Iterator[None]:
             outputs.deepstack_features = [_ordered(level, images) for level in outputs.deepstack_features]
         return outputs
 
-    own = vars(backbone).get("get_image_features")
-    backbone.get_image_features = get_image_features
-    try:
+    with attributes_set([(backbone, "get_image_features", get_image_features)]):
         yield
-    finally:
-        del backbone.get_image_features
-        if own is not None:
-            backbone.get_image_features = own
 
 
 def _ordered(features: Any, images: FlatImages) -> Any:
