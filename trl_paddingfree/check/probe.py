@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,9 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
     return attributes_set((*found, _NARROW) for found in where(model.modules(), is_wide))
 
 
-def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
+def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
     """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
-    rng = np.random.default_rng(draw)  # of our own: the training's random state stays as it is
-
-    def tokens(n):
-        return rng.integers(0, vocab_size, n)
-
+    tokens = partial(np.random.default_rng(draw).integers, 0, vocab_size)  # the training's random state stays as it is
     prompt = tokens(9)
     rows = [np.concatenate([prompt, tokens(7)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
     # Branches part right after the prompt and rows at their first token, also where each token is replaced by the next
@@ -86,24 +83,24 @@ def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 
     scored = torch.zeros_like(attention_mask) if pooled else attention_mask  # a pooled head reads rows, not tokens
     labels = input_ids.masked_fill(scored == 0, IGNORE_INDEX)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    inputs |= {} if pooled else {"labels": labels}
     if flat:
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
+    if not pooled:
+        inputs["labels"] = labels
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
 
 
-def root_mean_square(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    """Root mean square difference of two lists of rows, over all their entries."""
-    return float((torch.cat(a) - torch.cat(b)).pow(2).mean().sqrt())
+def root_mean_square(x: torch.Tensor) -> float:
+    """The root mean square of all entries."""
+    return float(x.pow(2).mean().sqrt())
 
 
 class RowsAlone:
     """
-    What a model says of a few random rows one by one, and what a difference from that means.
-
-    `call` is what to call in place of the model: the same under a wrapper that gathers its weights.
+    What a model says of a few random rows one by one, and what a difference from that means. `call` is what to call in
+    place of the model: the same under a wrapper that gathers its weights.
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
@@ -121,16 +118,16 @@ class RowsAlone:
     def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
         """What a difference means, by padded runs, and by an answer in other context beside that in its own."""
         self.noise = max(self.difference(padded, self.alone) for padded in paddings)
-        self.effect = root_mean_square([moved], [still])
+        self.effect = root_mean_square(moved - still)
         # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
         # to the log-probabilities, is the least that can be told apart
-        scale = float(torch.cat(self.alone).pow(2).mean().sqrt())
+        scale = root_mean_square(torch.cat(self.alone))
         unit = torch.finfo(compute_dtype(self.model)).eps
         self.tolerance = min(NOISE_FACTOR * self.noise + unit * scale, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         """How far answers are from what was expected."""
-        return root_mean_square(found, expected)
+        return root_mean_square(torch.cat(found) - torch.cat(expected))
 
     @contextmanager
     def trying(self) -> Iterator[None]:

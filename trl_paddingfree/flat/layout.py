@@ -99,20 +99,19 @@ class FlatLayout(HasTensors):
         The layout of layers in which tokens attend within chunks of `size` positions, as in Llama 4: no kernel needs to
         know of chunks, because each segment is cut where a chunk of its row ends.
         """
-        return self.derived(
-            ("chunked", size),
-            lambda: FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True),
-        )
+
+        def make() -> FlatLayout:
+            return moved(FlatLayout.from_segments(_cut_at_chunks(self.segments, size)), self.device, non_blocking=True)
+
+        return self.derived(("chunked", size), make)
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:
     """Cut segments where their positions pass a multiple of `size`, and let each piece continue only its own chunk."""
     pieces: list[tuple[int, int, int]] = []  # length, parent and start of each
     first_piece: list[int] = []
-    for length, parent, start in zip(segments.lengths, segments.parents, segments.starts, strict=True):
+    for length, parent, start in zip(segments.lengths, segments.holders, segments.starts, strict=True):
         first_piece.append(len(pieces))
-        while parent != -1 and segments.starts[parent] >= start:
-            parent = segments.parents[parent]
         ends = [*range((start // size + 1) * size, start + length, size), start + length]
         for begin, end in zip([start, *ends], ends, strict=False):
             within = begin % size

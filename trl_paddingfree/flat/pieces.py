@@ -93,30 +93,25 @@ def _slots(firsts: np.ndarray, lengths: np.ndarray, padded: bool) -> tuple[np.nd
     return rows if padded else rows[rows >= 0][None], boundaries
 
 
-def cut_at_forks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
     """
     Segments cut where others continue them. Of each piece, in the order of the flat axis, `(P,)` int64: its first
     token, its length, the piece that it continues or -1, and how many there are before it on its path.
     """
-    holders = []
-    cuts: list[set[int]] = [{start + length} for start, length in zip(segments.starts, segments.lengths, strict=True)]
-    for parent, start in zip(segments.parents, segments.starts, strict=True):
-        while parent != -1 and segments.starts[parent] >= start:  # the parent's own first token is not continued
-            parent = segments.parents[parent]
-        holders.append(parent)
-        if parent != -1:
-            cuts[parent].add(start)
+    cuts = [{end} for end in segments.key_lengths]
+    for holder, start in zip(segments.holders, segments.starts, strict=True):
+        if holder != -1:
+            cuts[holder].add(start)
     pieces: list[tuple[int, int, int, int]] = []
     ended: dict[tuple[int, int], int] = {}  # the piece of a segment that ends at a position
-    for i, (holder, start) in enumerate(zip(holders, segments.starts, strict=True)):
+    for i, (holder, start) in enumerate(zip(segments.holders, segments.starts, strict=True)):
         before, begin = ended.get((holder, start), -1), start
         for end in sorted(cuts[i]):
             depth = 0 if before == -1 else pieces[before][3] + 1
             pieces.append((segments.offsets[i] + begin - start, end - begin, before, depth))
             before = ended[i, end] = len(pieces) - 1
             begin = end
-    firsts, lengths, parents, depths = np.array(pieces, dtype=np.int64).T
-    return firsts, lengths, parents, depths
+    return tuple(np.array(pieces, dtype=np.int64).T)
 
 
 def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
