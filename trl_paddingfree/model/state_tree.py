@@ -100,12 +100,8 @@ def _chunk_scan(
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
     return_final_states: bool = False, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """
-    Mamba 2's scan of `(1, T, H, D)`.
-
-    Time steps are made here: behind bias, softplus and limits, zero is no step. A kernel makes them in float32.
-    """
-    dt = dt.float() if has_kernel else dt
+    """Mamba 2's scan of `(1, T, H, D)`. Time steps are made here: behind bias, softplus and limits, zero is no step."""
+    dt = dt.float() if has_kernel else dt  # as a kernel makes them
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
@@ -126,10 +122,8 @@ def _selective_scan(
     **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
     """
-    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`.
-
-    It starts from nothing only, but is linear in its state: what is left of that adds to its outputs, and is decayed by
-    all time steps so far.
+    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`. It starts from nothing only, but is linear in its
+    state: what is left of that adds to its outputs, and is decayed by all time steps so far.
     """
     told = {**kwargs, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
 
@@ -166,10 +160,8 @@ def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C:
 
 def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What the first Mamba's kernel says of `inputs`, and the state in which it ends, read from its outputs.
-
-    The kernel gives that state, too, but no gradient of it. Behind the tokens, one more for each entry of the state
-    makes no step and reads this entry.
+    What the first Mamba's kernel says of `inputs`, and the state in which it ends. The kernel gives no gradient of
+    that: behind the tokens, one more for each entry of the state makes no step and reads this entry.
     """
     states, dt, A, B, C = inputs
     size, length = A.size(-1), states.size(-1)
