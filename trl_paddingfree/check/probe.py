@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,11 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
 
 def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
     """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
-    tokens = partial(np.random.default_rng(draw).integers, 0, vocab_size)  # the training's random state stays as it is
+    rng = np.random.default_rng(draw)  # of our own: the training's random state stays as it is
+
+    def tokens(n):
+        return rng.integers(0, vocab_size, n)
+
     prompt = tokens(9)
     rows = [np.concatenate([prompt, tokens(7)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
     # Branches part right after the prompt and rows at their first token, also where each token is replaced by the next

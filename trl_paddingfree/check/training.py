@@ -23,9 +23,7 @@ _SMALL = 2**18
 def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = None) -> Iterator[None]:
     """
     Training mode with gradients, without dropout, adapters moved off zero, all compiled code run as it is written; of
-    layers of one kind, those between the first and the last pass on what they get.
-
-    Afterwards training modes, weights, buffers and the random state are as before.
+    layers of one kind, those between the first and the last pass on what they get. Afterwards all is as before.
     """
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
@@ -61,14 +59,14 @@ def _kind(layer: torch.nn.Module) -> tuple:
 def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     """
     Within this context, of layers of one kind only the first and the last compute; the others pass on what they get.
-
     What a kind of layer forgets shows in any of them, and a deep model is differentiated in the time of a shallow one.
-    Weights that are sharded stay with all layers: engines expect each to compute.
+    Of a model with sharded weights all compute: engines expect each to.
     """
     skipped: list[tuple[Any, str, Any]] = []
     outputs: dict[tuple, Any] = {}
     handles = []
-    is_sharded = any(local_part(p) is not p or hasattr(p, "ds_id") for p in model.parameters())
+    # DTensors are FSDP's; DeepSpeed marks parameters as its own
+    is_sharded = any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     for stack in () if is_sharded else stacks:
         kinds = [_kind(layer) for layer in stack]
@@ -120,10 +118,8 @@ def _buffers_restored(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 @contextmanager
 def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> Iterator[None]:
     """
-    Weights of adapters, and of projectors of images, that start at zero hide what the adapter or projector does.
-
-    Full training moves weights that are zero, too: what starts at zero is small either way. `frozen` moves weights that
-    are not trained, too: a reference starts as the model that is.
+    Within this context, weights that are zero are not: those of adapters and of projectors of images hide what these
+    do. `frozen` moves weights that are not trained, too: a reference starts as the model that is.
     """
     generator, zeros = torch.Generator().manual_seed(0), []
     for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):

@@ -35,7 +35,7 @@ class FlatBatch(HasTensors):
         position_ids (`torch.Tensor` of shape `(1, T)`, int64):
             Position of each token in its own row, from 0.
         shift_labels (`torch.Tensor` of shape `(1, P)`, int64):
-            The next token of each scored token. A batch without any has one entry, -100.
+            The next token of each scored token; one entry, -100, if there is none.
         scored_index (`torch.Tensor` of shape `(P,)`, int64):
             Flat position of each scored token.
         row_index (`torch.Tensor` of shape `(R, L)`, int64):
@@ -262,7 +262,7 @@ class RowPart(HasTensors):
 
 
 def _on_one_axis(rows: Sequence[np.ndarray], prefix_sharing: bool) -> tuple[Segments, Sequence[int], np.ndarray]:
-    """The segments of rows that are not empty, the segment that each row ends in, and the `(T,)` int64 flat tokens."""
+    """What [`~trl_paddingfree.flat.prefix_tree.share_prefixes`] gives, also of rows that share nothing."""
     if prefix_sharing and rows:
         return share_prefixes(rows)
     segments = Segments.from_lengths([len(row) for row in rows])

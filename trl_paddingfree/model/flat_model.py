@@ -136,10 +136,6 @@ class FlatModel:
             return self.previous_forward(*args, **kwargs)
         if batch.parts and torch.is_grad_enabled():
             return forward_in_parts(self, batch, **kwargs)
-        return self.compute(batch, **kwargs)
-
-    def compute(self, batch: FlatBatch, **kwargs: Any) -> Any:
-        """The answer to the rows of a flat batch, see [`~trl_paddingfree.model.forward.flat_forward`]."""
         self.prepare(batch)
         return flat_forward(self, batch, **kwargs)
 

@@ -183,7 +183,7 @@ class _NoCache:
     """A cache that holds nothing but the mask that carries the layout, in place of every layer's state."""
 
     def __init__(self, mask: FlatMask):
-        self.rnn_state = defaultdict(lambda: mask)
+        self.rnn_state: dict[int, FlatMask] = defaultdict(lambda: mask)
 
     def __bool__(self) -> bool:
         return False
