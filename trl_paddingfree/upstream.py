@@ -91,8 +91,12 @@ def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dt
     return get_target_dtype(query, module)
 
 
+# TRL's own tokenization and truncation of data, and its dropping of rows, without a model: what its trainers' methods
+# read of a trainer is all that they are given of one
+
+
 def prepare_preferences(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """TRL's own tokenization of preference data, and its dropping of rows, without a model."""
+    """Preference data, tokenized by TRL."""
     from trl import DPOConfig, DPOTrainer
 
     config = DPOConfig("unused", bf16=False, max_length=max_length, truncation_mode=truncation_mode)
@@ -101,20 +105,17 @@ def prepare_preferences(dataset: Any, tokenizer: Any, *, max_length: int | None,
 
 
 def prepare_instructions(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """TRL's own tokenization of instruction data, its truncation and its dropping of rows, without a model."""
+    """Instruction data, tokenized by TRL."""
     from trl import SFTConfig, SFTTrainer
 
     config = SFTConfig("unused", bf16=False, max_length=max_length, truncation_mode=truncation_mode)
-    trainer: Any = SimpleNamespace(
-        _tokenizer=tokenizer,
-        chat_template=None,
-        completion_only_loss={"prompt", "completion"} <= set(dataset.column_names),
-    )
+    on_completions = {"prompt", "completion"} <= set(dataset.column_names)
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=on_completions)
     return SFTTrainer._prepare_dataset(trainer, dataset, tokenizer, config, False, None, "train")
 
 
 def prepare_pairs(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """TRL's own tokenization of pairs for reward models, and its dropping of rows, without a model."""
+    """Pairs for reward models, tokenized by TRL."""
     from trl import RewardConfig, RewardTrainer
 
     trainer: Any = SimpleNamespace()
@@ -123,7 +124,7 @@ def prepare_pairs(dataset: Any, tokenizer: Any, *, max_length: int | None, trunc
 
 
 def prepare_unpaired(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """TRL's own tokenization of unpaired preferences, and its dropping of rows, without a model."""
+    """Unpaired preferences, tokenized by TRL."""
     from trl import KTOConfig, KTOTrainer
 
     trainer: Any = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
@@ -132,7 +133,7 @@ def prepare_unpaired(dataset: Any, tokenizer: Any, *, max_length: int | None, tr
 
 
 def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """TRL's own tokenization of prompts, which are never truncated, without a model."""
+    """Prompts, tokenized by TRL, which never truncates them."""
     from trl import RLOOTrainer
 
     trainer: Any = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs={})
@@ -152,10 +153,8 @@ def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
 
 class CastsUnlessAutocast:
     """
-    The truth, at any moment, of whether autocast is off for devices of a type.
-
-    As the value of PEFT's switch it is asked as each layer is called, so that layers which are recomputed, calls that
-    generate and calls outside of training each get what is right for them.
+    True whenever autocast is off for devices of a type. As the value of PEFT's switch it is asked as each layer is
+    called: layers that are recomputed, and calls that generate or are outside of training, get what is right for them.
     """
 
     def __init__(self, device_type: str):
@@ -181,7 +180,8 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
         if not isinstance(layer, LoraLayer) or layer.lora_variant or layer.cast_input_dtype_enabled is not True:
             continue
         dtypes = {adapter.weight.dtype for adapter in layer.lora_A.values()}
-        drops = device_type == "cpu" and any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values())
+        rates = [dropout.p for dropout in layer.lora_dropout.values() if isinstance(dropout, torch.nn.Dropout)]
+        drops = device_type == "cpu" and any(rates)
         if dtypes == {torch.float32} and not drops:
             layer.cast_input_dtype_enabled = switch
 
@@ -194,6 +194,7 @@ def keep_varlen_results(model: Any) -> None:
     replaced where transformers keeps it, each time that checkpointing is enabled; without `selective`, nothing is.
     """
     enable = model.gradient_checkpointing_enable
+    # TRL's mark, and ours, of the function that replaced the method, if one has
     if not getattr(enable, "_is_sac_wrapped", False) or getattr(enable, "keeps_varlen", False):
         return
 
@@ -238,7 +239,7 @@ _MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]
 
 def state_functions(forward: Callable) -> dict[str, Callable]:
     """The functions of transformers by which the forward of a layer looks along the sequence, by name."""
-    function = inspect.unwrap(getattr(forward, "__func__", forward))
+    function = inspect.unwrap(forward.__func__ if isinstance(forward, types.MethodType) else forward)
     if not isinstance(function, types.FunctionType):
         return {}
     called = {*_STATE_FUNCTIONS, *_FUSED_FUNCTIONS}.intersection(function.__code__.co_names)
@@ -249,8 +250,7 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
     """
     The package whose kernel a function would call, empty if there is no such package; `None` if it is installed.
 
-    transformers looks for kernels when it is imported, and keeps what it found to itself. But where it has none it
-    refuses boundaries before it looks at anything else.
+    transformers keeps to itself which kernels it found. But without one it refuses boundaries before all else.
     """
     if (boundaries := _STATE_FUNCTIONS[name]) is None:
         return None if find_spec("mamba_ssm") else "mamba-ssm"

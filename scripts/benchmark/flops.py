@@ -15,9 +15,26 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from trl_paddingfree import upstream
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.flat.calls import AttentionCalls
+from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.prefix_tree import adjacent_prefixes
+from trl_paddingfree.model.state_layers import repeats_prefixes, state_layers
+from trl_paddingfree.model.state_rows import PathRows
+from trl_paddingfree.model.state_tree import step_cost
+
+
+def slots_of_state_layers(model: Any, layout: FlatLayout) -> int:
+    """Tokens that the layers of `model` which carry state compute of a layout, with the padding of their rows."""
+    layers = state_layers(model)
+    if not layers:
+        return 0
+    if not repeats_prefixes(model):
+        return layout.segments.num_tokens
+    joined = all(map(upstream.takes_state_boundaries, layers))
+    rows = PathRows.of(layout, None if joined else step_cost(layout.device))
+    return sum(n * longest for n, longest in rows.shapes)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from trl import pack_dataset
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX
-from trl_paddingfree.model.state_layers import carries_state, slots_of_state_layers
+from trl_paddingfree.model.state_layers import carries_state
 from trl_paddingfree.trainers.proving import base_of
 
-from .flops import StepCost, Work, count_flops
+from .flops import StepCost, Work, count_flops, slots_of_state_layers
 from .tasks import PACKED, Method, Settings
 
 # Unscored and scored tokens of the batches by which the cost per unit of work is found

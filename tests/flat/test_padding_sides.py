@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.flat.batch import IGNORE_INDEX
-from trl_paddingfree.flat.rows import row_spans
+from trl_paddingfree.flat.batch import IGNORE_INDEX, row_spans
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

@@ -10,8 +10,8 @@ from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
 from trl_paddingfree.memory.saved_bytes import SavedBytes
+from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.recompute import recomputable_layers, recompute_first
 from trl_paddingfree.model.routes import Route
 
 

@@ -32,11 +32,12 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.check.prove import prove
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.path_rows import PathRows, groups_of_like_length
+from trl_paddingfree.flat.pieces import groups_of_like_length
 from trl_paddingfree.model import state_layers, state_tree
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.model.state_rows import PathRows
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

@@ -25,7 +25,7 @@ from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import tensor_bytes
 from trl_paddingfree.memory.steps import BudgetedSteps
-from trl_paddingfree.model.recompute import recompute_first
+from trl_paddingfree.model.architecture import recompute_first
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3

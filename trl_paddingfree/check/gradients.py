@@ -4,8 +4,8 @@ Four rows of equal length go through the model, in two pairs that share a long p
 padding, is the reference. Flat, the losses of two rows that share nothing and do not lie side by side are
 differentiated at a time: of rows that hold a prefix, all losses; of the others, losses of what follows the prefix.
 *Which* flat tokens carry gradient is a test without tolerance, in any precision: exactly those that do for the row
-alone. More of them are a leak, fewer are forgotten context. Whether the numbers are equal finds the rest: context that
-some layers forget, wrong positions.
+alone. More of them are a leak, fewer are forgotten context. The numbers find the rest: context that some layers forget,
+wrong positions.
 """
 
 import math
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..flat.batch import FlatBatch
 from ..model import architecture
 from ..model.forward import is_pooled
-from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, compute_dtype, row_inputs
+from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, compute_dtype, root_mean_square, row_inputs
 from .training import as_in_training, gradients, small_parameters, watched_embeddings
 
 # Length of the rows, and the share of them that two rows have in common: together more than 256 flat tokens
@@ -73,7 +73,7 @@ class GradientResult:
         return "; ".join([f"gradients {self.skipped or figures}", *self.notes])
 
 
-def long_rows(vocab_size: int, length: int, draw: int = 0) -> list[np.ndarray]:
+def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
     """Four rows of `length` tokens; the first and the second share a prefix, the third and the fourth another."""
     rng, shared = np.random.default_rng(draw), int(length * _SHARED)
     first, second, third, fourth = rng.integers(0, vocab_size, (4, length))
@@ -175,12 +175,13 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
         answers.append(log_probs)
         small.append(found)
     # The same rows twice: what draws at random in training has no numbers to compare
-    draws = _root_mean_square(answers[0] - answers[1]) > reference.unit * _root_mean_square(answers[0])
+    draws = root_mean_square(answers[0] - answers[1]) > reference.unit * root_mean_square(answers[0])
     if failure := _beyond_positions(reference, batch.counts.computed, draws):
         return GradientResult(failure=failure)
     errors["small parameters"] = _of_parameters(_summed(small), reference.small)
-    if not any(a is not None and b is not None for a, b in zip(_summed(small), reference.small, strict=True)):
-        notes += ["gradients of parameters were out of sight"] if reference.small else []
+    pairs = zip(_summed(small), reference.small, strict=True)
+    if reference.small and all(a is None or b is None for a, b in pairs):
+        notes.append("gradients of parameters were out of sight")
     skipped = "not compared, as it draws at random in training, but none reaches another row" if draws else ""
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     tolerance = reference.tolerance
@@ -203,10 +204,6 @@ def _of_parameters(found: list[torch.Tensor | None], expected: list[torch.Tensor
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
-
-
-def _root_mean_square(x: torch.Tensor) -> float:
-    return float(x.pow(2).mean().sqrt())
 
 
 def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, batch: FlatBatch, rows: tuple[int, ...]) -> str:
@@ -244,7 +241,7 @@ def _beyond_positions(reference: RowsInTraining, computed: int, draws: bool) -> 
                 log_probs = reference.answers(inputs).double().cpu()
         except Exception as error:
             return str(error)  # names the length, and what to change
-        wrong = _root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
-        if not draws and not wrong <= reference.tolerance * _root_mean_square(reference.log_probs):
+        wrong = root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
+        if not draws and not wrong <= reference.tolerance * root_mean_square(reference.log_probs):
             return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"
     return ""

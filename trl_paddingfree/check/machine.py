@@ -34,13 +34,13 @@ def accelerators() -> list[str]:
     accelerator, found = torch.accelerator.current_accelerator(check_available=True), []
     if accelerator is None:
         return []
-    describe: Any = getattr(torch.get_device_module(accelerator), "get_device_properties", lambda index: None)
+    describe = vars(torch.get_device_module(accelerator)).get("get_device_properties", lambda index: None)
     for properties in map(describe, range(torch.accelerator.device_count())):
-        words = [getattr(properties, "name", accelerator.type)]
-        if memory := getattr(properties, "total_memory", 0):
-            words.append(f"{memory / 2**30:.0f} GiB")
-        if major := getattr(properties, "major", 0):
-            words.append(f"compute capability {major}.{properties.minor}")
+        # Each kind of device has a class of its own for these, in C++: only by their names are they alike
+        name, memory, major = (getattr(properties, name, None) for name in ("name", "total_memory", "major"))
+        words = [name or accelerator.type]
+        words += [f"{memory / 2**30:.0f} GiB"] if memory else []
+        words += [f"compute capability {major}.{properties.minor}"] if major else []
         found.append(", ".join(words))
     return found
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..model.forward import is_pooled
-from ..model.restored import modes_restored, random_state_restored
+from ..model.restored import attributes_set, modes_restored, random_state_restored
 from ..model.state_layers import is_state_layer
 
 # Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
@@ -40,23 +40,13 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def attributes_set(
-    modules: Iterable[torch.nn.Module], is_meant: Callable[[Any, str, Any], bool], value: Any
-) -> Iterator[None]:
-    """Within this context, attributes that `is_meant`, of modules and of their configurations, are `value`."""
+def where(modules: Iterable[torch.nn.Module], is_meant: Callable[[Any, str, Any], bool]) -> list[tuple[Any, str]]:
+    """The attributes that `is_meant`, of modules and of their configurations: what holds them, and their names."""
     modules = [*modules]
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     configs = [config for module in models for config in (module.config, module.config.get_text_config())]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
-    found = [(holder, *entry) for holder in holders for entry in vars(holder).items() if is_meant(holder, *entry)]
-    for holder, name, _ in found:
-        vars(holder)[name] = value
-    try:
-        yield
-    finally:
-        for holder, name, before in found:
-            vars(holder)[name] = before
+    return [(holder, name) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)]
 
 
 def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -65,10 +55,10 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
     def is_wide(holder: Any, name: str, value: Any) -> bool:
         return name in _LIMITS and isinstance(value, int) and value > _NARROW
 
-    return attributes_set(model.modules(), is_wide, _NARROW)
+    return attributes_set((*found, _NARROW) for found in where(model.modules(), is_wide))
 
 
-def check_rows(vocab_size: int, draw: int = 0) -> list[np.ndarray]:
+def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
     """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
     rng = np.random.default_rng(draw)  # of our own: the training's random state stays as it is
 
@@ -96,24 +86,24 @@ def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 
     scored = torch.zeros_like(attention_mask) if pooled else attention_mask  # a pooled head reads rows, not tokens
     labels = input_ids.masked_fill(scored == 0, IGNORE_INDEX)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    inputs |= {} if pooled else {"labels": labels}
     if flat:
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
+    if not pooled:
+        inputs["labels"] = labels
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
 
 
-def root_mean_square(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    """Root mean square difference of two lists of rows, over all their entries."""
-    return float((torch.cat(a) - torch.cat(b)).pow(2).mean().sqrt())
+def root_mean_square(x: torch.Tensor) -> float:
+    """The root mean square of all entries."""
+    return float(x.pow(2).mean().sqrt())
 
 
 class RowsAlone:
     """
-    What a model says of a few random rows one by one, and what a difference from that means.
-
-    `call` is what to call in place of the model: the same under a wrapper that gathers its weights.
+    What a model says of a few random rows one by one, and what a difference from that means. `call` is what to call in
+    place of the model: the same under a wrapper that gathers its weights.
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
@@ -131,16 +121,16 @@ class RowsAlone:
     def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
         """What a difference means, by padded runs, and by an answer in other context beside that in its own."""
         self.noise = max(self.difference(padded, self.alone) for padded in paddings)
-        self.effect = root_mean_square([moved], [still])
+        self.effect = root_mean_square(moved - still)
         # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
         # to the log-probabilities, is the least that can be told apart
-        scale = float(torch.cat(self.alone).pow(2).mean().sqrt())
+        scale = root_mean_square(torch.cat(self.alone))
         unit = torch.finfo(compute_dtype(self.model)).eps
         self.tolerance = min(NOISE_FACTOR * self.noise + unit * scale, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         """How far answers are from what was expected."""
-        return root_mean_square(found, expected)
+        return root_mean_square(torch.cat(found) - torch.cat(expected))
 
     @contextmanager
     def trying(self) -> Iterator[None]:

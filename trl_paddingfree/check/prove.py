@@ -1,7 +1,7 @@
 """Trust is measured: prove that a model treats a flat batch as separate rows, before it trains on one.
 
-A few short random rows go through the model flat and one by one. Four figures decide, each in nats of
-log-probability, as root mean squares over scored tokens:
+A few short random rows go through the model flat and one by one. Four figures decide, in nats of log-probability, as
+root mean squares over scored tokens:
 
 - `error`: flat against one by one.
 - `noise`: padded, as TRL computes them, against one by one: what the model's own arithmetic explains of `error`.
@@ -93,8 +93,8 @@ class CheckResult:
         The smallest mistake that would have shown in log-probabilities or in gradients, relative to what one token of
         context does. Leaks show at any size, in the tokens that carry gradient.
         """
-        compared = self.gradients is not None and not self.gradients.skipped and not self.gradients.failure
-        in_gradients = self.gradients.tolerance if self.gradients is not None and compared else math.inf
+        found = self.gradients or GradientResult(skipped="not asked for")
+        in_gradients = math.inf if found.skipped or found.failure else found.tolerance
         return min(self.tolerance / self.effect if self.effect else math.inf, in_gradients)
 
     @property
@@ -133,8 +133,8 @@ def check_flat(
     """
     Run `model` flat and one by one. Leaves `route` installed, and the model otherwise as it was.
 
-    Gradients are computed if all else passed and `in_training` gives its answers one by one in training. `agree` gives
-    whether something is so on all processes, from whether it is on this one.
+    Gradients are computed if all else passed and `in_training` gives its answers one by one in training. `agree` says
+    whether what is so on this process is so on all.
     """
     reference = reference or RowsAlone(model)
     FlatModel.install(model, route)
@@ -144,7 +144,7 @@ def check_flat(
             movements = [0.0]
             for rows, staying in reference.changed():
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
-                movements += [root_mean_square([changed[row]], [flat[row]]) for row in staying]
+                movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     result = CheckResult(
@@ -163,33 +163,24 @@ def check_flat(
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     """What stands between `model` and flat batches: what it does wrong only as it trains, or what it cannot."""
     in_training = [result.gradients.reason for result in failed if result.gradients is not None]
-    reasons = [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]
-    return reasons or _obstacles(model, [result.failure for result in failed])
-
-
-def _obstacles(model: PreTrainedModel, failures: list[str]) -> list[str]:
-    """What keeps a model from computing flat batches, in its user's words; `failures` are what it raised, if it did."""
-    config, offset = vars(model.config.get_text_config()), _first_position(model)
+    if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
+        return reasons
+    config, failures = vars(model.config.get_text_config()), [result.failure for result in failed]
     is_stateful = model._is_stateful or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    reasons = {
+    # RoBERTa and its kind leave room for the position of the padding token
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    offset = max((x.padding_idx + 1 for x in tables if isinstance(x, torch.nn.Embedding) and x.padding_idx), default=0)
+    obstacles = {
         "It carries state from token to token, in layers that are not known here.": is_unknown,
         "It takes no `position_ids`: it counts positions along the whole flat row.": not takes_positions,
         f"It counts positions from {offset} rather than from 0.": offset > 0,
         "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,
         "It makes its masks from a 2-D one, and takes no 4-D mask.": failures and all(failures),
     }
-    found = [reason for reason, is_so in reasons.items() if is_so]
+    found = [obstacle for obstacle, is_so in obstacles.items() if is_so]
     return found or ["Something in it does not ask where the sequences of a flat row begin."]
-
-
-def _first_position(model: PreTrainedModel) -> int:
-    """The position of a row's first token: RoBERTa and its kind leave room for the padding token's."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding) and module.padding_idx:
-            return module.padding_idx + 1
-    return 0
 
 
 class UnprovenModelError(ValueError):
@@ -216,7 +207,7 @@ class UnprovenModelError(ValueError):
 
 
 class Progress:
-    """Says by `say` what a check does, and what it will do then, once it has taken longer than some seconds."""
+    """Says what a check does, and what it will do then, once it has taken longer than some seconds."""
 
     def __init__(self, say: Callable[[str], Any]):
         self.say, self.doing, self.is_long = say, "", False
@@ -229,17 +220,18 @@ class Progress:
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
         """Within this context, a check runs that is long after so many seconds."""
-        timer = Timer(seconds, self._begin)
+
+        def begin() -> None:
+            self.is_long = True
+            self(self.doing)
+
+        timer = Timer(seconds, begin)
         timer.daemon = True
         timer.start()
         try:
             yield
         finally:
             timer.cancel()
-
-    def _begin(self) -> None:
-        self.is_long = True
-        self(self.doing)
 
 
 def prove(

@@ -1,7 +1,7 @@
 """A model as training will have it, for a moment, and afterwards bit for bit as it was."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..model import architecture
-from ..model.restored import local_part, modes_restored, random_state_restored
-from .probe import attributes_set
+from ..model.restored import attributes_set, local_part, random_state_restored
+from .probe import where
 
 # Spread of weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
@@ -19,33 +19,26 @@ _MOVED = 0.02
 _SMALL = 2**18
 
 
-def _parts(model: PreTrainedModel, call: Callable[..., Any] | None) -> list[torch.nn.Module]:
-    """Every module of a model and of its wrapper."""
-    roots = [model, *([call] if isinstance(call, torch.nn.Module) else [])]
-    return [*{id(module): module for root in roots for module in root.modules()}.values()]
-
-
 @contextmanager
 def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = None) -> Iterator[None]:
     """
     Training mode with gradients, without dropout, adapters moved off zero, all compiled code run as it is written; of
-    layers of one kind, those between the first and the last pass on what they get.
-
-    Afterwards training modes, weights, buffers and the random state are as before.
+    layers of one kind, those between the first and the last pass on what they get. Afterwards all is as before.
     """
-    modules = _parts(model, call)
-    with ExitStack() as stack:
-        stack.enter_context(random_state_restored(model))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(architecture.rotary_state_restored(model))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks on compiled modules would not run
-        if isinstance(call, DistributedDataParallel):
-            stack.enter_context(call.no_sync())
-        stack.enter_context(one_layer_of_each_kind(model))
-        for restored in (_buffers_restored, modes_restored, _without_dropout, moved_off_zero):
-            stack.enter_context(restored(modules))
-        for module in modules:
-            module.training = True
+    roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
+    modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
+    with (
+        random_state_restored(model),
+        torch.enable_grad(),
+        architecture.rotary_state_restored(model),
+        torch.compiler.set_stance("force_eager"),  # hooks on compiled modules would not run
+        call.no_sync() if isinstance(call, DistributedDataParallel) else nullcontext(),
+        one_layer_of_each_kind(model),
+        _buffers_restored(modules),
+        attributes_set((module, "training", True) for module in modules),
+        _without_dropout(modules),
+        moved_off_zero(modules),
+    ):
         yield
 
 
@@ -66,14 +59,14 @@ def _kind(layer: torch.nn.Module) -> tuple:
 def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     """
     Within this context, of layers of one kind only the first and the last compute; the others pass on what they get.
-
     What a kind of layer forgets shows in any of them, and a deep model is differentiated in the time of a shallow one.
-    Weights that are sharded stay with all layers: engines expect each to compute.
+    Of a model with sharded weights all compute: engines expect each to.
     """
-    skipped: list[tuple[Any, Any]] = []
+    skipped: list[tuple[Any, str, Any]] = []
     outputs: dict[tuple, Any] = {}
     handles = []
-    is_sharded = any(local_part(p) is not p or hasattr(p, "ds_id") for p in model.parameters())
+    # DTensors are FSDP's; DeepSpeed marks parameters as its own
+    is_sharded = any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     for stack in () if is_sharded else stacks:
         kinds = [_kind(layer) for layer in stack]
@@ -82,17 +75,13 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
                 note = partial(outputs.__setitem__, kind)
                 handles.append(layer.register_forward_hook(lambda _, args, output, note=note: note(output)))
             elif kind in kinds[i + 1 :]:
-                skipped.append((layer, vars(layer).get("forward")))
-                layer.forward = partial(_passed_on, outputs, kind)
+                skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
     try:
-        yield
+        with attributes_set(skipped):
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        for layer, forward in skipped:
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
 
 
 def _passed_on(outputs: dict[tuple, Any], kind: tuple, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +98,7 @@ def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManag
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
         return drops and isinstance(value, float) and value > 0
 
-    return attributes_set(modules, is_rate, 0.0)
+    return attributes_set((*found, 0.0) for found in where(modules, is_rate))
 
 
 @contextmanager
@@ -129,10 +118,8 @@ def _buffers_restored(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 @contextmanager
 def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> Iterator[None]:
     """
-    Weights of adapters, and of projectors of images, that start at zero hide what the adapter or projector does.
-
-    Full training moves weights that are zero, too: what starts at zero is small either way. `frozen` moves weights that
-    are not trained, too: a reference starts as the model that is.
+    Within this context, weights that are zero are not: those of adapters and of projectors of images hide what these
+    do. `frozen` moves weights that are not trained, too: a reference starts as the model that is.
     """
     generator, zeros = torch.Generator().manual_seed(0), []
     for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):

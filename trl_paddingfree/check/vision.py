@@ -31,7 +31,7 @@ class ImagesAlone(RowsAlone):
         self.measure([padded], *self.alone[:2])
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-        return max(root_mean_square([a], [b]) for a, b in zip(found, expected, strict=True))
+        return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
 
     @contextmanager
     def trying(self) -> Iterator[None]:

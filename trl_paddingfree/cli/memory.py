@@ -19,8 +19,8 @@ from ..flat.counts import BatchCounts
 from ..memory.device import GIB
 from ..memory.kept_bytes import LOADS, count_kept_bytes
 from ..memory.needs import WORKING_TENSORS, MemoryNeeds
+from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
-from ..model.recompute import recomputable_layers
 from ..model.routes import choose_route
 from .shapes import model_config
 

@@ -26,8 +26,8 @@ class FlatBatch(HasTensors):
     """
     The tokens to compute, their labels, and where each row's tokens lie.
 
-    Two invariants hold for every layout: a row is the flat tokens at `row_index[row, :length]`, and every scored token
-    is followed by its label in the same segment.
+    In every layout, a row is the flat tokens at `row_index[row, :length]`, and every scored token is followed by its
+    label in the same segment.
 
     Args:
         input_ids (`torch.Tensor` of shape `(1, T)`, int64):
@@ -35,7 +35,7 @@ class FlatBatch(HasTensors):
         position_ids (`torch.Tensor` of shape `(1, T)`, int64):
             Position of each token in its own row, from 0.
         shift_labels (`torch.Tensor` of shape `(1, P)`, int64):
-            The next token of each scored token. A batch without any has one entry, -100.
+            The next token of each scored token; one entry, -100, if there is none.
         scored_index (`torch.Tensor` of shape `(P,)`, int64):
             Flat position of each scored token.
         row_index (`torch.Tensor` of shape `(R, L)`, int64):
@@ -55,8 +55,7 @@ class FlatBatch(HasTensors):
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
         recomputed (`int`, *optional*):
-            How many layers of the model recompute their activations in a pass with gradients. By default, those that
-            are set to.
+            How many layers recompute their activations in a pass with gradients. By default, those that are set to.
         parts (`tuple[RowPart, ...]`, *optional*):
             The same rows in parts, if a pass with gradients is to compute one after another.
 
@@ -136,13 +135,14 @@ class FlatBatch(HasTensors):
         own_labels = all(((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True))
         known = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
-        segments, last_segments, flat = _on_one_axis([known[r] for r in filled], prefix_sharing and own_labels)
+        known = [known[r] for r in filled]
+        segments, last_segments, flat = _on_one_axis(known, prefix_sharing and own_labels)
         segment_of = dict(zip(filled, last_segments, strict=True))
 
         starts = starts or [0] * len(tokens)
         ends = [start + len(row) for start, row in zip(starts, tokens, strict=True)]
         real, width = sum(map(len, tokens)), max([width or 0, *ends])
-        distinct = num_distinct_tokens([known[r] for r in filled]) if own_labels else real
+        distinct = num_distinct_tokens(known) if own_labels else real
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
         if reach is not None and reach <= max(map(len, tokens)):
             reach = None
@@ -196,7 +196,7 @@ class FlatBatch(HasTensors):
         **kwargs: Any,
     ) -> "FlatBatch":
         """
-        Flatten rows that are padded on the right, or on either side.
+        Flatten rows that are padded on the right, or on either side. `row_index` is as wide as `input_ids`.
 
         Args:
             input_ids (`torch.Tensor` of shape `(R, L)`, int64):
@@ -209,9 +209,6 @@ class FlatBatch(HasTensors):
                 Column in which each row begins, after the padding on its left. Defaults to 0.
             **kwargs:
                 `prefix_sharing`, `pad_to_multiple_of`, `pad_token_id`, `reach` and `images` of [`FlatBatch.from_rows`].
-
-        Returns:
-            `FlatBatch`: The flat batch, whose `row_index` is as wide as `input_ids`.
         """
         starts = starts or [0] * len(lengths)
         spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
@@ -231,15 +228,8 @@ class FlatBatch(HasTensors):
     @torch.compiler.disable  # a graph per dtype, gradient mode and shape would cost more than it saves
     def scored_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """
-        Bring one value per scored token back to rows.
-
-        Args:
-            values (`torch.Tensor` of shape `(1, P)`):
-                A value for each scored token, in the order of `scored_index`, on whatever device.
-
-        Returns:
-            `torch.Tensor` of shape `(R, L-1)`: Entry `l` of row `r` belongs to the prediction of the row's token
-            `l+1`. Positions that nothing scores, or that lie beyond the end of the row, are 0.
+        `(R, L-1)`: one value per scored token, `(1, P)` on whatever device, in rows. Entry `l` of a row belongs to the
+        prediction of its token `l+1`. Positions that nothing scores, or beyond the end of the row, are 0.
         """
         index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
         flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values.squeeze(0))
@@ -272,8 +262,23 @@ class RowPart(HasTensors):
 
 
 def _on_one_axis(rows: Sequence[np.ndarray], prefix_sharing: bool) -> tuple[Segments, Sequence[int], np.ndarray]:
-    """The segments of rows that are not empty, the segment that each row ends in, and the `(T,)` int64 flat tokens."""
+    """What [`~trl_paddingfree.flat.prefix_tree.share_prefixes`] gives, also of rows that share nothing."""
     if prefix_sharing and rows:
         return share_prefixes(rows)
     segments = Segments.from_lengths([len(row) for row in rows])
     return segments, range(len(rows)), np.concatenate([np.zeros(0, np.int64), *rows])
+
+
+def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Where each row of an `(R, L)` mask on the CPU begins, and its length; padding between its tokens is refused."""
+    mask = attention_mask != 0
+    lengths, starts = mask.sum(1), mask.int().argmax(1)
+    places = torch.arange(mask.size(1))
+    whole = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
+    if not torch.equal(mask, whole):
+        row = int((mask != whole).any(1).nonzero()[0])
+        raise ValueError(
+            f"Row {row} of `attention_mask` has padding between its tokens, and a flat batch has no place for it: pad "
+            "rows on their left and on their right only, or set `padding_free=False`."
+        )
+    return starts.tolist(), lengths.tolist()

@@ -11,7 +11,6 @@ from itertools import groupby
 import numpy as np
 
 from .layout import FlatLayout, RowIndex
-from .transfer import moved
 
 # Query-key pairs of padding that a segment may cost for not having a call of its own, and their share of its own pairs.
 # On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
@@ -51,20 +50,16 @@ class AttentionCalls:
         order, numbers = np.concatenate(calls), list(map(len, calls))
         query_slots, key_slots = np.repeat(queries, numbers), np.repeat(keys, numbers)
         is_ordered = (order[1:] > order[:-1]).all()
-
-        def row_index(index: np.ndarray, num_rows: int) -> RowIndex:
-            return moved(RowIndex.of(index, num_rows), layout.device, non_blocking=True)
-
         query_rows, key_rows, answers = None, layout.kv_rows, None
         if not is_ordered or (query_slots != lengths).any():
             index = _runs(np.array(segments.offsets)[order], lengths[order], query_slots)
-            query_rows = row_index(index, segments.num_tokens)
+            query_rows = layout.row_index(index, segments.num_tokens)
             firsts = np.cumsum(query_slots) - query_slots
-            answers = row_index(_runs(firsts[np.argsort(order)], lengths, lengths), len(index))
+            answers = layout.row_index(_runs(firsts[np.argsort(order)], lengths, lengths), len(index))
         if not is_ordered or (key_slots != key_lengths).any():
             index = _runs(segments.cu_seqlens_k[order], key_lengths[order], key_slots)
             kv_index = segments.kv_index
-            key_rows = row_index(index if kv_index is None else kv_index[index], segments.num_tokens)
+            key_rows = layout.row_index(index if kv_index is None else kv_index[index], segments.num_tokens)
         return cls(*parts, query_rows, key_rows, answers)
 
 

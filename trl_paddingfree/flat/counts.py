@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class BatchCounts:
     repeated: int = 0
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
-        return BatchCounts(*(mine + its for mine, its in zip(self.as_tuple(), other.as_tuple(), strict=True)))
+        return BatchCounts(*map(add, self.as_tuple(), other.as_tuple()))
 
     def as_tuple(self) -> tuple[int, int, int, int, int]:
         """The counts, in the order above."""
@@ -59,7 +60,7 @@ class TokenCounts:
         self.logged, self.new, self.logged_at = BatchCounts(), BatchCounts(), time.perf_counter()
 
     def add(self, counts: BatchCounts) -> None:
-        """Add the counts of a micro-batch."""
+        """Add those of a micro-batch."""
         self.new += counts
 
     @property
@@ -70,7 +71,6 @@ class TokenCounts:
     def figures(self, accelerator: Any, memory: int, repeats: bool) -> dict[str, float]:
         """
         Figures since the last call, summed over all processes; the peak memory, in bytes, of the one that uses most.
-
         `repeats` if the model has layers that compute shared prefixes again.
         """
         seconds, new = time.perf_counter() - self.logged_at, self.new

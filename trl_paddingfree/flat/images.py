@@ -49,27 +49,26 @@ class RowImages:
     grids: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_pixels: int = 0  # how many numbers the images have, as the vision tower gets them
 
+    def _counts(self, rows: Sequence[np.ndarray]) -> list[int]:
+        return [int((row == self.token_id).sum()) for row in rows]
+
     def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
         """The placeholders of each row counted from its entry in `firsts`, and -1 elsewhere."""
-        counted = []
-        for row, first in zip(rows, firsts, strict=True):
-            is_image = row == self.token_id
-            counted.append(np.where(is_image, first + np.cumsum(is_image) - 1, -1))
-        return counted
+        found = [row == self.token_id for row in rows]
+        return [np.where(x, first + np.cumsum(x) - 1, -1) for x, first in zip(found, firsts, strict=True)]
 
     def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`R` int64 arrays by which rows are compared: the tokens, and a negative number for each image's tokens."""
         most: dict[int, int] = {}
-        for row, group in zip(rows, self.groups, strict=True):
-            most[group] = max(most.get(group, 0), int((row == self.token_id).sum()))
+        for count, group in zip(self._counts(rows), self.groups, strict=True):
+            most[group] = max(most.get(group, 0), count)
         starts = dict(zip(most, np.cumsum([0, *most.values()]).tolist(), strict=False))
         numbered = self._numbered(rows, [starts[group] for group in self.groups])
         return [np.where(number < 0, row, -1 - number) for row, number in zip(rows, numbered, strict=True)]
 
     def features(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`R` int64 arrays: the feature that each placeholder wants, and -1 elsewhere. Refuses copies that differ."""
-        counts = [int((row == self.token_id).sum()) for row in rows]
-        size = len(rows) // self.copies
+        counts, size = self._counts(rows), len(rows) // self.copies
         if any(counts[:size] != counts[first : first + size] for first in range(0, len(rows), size or 1)):
             raise ValueError(
                 f"Image features and image tokens do not match, tokens of the rows: {counts}. Copies of a prompt must "
@@ -90,19 +89,14 @@ class FlatImages(HasTensors):
 
     @classmethod
     def from_rows(cls, images: RowImages, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int):
-        """Derive what a batch of `size` flat tokens needs from its rows and the flat positions of their tokens."""
+        """Of a batch of `size` flat tokens, from its rows and the flat positions of their tokens."""
         wanted, features = np.full(size, -1), images.features(rows)
         for feature, path in reversed([*zip(features, paths, strict=True)]):  # of equal images, the first
             wanted[path] = feature
         index, total = wanted[wanted >= 0], max(int(feature.max(initial=-1)) + 1 for feature in features)
         in_order = len(index) == total and bool((index == np.arange(total)).all())
-        return cls(
-            num_features=total,
-            feature_index=None if in_order else torch.from_numpy(index),
-            copies=images.copies,
-            grids=images.grids,
-            num_pixels=images.num_pixels,
-        )
+        feature_index = None if in_order else torch.from_numpy(index)
+        return cls(total, feature_index, images.copies, images.grids, images.num_pixels)
 
 
 def flat_blocks(blocks: np.ndarray, paths: Sequence[np.ndarray], size: int) -> np.ndarray:

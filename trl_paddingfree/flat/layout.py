@@ -76,11 +76,11 @@ class FlatLayout(HasTensors):
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
         """`values` on the layout's device. The host does not wait for the copy."""
-        return self.move(torch.from_numpy(values))
+        return on_device(torch.from_numpy(values), self.device)
 
-    def move(self, values: torch.Tensor) -> torch.Tensor:
-        """The same for a tensor."""
-        return on_device(values, self.device)
+    def row_index(self, index: np.ndarray, num_rows: int) -> RowIndex:
+        """A [`RowIndex`] on the layout's device, in one copy, which the host does not wait for."""
+        return moved(RowIndex.of(index, num_rows), self.device, non_blocking=True)
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
@@ -99,20 +99,19 @@ class FlatLayout(HasTensors):
         The layout of layers in which tokens attend within chunks of `size` positions, as in Llama 4: no kernel needs to
         know of chunks, because each segment is cut where a chunk of its row ends.
         """
-        return self.derived(
-            ("chunked", size),
-            lambda: FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True),
-        )
+
+        def make() -> FlatLayout:
+            return moved(FlatLayout.from_segments(_cut_at_chunks(self.segments, size)), self.device, non_blocking=True)
+
+        return self.derived(("chunked", size), make)
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:
     """Cut segments where their positions pass a multiple of `size`, and let each piece continue only its own chunk."""
     pieces: list[tuple[int, int, int]] = []  # length, parent and start of each
     first_piece: list[int] = []
-    for length, parent, start in zip(segments.lengths, segments.parents, segments.starts, strict=True):
+    for length, parent, start in zip(segments.lengths, segments.holders, segments.starts, strict=True):
         first_piece.append(len(pieces))
-        while parent != -1 and segments.starts[parent] >= start:
-            parent = segments.parents[parent]
         ends = [*range((start // size + 1) * size, start + length, size), start + length]
         for begin, end in zip([start, *ends], ends, strict=False):
             within = begin % size

@@ -11,6 +11,7 @@ rows, in pieces, are a level of the tree, and do not depend on one another:
     level    0     1            1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,30 +19,17 @@ import numpy as np
 import torch
 
 from .layout import FlatLayout, RowIndex
-from .path_rows import groups_of_like_length
 from .segments import Segments
 
 
 @dataclass(frozen=True)
 class PieceCall:
-    """
-    Pieces of one level that are computed in one call.
+    """Pieces of one level that are computed in one call."""
 
-    Args:
-        number (`int`):
-            `n`, how many.
-        shape (`tuple[int, int]`):
-            Rows of the call, and tokens of each: `(n, L)`, padded on the right, or all of them as `(1, S)`.
-        parents (`RowIndex`, *optional*):
-            For each piece, which one it continues, of all of the level before. `None` if all start from nothing.
-        boundaries (`torch.Tensor` of shape `(n + 1,)`, int32, *optional*):
-            Where pieces that stand one after the other begin and end. `None` if each has a row.
-    """
-
-    number: int
-    shape: tuple[int, int]
-    parents: RowIndex | None
-    boundaries: torch.Tensor | None
+    number: int  # `n`, how many
+    shape: tuple[int, int]  # rows of the call, and tokens of each: `(n, L)`, padded on the right, or all as `(1, S)`
+    parents: RowIndex | None  # the piece of the level before that each continues; `None`: all start from nothing
+    boundaries: torch.Tensor | None  # (n + 1,) int32: of pieces one after the other; `None` if each has a row
 
 
 @dataclass(frozen=True)
@@ -49,44 +37,23 @@ class Pieces:
     """
     All pieces of a layout, in the order in which they are computed.
 
-    Args:
-        levels (`tuple[tuple[PieceCall, ...], ...]`):
-            The calls of each level.
-        slots (`RowIndex`):
-            The flat token that stands in each of `S` slots, call by call; none, where a piece is padded.
-        own (`RowIndex`):
-            The slot of each flat token.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree import Segments
-    >>> from trl_paddingfree.flat.layout import FlatLayout
-    >>> from trl_paddingfree.flat.pieces import Pieces
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)))
     >>> pieces = Pieces.of(layout, step_cost=8)
     >>> [[call.shape for call in level] for level in pieces.levels]
     [[(1, 2)], [(2, 4)]]
     >>> pieces.levels[1][0].parents.index.tolist(), pieces.slots.index.tolist(), pieces.slots.empty.tolist()
     ([0, 0], [0, 1, 6, 7, 8, 0, 2, 3, 4, 5], [5])
-
-    ```
     """
 
-    levels: tuple[tuple[PieceCall, ...], ...]
-    slots: RowIndex
-    own: RowIndex
+    levels: tuple[tuple[PieceCall, ...], ...]  # the calls of each level
+    slots: RowIndex  # the flat token in each of `S` slots, call by call; none, where a piece is padded
+    own: RowIndex  # the slot of each flat token
 
     @classmethod
     def of(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
         """
-        The pieces of a layout, made once for all layers.
-
-        Args:
-            layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-                The layout of the batch.
-            step_cost (`float`, *optional*):
-                As for [`~trl_paddingfree.flat.path_rows.groups_of_like_length`], by which the pieces of a level become
-                calls. `None`: each level is one call, in which pieces stand one after the other.
+        The pieces of a layout, made once for all layers. `step_cost` is that of [`groups_of_like_length`], by which the
+        pieces of a level become calls; `None`: each level is one call, in which pieces stand one after the other.
         """
         return layout.derived(("pieces", step_cost), partial(cls._make, layout, step_cost))
 
@@ -106,7 +73,7 @@ class Pieces:
                 if depth:
                     place = np.empty(len(parents), dtype=np.int64)
                     place[earlier] = np.arange(len(earlier))
-                    starts = RowIndex.of(place[parents[members]], len(earlier)).map(layout.move)
+                    starts = layout.row_index(place[parents[members]], len(earlier))
                 ends = None if step_cost is not None else layout.tensor(boundaries)
                 calls.append(PieceCall(len(members), call_slots.shape, starts, ends))
                 slots.append(call_slots.ravel())
@@ -115,13 +82,7 @@ class Pieces:
         tokens = np.concatenate(slots)
         own = np.empty(layout.segments.num_tokens, dtype=np.int64)
         own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
-        indices = RowIndex.of(tokens, len(own)), RowIndex.of(own, len(tokens))
-        return cls(tuple(levels), *(index.map(layout.move) for index in indices))
-
-    @property
-    def num_slots(self) -> int:
-        """`S`, the tokens and the padding of all calls."""
-        return len(self.slots.index)
+        return cls(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)))
 
 
 def _slots(firsts: np.ndarray, lengths: np.ndarray, padded: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -132,57 +93,33 @@ def _slots(firsts: np.ndarray, lengths: np.ndarray, padded: bool) -> tuple[np.nd
     return rows if padded else rows[rows >= 0][None], boundaries
 
 
-def cut_at_forks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
     """
-    Cut segments where others continue them.
-
-    Returns:
-        Of each piece, in the order of the flat axis, `(P,)` int64: its first token, its length, the piece that it
-        continues or -1, and how many there are before it on its path.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree import Segments
-    >>> from trl_paddingfree.flat.pieces import cut_at_forks
-    >>> [x.tolist() for x in cut_at_forks(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)))]
-    [[0, 2, 6], [2, 4, 3], [-1, 0, 0], [0, 1, 1]]
-
-    ```
+    Segments cut where others continue them. Of each piece, in the order of the flat axis, `(P,)` int64: its first
+    token, its length, the piece that it continues or -1, and how many there are before it on its path.
     """
-    holders = []
-    cuts: list[set[int]] = [{start + length} for start, length in zip(segments.starts, segments.lengths, strict=True)]
-    for parent, start in zip(segments.parents, segments.starts, strict=True):
-        while parent != -1 and segments.starts[parent] >= start:  # the parent's own first token is not continued
-            parent = segments.parents[parent]
-        holders.append(parent)
-        if parent != -1:
-            cuts[parent].add(start)
+    cuts = [{end} for end in segments.key_lengths]
+    for holder, start in zip(segments.holders, segments.starts, strict=True):
+        if holder != -1:
+            cuts[holder].add(start)
     pieces: list[tuple[int, int, int, int]] = []
     ended: dict[tuple[int, int], int] = {}  # the piece of a segment that ends at a position
-    for i, (holder, start) in enumerate(zip(holders, segments.starts, strict=True)):
+    for i, (holder, start) in enumerate(zip(segments.holders, segments.starts, strict=True)):
         before, begin = ended.get((holder, start), -1), start
         for end in sorted(cuts[i]):
             depth = 0 if before == -1 else pieces[before][3] + 1
             pieces.append((segments.offsets[i] + begin - start, end - begin, before, depth))
             before = ended[i, end] = len(pieces) - 1
             begin = end
-    firsts, lengths, parents, depths = np.array(pieces, dtype=np.int64).T
-    return firsts, lengths, parents, depths
+    return tuple(np.array(pieces, dtype=np.int64).T)
 
 
 def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
     """
-    One axis on which the `size` tokens before each segment on its path stand before it, made once for all layers.
+    One axis on which the `size` tokens before each segment on its path stand before it, made once for all layers. Where
+    a row begins, there are fewer, and the places of the others are empty.
 
-    Args:
-        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-            The layout of the batch.
-        size (`int`):
-            How many. Where a row begins, there are fewer, and the places of the others are empty.
-
-    Returns:
-        `tuple[RowIndex, torch.Tensor]`: The flat token in each place of this axis, and the place of each flat token,
-        `(T,)` int64.
+    Gives the flat token in each place of this axis, and the place of each flat token, `(T,)` int64.
     """
 
     def make() -> tuple[RowIndex, torch.Tensor]:
@@ -192,6 +129,31 @@ def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]
             path = segments.path(i)[max(start - size, 0) :]
             parts += [np.full(size - min(start, size), -1), path]
             own.append(segments.offsets[i] + (i + 1) * size + np.arange(length))
-        return RowIndex.of(np.concatenate(parts), total).map(layout.move), layout.tensor(np.concatenate(own))
+        return layout.row_index(np.concatenate(parts), total), layout.tensor(np.concatenate(own))
 
     return layout.derived(("with context", size), make)
+
+
+def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float) -> list[list[int]]:
+    """
+    Rows grouped by length so that computing the groups one after the other costs least. Shortest first.
+
+    A group of `n` rows, the longest of `L` tokens, costs `L * (n + step_cost)`: each step along the longest costs the
+    same again, however many rows take it. The best grouping of sorted rows is found exactly.
+
+    >>> groups_of_like_length([100, 9, 104, 10], step_cost=2)
+    [[1, 3], [0, 2]]
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    sorted_lengths = np.asarray([lengths[i] for i in order], dtype=np.float64)
+    best, last_start = np.zeros(len(order) + 1), np.zeros(len(order), dtype=np.int64)
+    for end in range(1, len(order) + 1):  # the last group holds the rows from some start on
+        costs = best[:end] + sorted_lengths[end - 1] * (end - np.arange(end) + step_cost)
+        last_start[end - 1] = costs.argmin()
+        best[end] = costs[last_start[end - 1]]
+    groups, end = [], len(order)
+    while end:
+        start = int(last_start[end - 1])
+        groups.append(order[start:end])
+        end = start
+    return groups[::-1]

@@ -78,12 +78,9 @@ def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...
     for row, tokens in enumerate(rows):
         rank = rank_of[row]
         at = bisect_left(placed, rank)
-        candidates = []
-        if at > 0:
-            candidates.append((min(prefixes[placed[at - 1] + 1 : rank + 1]), order[placed[at - 1]]))
-        if at < len(placed):
-            candidates.append((min(prefixes[rank + 1 : placed[at] + 1]), order[placed[at]]))
-        shared, other = max(candidates, default=(0, -1))
+        before = [(min(prefixes[i + 1 : rank + 1]), order[i]) for i in placed[max(at - 1, 0) : at]]
+        after = [(min(prefixes[rank + 1 : i + 1]), order[i]) for i in placed[at : at + 1]]
+        shared, other = max(before + after, default=(0, -1))
         neighbour = (shared, row_segments[other], len(rows[other])) if shared else None
         row_segments.append(tree.add(row, len(tokens), neighbour))
         insort(placed, rank)

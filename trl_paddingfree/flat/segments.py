@@ -81,6 +81,16 @@ class Segments:
         # Data loader workers send the host truth only: the rest is cheap to derive again
         return {name: vars(self)[name] for name in ("lengths", "parents", "starts")}
 
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """The segment that holds the last token which each segment inherits, or -1: the parent, or before it."""
+        holders = []
+        for parent, start in zip(self.parents, self.starts, strict=True):
+            while parent != -1 and self.starts[parent] >= start:  # the parent's own first token is not continued
+                parent = self.parents[parent]
+            holders.append(parent)
+        return tuple(holders)
+
     @property
     def num_tokens(self) -> int:
         """`T`, the tokens to compute."""

@@ -20,8 +20,8 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout
 from ..model import architecture
+from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
 from ..model.backends import ATTENTION_BACKENDS
-from ..model.recompute import checkpointing_layers, recomputable_layers, recompute_first
 from ..model.restored import modes_restored, random_state_restored
 from ..model.routes import Route
 from ..model.state_layers import state_layers

@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from ..flat.batch import FlatBatch
 from ..flat.counts import of_all_processes
+from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
-from ..model.recompute import recomputable_layers
 from ..model.routes import Route
 from .device import GIB, PeakMemory, budget_bytes
 from .kept_bytes import count_kept_bytes, load

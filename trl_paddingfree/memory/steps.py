@@ -1,7 +1,7 @@
 """Training steps under a budget of tokens or of memory: whole, in parts, and once more where memory ran out.
 
 Where losses add up, parts are computed one after another, and nothing is computed twice. Where the loss of an example
-depends on others, the model computes rows in parts beneath it, see [`~trl_paddingfree.model.row_parts`].
+depends on others, the model computes rows in parts beneath it, see [`~trl_paddingfree.model.forward.forward_in_parts`].
 """
 
 from collections.abc import Callable, Sequence

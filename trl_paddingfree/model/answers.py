@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ..flat.batch import FlatBatch
-from ..flat.rows import ROWS, edits
+from ..flat.batch import IGNORE_INDEX, FlatBatch
 
-_EDIT = {
+# What may have been edited, in words, in the order in which [`edits`] gives it
+_EDITS = {
     "input_ids": "other tokens, or another number of rows or columns",
     "attention_mask": "another `attention_mask`",
     "labels": "more or other tokens to score, or fewer where it runs in parts (`labels`, or `completion_mask`)",
@@ -23,18 +23,41 @@ class EditedRowsError(ValueError):
     """Rows that are not what their flat batch was made of."""
 
 
+@torch.compiler.disable
+def edits(
+    batch: FlatBatch,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    exact_labels: bool = False,
+) -> torch.Tensor:
+    """
+    `(3,)` bool: for each of these rows, `(R, L)`, whether it differs from what `batch` was made of. Nothing waits.
+
+    What stands in the padding does not matter. A mask of zeros only is no edit: it stands for a batch that counts for
+    nothing. Fewer labels are none, as they are masked in the batch's answers, unless `exact_labels`.
+    """
+    index, mask = batch.row_index, batch.row_mask
+    reshaped = [rows is not None and rows.shape != index.shape for rows in (input_ids, attention_mask, labels)]
+    if any(reshaped):
+        return torch.tensor(reshaped)
+    found = [torch.zeros((), dtype=torch.bool, device=index.device)] * 3
+    if input_ids is not None:
+        found[0] = ((input_ids != batch.input_ids[0][index]) & mask).any()
+    if attention_mask is not None:
+        found[1] = (attention_mask.bool() != mask).any() & attention_mask.any()
+    if labels is not None:
+        targets = batch.input_ids.new_full((batch.input_ids.size(1),), IGNORE_INDEX)
+        targets = targets.index_put((batch.scored_index,), batch.shift_labels[0])
+        expected = targets[index[:, :-1]].masked_fill(~mask[:, 1:], IGNORE_INDEX)
+        differs = labels[:, 1:] != expected
+        found[2] = (differs if exact_labels else differs & (labels[:, 1:] != IGNORE_INDEX)).any()
+    return torch.stack(found)
+
+
 def refuse_edits(found: torch.Tensor) -> None:
-    """
-    Refuse rows that were edited after their flat batch was made.
-
-    Args:
-        found (`torch.Tensor` of shape `(3,)`, bool):
-            What [`~trl_paddingfree.flat.rows.edits`] gave, on the CPU.
-
-    Raises:
-        `EditedRowsError`: Naming what was edited.
-    """
-    if edited := [_EDIT[name] for name, is_edited in zip(ROWS, found.tolist(), strict=True) if is_edited]:
+    """Refuse rows that were edited after their flat batch was made, by what [`edits`] gave, on the CPU."""
+    if edited := [words for words, is_edited in zip(_EDITS.values(), found.tolist(), strict=True) if is_edited]:
         raise EditedRowsError(
             f"The rows of a batch were edited after their `flat_batch` was made: {'; '.join(edited)}. The model would "
             "compute the rows as they were. Edit them in `torch_call` of a subclass of this package's collator, edit "
@@ -56,13 +79,9 @@ class EditsFound:
     """
     What the device says of edited rows. It is asked as a forward begins and read once it has answered: training never
     waits for it.
-
-    Args:
-        pending (`list`):
-            Answers on their way to the host, each with the event that it has arrived.
     """
 
-    pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+    pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # on their way, with the event of arrival
 
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: dict[str, Any], in_parts: bool = False) -> None:
@@ -72,7 +91,7 @@ class EditsFound:
         Of rows that are computed `in_parts`, which were cut before, fewer scored tokens are an edit, too.
         """
         self.read()
-        found = edits(batch, **{name: inputs.get(name) for name in ROWS}, exact_labels=in_parts)
+        found = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
         if found.is_cpu or found.is_meta:
             refuse_edits(found)
             return
@@ -88,18 +107,9 @@ class EditsFound:
 
 def refuse_unanswerable(config: Any, inputs: dict[str, Any], *, fused_lm_head: bool) -> None:
     """
-    Refuse arguments that a flat batch has no answer to.
+    Refuse, by name, arguments of a forward that a flat batch has no answer to.
 
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            The model's: it may ask for outputs as well.
-        inputs (`dict[str, Any]`):
-            Arguments of the forward.
-        fused_lm_head (`bool`):
-            Whether TRL's head answers, which gives none of these outputs with padding either.
-
-    Raises:
-        `ValueError`: Naming the argument.
+    The model's configuration may ask for outputs as well. TRL's fused head gives none of these, with padding either.
     """
     for name in _OF_ROWS:
         if (value := inputs.get(name)) is not None and (torch.is_tensor(value) or value):

@@ -1,18 +1,25 @@
-"""What models say of themselves by public names of their layers and configurations: limits, rotary kinds, dropout."""
+"""
+Models by the public names of their layers and configurations: limits, rotary kinds, dropout, layers that recompute.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def config_value(config: PreTrainedConfig, name: str) -> Any:
+    """An entry of a configuration; `None` if its kind of model has none. It may stand there under another name."""
+    return getattr(config, name, None)  # no class lists all names: `attribute_map`, properties, and what a file adds
 
 
 def position_limits(model: PreTrainedModel) -> list[int]:
     """The most positions that a row may have, by every name that transformers has for it in this configuration."""
-    config = model.config.get_text_config()
-    values = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    values = [config_value(model.config.get_text_config(), name) for name in ("max_position_embeddings", "max_seq_len")]
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
 
 
@@ -23,19 +30,14 @@ def scales_by_place(module: Any, length: int) -> bool:
     The layers of Llama 4 without rotary positions do (`attn_temperature_tuning`): they count `torch.arange` of their
     input. Below `floor_scale` tokens the scale is 1.
     """
-    is_tuned = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-    return is_tuned and length >= module.floor_scale
+    is_tuned = vars(module).get("attn_temperature_tuning") and not module.use_rope
+    return bool(is_tuned) and length >= module.floor_scale
 
 
 def scale_of_rows(module: Any, position_ids: np.ndarray) -> np.ndarray:
     """
-    `(T,)` float32: what turns the scale of such a layer by the place on the flat axis into that by the place in a row.
-
-    Args:
-        module (`torch.nn.Module`):
-            The layer, see [`scales_by_place`].
-        position_ids (`np.ndarray` of shape `(T,)`, int64):
-            Place of each flat token in its row.
+    `(T,)` float32: what turns the scale of such a layer by the place on the flat axis into that by the place in a row,
+    which is in `position_ids`, `(T,)` int64.
     """
     places = np.stack([np.arange(len(position_ids)), position_ids]) + 1
     flat, row = np.log1p(places // module.floor_scale) * module.attn_scale + 1
@@ -65,12 +67,12 @@ def attention_dropout(model: torch.nn.Module) -> float:
 
 def beyond_varlen(model: torch.nn.Module) -> list[str]:
     """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, beside dropout."""
-    layers = attention_layers(model)
-    sizes: set[Any] = {getattr(layer, "head_dim", None) for layer in layers} - {None}
+    # Where these layers keep what they give to the kernel: a number, and a parameter
+    held = [{**vars(layer), **dict(layer.named_parameters(recurse=False))} for layer in attention_layers(model)]
+    sizes: set[Any] = {values.get("head_dim") for values in held} - {None}
     beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
-    # Where these layers keep what they give to the kernel as `softcap` and `s_aux`
     for attribute, word in (("attn_logit_softcapping", "soft-capping"), ("sinks", "sinks")):
-        if any(getattr(layer, attribute, None) is not None for layer in layers):
+        if any(values.get(attribute) is not None for values in held):
             beyond.append(word)
     return beyond
 
@@ -81,7 +83,7 @@ def rotary_limits(config: Any) -> dict[str, int]:
 
     transformers recomputes those of "longrope" and "dynamic" in each forward, from the largest of all positions.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = config_value(config, "rope_parameters") or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per kind of layer
     limits = {}
     for kind in kinds:
@@ -123,3 +125,33 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
         for name, value in vars(module).items()
         if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
     }
+
+
+def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
+    """
+    The layers of `model` that can recompute their activations, in the order in which they are computed.
+
+    With images, those of the vision tower come first.
+    """
+    decoder = dict.fromkeys(model.get_decoder().modules())
+    tower = [module for module in model.base_model.modules() if module not in decoder] if with_images else []
+    found = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
+    nested = {inner for layer in found for inner in checkpointing_layers(layer)[1:]}
+    return [layer for layer in found if layer not in nested]
+
+
+def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -> None:
+    """
+    Have the first `number` layers recompute their activations in the backward pass, and the others keep them.
+
+    The backward pass comes to the first layers last: what the others kept is free by then, and recomputing costs no
+    memory on top. Layers within them (in Zamba) recompute with them, and never by themselves.
+    """
+    for i, layer in enumerate(layers):
+        for module in checkpointing_layers(layer):
+            module.gradient_checkpointing = module is layer and i < number
+
+
+def checkpointing_layers(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    """`module` and those within it that can recompute their activations, outer ones first."""
+    return [inner for inner in module.modules() if isinstance(inner, GradientCheckpointingLayer)]

@@ -13,7 +13,7 @@ from operator import mul
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding_bag, pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
@@ -48,11 +48,7 @@ class GatherRows(torch.autograd.Function):
 
 
 def _in_rows(states: torch.Tensor, rows: RowIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """
-    `(1, heads, T, D)` states as `(S, heads, D)`: those of `rows`, or all.
-
-    They are brought to `dtype` first, if one is given: fewer bytes to gather.
-    """
+    """`(1, heads, T, D)` states as `(S, heads, D)`: of `rows`, or all. To `dtype` first: fewer bytes to gather."""
     # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
     states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
     return states if rows is None else GatherRows.apply(states, rows)
@@ -60,7 +56,10 @@ def _in_rows(states: torch.Tensor, rows: RowIndex | None, dtype: torch.dtype | N
 
 def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None):
     """States as varlen kernels read them, of a dtype: queries of all tokens, keys and values of all paths."""
-    return (_in_rows(query, None, dtype), *(_in_rows(x, layout.kv_rows, dtype) for x in (key, value)))
+    query, key, value = _in_rows(query, None, dtype), *(_in_rows(x, layout.kv_rows, dtype) for x in (key, value))
+    if value.size(-1) != query.size(-1):  # MLA: the kernels want values as wide as queries
+        value = pad(value, [0, query.size(-1) - value.size(-1)])
+    return query, key, value
 
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
@@ -89,10 +88,8 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
 
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
-    head_dim, value_dim = query.size(-1), value.size(-1)
+    value_dim = value.size(-1)
     query, key, value = _flat_states(query, key, value, layout, upstream.flash_target_dtype(query, module))
-    if value_dim != head_dim:  # MLA: the kernels want values as wide as queries
-        value = torch.nn.functional.pad(value, [0, head_dim - value_dim])
     kwargs = {**kwargs, "is_causal": True}
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(query.dtype)
@@ -157,8 +154,6 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     value_dim = value.size(-1)
     query, key, value = _flat_states(query, key, value, layout, sdpa_dtype(query))
-    if value_dim != query.size(-1):
-        value = torch.nn.functional.pad(value, [0, query.size(-1) - value_dim])
     boundaries_k = layout.cu_seqlens_k
     if torch.are_deterministic_algorithms_enabled():  # cuDNN's kernel, for boundaries that are one tensor, is not
         boundaries_k = boundaries_k.view_as(boundaries_k)
@@ -187,11 +182,8 @@ def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> tor
     """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
     if not architecture.scales_by_place(module, query.size(2)):
         return query
-
-    def make() -> torch.Tensor:
-        return layout.tensor(architecture.scale_of_rows(module, layout.segments.position_ids))
-
-    scale = layout.derived(("scale of rows", module.floor_scale, module.attn_scale), make)
+    key, places = ("scale of rows", module.floor_scale, module.attn_scale), layout.segments.position_ids
+    scale = layout.derived(key, lambda: layout.tensor(architecture.scale_of_rows(module, places)))
     return (query * scale[:, None]).to(query.dtype)
 
 
@@ -207,25 +199,19 @@ def _dispatch(attend: AttentionFunction, previous: str, module, query, key, valu
 
 class StandIn(str):
     """
-    The name of an attention implementation of ours, which stands in for another one.
+    The name of an attention implementation of ours, which computes with a backend and stands in for another one.
 
     It reads and compares as the name of the other: modeling files ask for that (`if config._attn_implementation in
     ("eager", "sdpa")`), and generation and padded rows must go on as before. It hashes as a name of its own, by which
     transformers' registries find ours.
-
-    Args:
-        previous (`str`):
-            The implementation that it stands in for.
-        backend (`str`):
-            One of `"flash"`, `"varlen"` and `"segment"`.
     """
+
+    key: tuple[str, BackendName]  # the implementation that it stands in for, and the backend
 
     def __new__(cls, previous: str, backend: BackendName):
         name = super().__new__(cls, previous)
         name.key = (previous, backend)
         return name
-
-    key: tuple[str, BackendName]
 
     def __reduce__(self):
         return StandIn, self.key
@@ -247,16 +233,8 @@ def replaced_attention(name: str) -> str:
 
 def register_attention(previous: str, backend: BackendName) -> StandIn:
     """
-    Register an attention implementation that computes flat batches with `backend` and all else as before.
-
-    Args:
-        previous (`str`):
-            The implementation that the model has, for calls without a flat batch (generation, padded rows).
-        backend (`str`):
-            One of `"flash"`, `"varlen"` and `"segment"`.
-
-    Returns:
-        `StandIn`: The name to set as the model's attention implementation.
+    Register an attention implementation that computes flat batches with `backend`, and calls without one (generation,
+    padded rows) with `previous`. Gives the name to set as the model's attention implementation.
     """
     name = StandIn(previous, backend)
     AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))

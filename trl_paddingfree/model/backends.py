@@ -49,15 +49,8 @@ def reasons_against(
     model: PreTrainedModel, previous: str, dtype: torch.dtype, device: torch.device
 ) -> dict[BackendName, list[str]]:
     """
-    Why each backend cannot serve a model, fastest first.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The causal language model.
-        previous (`str`):
-            The attention implementation that it was loaded with.
-        dtype (`torch.dtype`), device (`torch.device`):
-            Dtype and device that attention will run in and on.
+    Why each backend, fastest first, cannot serve a model that was loaded with the attention implementation `previous`
+    and whose attention will run in `dtype` on `device`.
     """
     reasons: dict[BackendName, list[str]] = {name: [] for name in BACKENDS}
     if not upstream.takes_attention_function(model):
@@ -68,11 +61,12 @@ def reasons_against(
         for name in ("segment", "mask"):
             reasons[name].append(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'")
     else:
-        for name in ("flash", "positions"):
-            reasons[name].append(
-                f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
-                "install flash-attn`), 'flash_attention_3' or a hub kernel"
-            )
+        takes_none = (
+            f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
+            "install flash-attn`), 'flash_attention_3' or a hub kernel"
+        )
+        reasons["flash"].append(takes_none)
+        reasons["positions"].append(takes_none)
     if previous != "sdpa":
         reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
     if not has_varlen_kernel(device):

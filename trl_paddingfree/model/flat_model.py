@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 from .. import upstream
 from ..flat.batch import FlatBatch
 from .answers import EditsFound
+from .architecture import recompute_first
 from .attention import register_attention, replaced_attention
 from .backends import ATTENTION_BACKENDS
-from .forward import flat_forward
-from .recompute import recompute_first
+from .forward import flat_forward, forward_in_parts
 from .routes import Route
-from .row_parts import forward_in_parts
 from .state_layers import carries_state, install_state_layers, remove_state_layers, repeats_prefixes
 
 # Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
@@ -34,29 +33,9 @@ class FlatModel:
     The model must have TRL's fused LM head, or a pooled head. Called with a `flat_batch`, it computes that and answers
     in rows; other calls go to the forward and the attention that were there before.
 
-    Attributes:
-        model ([`~transformers.PreTrainedModel`]):
-            The model, without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`.
-        route ([`~trl_paddingfree.model.routes.Route`]):
-            How it computes flat batches.
-        previous ([`list[Callable]`]):
-            The forwards that were there before: one, or more if TRL has added another head since.
-        carries_state (`bool`):
-            Whether it has layers that carry state, see [`~trl_paddingfree.model.state_layers`].
-        repeats (`bool`):
-            Whether any of these computes shared prefixes again.
-        edits ([`~trl_paddingfree.model.answers.EditsFound`]):
-            Whether rows are still those that their flat batch was made of.
-        flattener (`Callable`, *optional*):
-            Gives the flat batch of calls with `fused_lm_head=True` that come without one. `None`: they are computed as
-            rows.
-        recomputable (`Sequence[GradientCheckpointingLayer]`):
-            The layers that a batch tells to recompute.
-
     Examples:
     ```python
     >>> from trl.trainer.utils import add_fused_lm_head
-    >>> from trl_paddingfree.model.flat_model import FlatModel
     >>> from trl_paddingfree.model.routes import choose_route
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
     >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
@@ -72,20 +51,19 @@ class FlatModel:
     """
 
     def __init__(self, model: PreTrainedModel, route: Route):
-        self.model, self.route = model, route
-        self.previous: list[Callable] = []
+        self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
+        self.previous: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
         self.carries_state = carries_state(model)
-        self.repeats = False
+        self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
-        self.flattener: Flattener | None = None
-        self.recomputable: Sequence[Any] = ()
+        self.flattener: Flattener | None = None  # for calls of TRL's head without a flat batch: rows, if there is none
+        self.recomputable: Sequence[Any] = ()  # the layers that a batch tells to recompute
         self.ours: Any = None  # our forward, bound to the model
 
     @classmethod
     def of(cls, model: Any) -> "FlatModel | None":
         """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
-        held = (vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module))
-        flat = next(held, None)
+        flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat is not None and flat._is_called else None
 
     @classmethod
@@ -104,12 +82,7 @@ class FlatModel:
         return flat
 
     def remove(self) -> None:
-        """
-        Leave the model as it was.
-
-        Raises:
-            `ValueError`: If something has wrapped the model's forward since.
-        """
+        """Leave the model as it was. A `ValueError`, if something has wrapped its forward since."""
         if self.model.forward != self.ours:
             raise ValueError(
                 f"The forward of {type(self.model).__name__} has been wrapped since: take that off first, by "
@@ -130,7 +103,7 @@ class FlatModel:
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
         @torch.compiler.disable(recursive=False)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self, ATTRIBUTE)._called(depth, args, kwargs)
+            return vars(self)[ATTRIBUTE]._called(depth, args, kwargs)
 
         forward.depth = depth  # type: ignore[attr-defined]
         self.ours = types.MethodType(forward, model)
@@ -139,6 +112,7 @@ class FlatModel:
     @property
     def _is_called(self) -> bool:
         """Whether the model's forward is ours, or has it inside."""
+        # Whoever wraps it may copy its attributes too: only a wrapper that does not is looked into
         innermost = inspect.unwrap(self.model.forward, stop=lambda function: hasattr(function, "depth"))
         return getattr(innermost, "depth", None) == len(self.previous) - 1
 
@@ -162,10 +136,6 @@ class FlatModel:
             return self.previous_forward(*args, **kwargs)
         if batch.parts and torch.is_grad_enabled():
             return forward_in_parts(self, batch, **kwargs)
-        return self.compute(batch, **kwargs)
-
-    def compute(self, batch: FlatBatch, **kwargs: Any) -> Any:
-        """The answer to the rows of a flat batch, see [`~trl_paddingfree.model.forward.flat_forward`]."""
         self.prepare(batch)
         return flat_forward(self, batch, **kwargs)
 

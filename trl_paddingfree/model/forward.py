@@ -13,21 +13,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from .. import upstream
+from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
 from . import architecture
 from .answers import refuse_unanswerable
 from .masks import backbone_mask, boundaries
+from .restored import attributes_set
 from .state_layers import state_arguments
-from .vision import TYPE_ROWS, features_in_order, flat_positions
+from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 
 if TYPE_CHECKING:
     from .flat_model import FlatModel
 
-# What TRL's head says of each scored token
-PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# What TRL's head may say of each scored token
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
-ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin", *TYPE_ROWS)
+_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin", *TYPE_ROWS)
 
 
 def is_pooled(model: Any) -> bool:
@@ -47,7 +50,7 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
     model = flat.model
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     input_ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
-    kwargs = {name: value for name, value in kwargs.items() if name not in ROW_ARGUMENTS}
+    kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     with _explained_if_long(model, batch), _noise_of_rows(model, batch):
         if is_pooled(model):
             assert input_ids is not None
@@ -61,17 +64,9 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
 
 def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """
-    The values of TRL's fused head for each scored token, in rows, and what the backbone says of its experts.
-
-    Args:
-        flat ([`~trl_paddingfree.model.flat_model.FlatModel`]), batch ([`~trl_paddingfree.FlatBatch`]):
-            What computes what.
-        kwargs (`dict[str, Any]`):
-            Arguments beside the rows.
-
-    Returns:
-        [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the logits of routers, a tensor
-        of shape `(T, experts)` for each layer, or `None`.
+    The values of TRL's fused head for each scored token, in rows, with `kwargs` beside the rows: its
+    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`. And the logits of routers, a tensor of
+    shape `(T, experts)` for each layer, or `None`.
     """
     with _flat_backbone(flat, batch, batch.scored_of) as given:
         # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the
@@ -84,21 +79,68 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) 
             shift_labels=batch.shift_labels,
             fused_lm_head=True,
         )
-    values = {name: getattr(outputs, name) for name in PER_TOKEN}
-    rows: dict[str, Any] = {name: None if x is None else batch.scored_to_rows(x) for name, x in values.items()}
+    rows = {name: batch.scored_to_rows(x) for name, x in _per_token(outputs).items()}
     routers = None if outputs.aux_loss is None else given[0].router_logits
     return replace(outputs, **rows), routers
+
+
+def _per_token(outputs: Any) -> dict[str, Any]:
+    """The values that TRL's head gives for each token."""
+    return {name: outputs[name] for name in _PER_TOKEN if name in outputs}
 
 
 def with_loss(model: Any, outputs: Any, labels: torch.Tensor, num_items: Any) -> Any:
     """What TRL's head says of rows, where `labels` are scored, with the loss that it would have for them."""
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(outputs.log_probs.device)
-    values = {name: getattr(outputs, name) for name in PER_TOKEN}
-    masked = {name: x * label_mask for name, x in values.items() if x is not None}
+    masked = {name: x * label_mask for name, x in _per_token(outputs).items()}
     loss = -masked["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if outputs.aux_loss is not None:
-        loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * outputs.aux_loss
+        share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
+        loss = loss + (share or 0.0) * outputs.aux_loss
     return replace(outputs, **masked, label_mask=label_mask, loss=loss)
+
+
+def forward_in_parts(
+    flat: "FlatModel",
+    batch: FlatBatch,
+    *,
+    labels: torch.Tensor | None = None,
+    fused_lm_head: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """
+    The answer of TRL's head to rows that the model computes in parts, one after another, with the gradients of the
+    whole. Logits of rows would not fit in parts either: another head is refused.
+
+    The loss is the caller's, over all rows. Each part keeps nothing between its forward and its backward pass, which
+    computes it again: a loss that couples rows is as exact as any other. The last part is the first to have its
+    backward pass, and keeps what it computed.
+    """
+    if not fused_lm_head or labels is None:
+        raise ValueError(
+            "A micro-batch that does not fit into its budget runs in parts beneath the loss, and there the model must "
+            "be called with `labels` and `fused_lm_head=True`: do so, or leave `memory_budget` and "
+            "`max_tokens_per_micro_batch` out."
+        )
+    kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+
+    # The labels are an argument of what is checkpointed: by their device it finds the random state to come back to
+    def answer(part: RowPart, labels: torch.Tensor) -> Any:
+        flat.prepare(part.batch)
+        return scored_in_rows(flat, part.batch, {**kwargs, **part.arguments})
+
+    *first, last = batch.parts
+    answers = [checkpoint(answer, part, labels, use_reentrant=False) for part in first] + [answer(last, labels)]
+    outputs, routers = zip(*answers, strict=True)
+    order = torch.cat([part.rows for part in batch.parts]).argsort()
+
+    joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
+    whole = replace(outputs[0], **joined)
+    if routers[0] is not None:  # the loss of routers is one of all tokens together
+        layers = tuple(map(torch.cat, zip(*routers, strict=True)))
+        weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
+        whole = replace(whole, aux_loss=upstream.router_loss(flat.model, layers, weights))
+    return with_loss(flat.model, whole, labels, kwargs.get("num_items_in_batch"))
 
 
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:
@@ -114,10 +156,9 @@ def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits))
     with _flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
         outputs = flat.previous_forward(**flat_kwargs, attention_mask=batch.token_rows, labels=labels)
-    aux_loss = {name: outputs[name] for name in ("aux_loss",) if name in outputs}
-    return type(outputs)(
-        loss=outputs.loss, logits=outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None], **aux_loss
-    )
+    logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
+    kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
+    return type(outputs)(logits=logits, **kept)
 
 
 def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
@@ -151,25 +192,15 @@ def _flat_backbone(
     calls_decoder: bool = False,
 ) -> Iterator[list[Any]]:
     """
-    Within this context, the model's backbone is told of the layout and returns only what the head needs.
+    Within this context, the model's backbone is told of the layout and returns only what the head needs: what
+    `for_head` makes of the hidden states `(1, T, H)`, or all of them. Gives a list with what the backbones return.
 
-    Gives a list with what the backbones have returned.
-
-    Args:
-        flat ([`~trl_paddingfree.model.flat_model.FlatModel`]), batch ([`~trl_paddingfree.FlatBatch`]):
-            What computes what.
-        for_head (`Callable`, *optional*):
-            Turns the hidden states `(1, T, H)` into those that the head is given. By default, it is given all.
-        swaps_inputs (`bool`, *optional*, defaults to `False`):
-            Whether the backbone gets the flat tokens in place of the tokens that the head was called with.
-        calls_decoder (`bool`, *optional*, defaults to `False`):
-            Whether the model's own forward is called, which may call the decoder within the backbone.
+    With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
+    `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
     """
     model, layout, backend = flat.model, batch.layout, flat.route.backend
-    told: dict[str, Any] = {
-        "use_cache": False,
-        **(state_arguments(model.base_model, layout) if flat.carries_state else {}),
-    }
+    told: dict[str, Any] = state_arguments(model.base_model, layout) if flat.carries_state else {}
+    told["use_cache"] = False
     if "attention_mask" not in told:
         config = model.config.get_text_config()
         told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
@@ -178,7 +209,7 @@ def _flat_backbone(
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
     # A vision tower has boundaries of its own, and would take these for them
-    told_boundaries = [model.get_decoder()] if hasattr(model.base_model, "get_image_features") else backbones
+    told_boundaries = [model.get_decoder()] if takes_images(model) else backbones
     given: list[Any] = []
 
     def give_layout(module, args, kwargs):
@@ -198,7 +229,7 @@ def _flat_backbone(
     handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True) for backbone in backbones]
     handles += [backbone.register_forward_hook(give_head) for backbone in backbones]
     if backend == "positions":  # transformers' own arguments, in place of a mask
-        handles += [text.register_forward_pre_hook(give_boundaries, with_kwargs=True) for text in told_boundaries]
+        handles += [part.register_forward_pre_hook(give_boundaries, with_kwargs=True) for part in told_boundaries]
     try:
         with features_in_order(model, batch):
             yield given
@@ -234,12 +265,9 @@ def _explained_if_long(model: Any, batch: FlatBatch) -> Iterator[None]:
 def _noise_of_rows(model: Any, batch: FlatBatch) -> Iterator[None]:
     """Within this context, NEFTune's noise has the size that it has in rows: it shrinks with the length of an axis."""
     embeddings = model.get_input_embeddings()
-    alpha = getattr(embeddings, "neftune_noise_alpha", None)
-    if alpha is None:
+    if (alpha := vars(embeddings).get("neftune_noise_alpha")) is None:
         yield
         return
-    embeddings.neftune_noise_alpha = alpha * math.sqrt(batch.input_ids.size(1) / batch.row_index.size(1))
-    try:
+    in_rows = alpha * math.sqrt(batch.input_ids.size(1) / batch.row_index.size(1))
+    with attributes_set([(embeddings, "neftune_noise_alpha", in_rows)]):
         yield
-    finally:
-        embeddings.neftune_noise_alpha = alpha

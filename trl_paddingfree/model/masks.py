@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..flat.layout import FlatLayout
+from .architecture import config_value
 from .backends import ATTENTION_BACKENDS, BackendName
 
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
@@ -37,15 +38,7 @@ class FlatMask(torch.Tensor):
 
     @classmethod
     def carrying(cls, layout: FlatLayout, per_token: bool = False) -> "FlatMask":
-        """
-        A mask that carries `layout`, on its device.
-
-        Args:
-            layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-                The layout of the batch.
-            per_token (`bool`, *optional*, defaults to `False`):
-                Whether it has the shape `(1, T)` that layers with a state expect, rather than `(1, 1, 1, 1)`.
-        """
+        """On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, T)` as layers with a state expect it."""
         shape = (1, layout.segments.num_tokens) if per_token else (1, 1, 1, 1)
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
         mask.flat_layout = layout
@@ -70,22 +63,12 @@ def segment_mask(
     layout: FlatLayout, segments: Sequence[int], window: int | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """
-    `(n, 1, Q, L)` mask of segments that one call computes, made once per batch and shared by all layers.
+    `(n, 1, Q, L)` mask of segments that one call computes, made once per batch and shared by all layers: of `dtype`, to
+    add to the scores; without one boolean, or `None` where plain causal attention is the same.
 
-    Tokens see those before them, and those of their image block. Padding sees what the last token of its segment sees,
-    so that no row is masked whole.
-
-    Args:
-        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-            The layout of the batch.
-        segments (`Sequence[int]`):
-            The segments; one only, if there are image blocks. `Q` and `L` are the most queries and keys of any. If all
-            have one shape, they share a mask: `n` is 1.
-        window (`int`, *optional*):
-            Number of positions that each query sees, itself included. All, if `None`.
-        dtype (`torch.dtype`, *optional*):
-            If set, a mask of this dtype to add to the scores. Otherwise a boolean mask, or `None` where plain causal
-            attention is the same.
+    Tokens see those before them, as far as a `window` of positions, their own included, and those of their image block,
+    for which a segment has a call of its own. Padding sees what the last token of its segment sees, so that no row is
+    masked whole. `Q` and `L` are the most queries and keys of any segment; those of one shape share a mask: `n` is 1.
     """
     shapes = [(layout.segments.starts[i], layout.segments.lengths[i]) for i in segments]
     if len(set(shapes)) == 1:
@@ -119,23 +102,16 @@ def _make_segment_mask(
         mask = mask | ((blocks[first:, None] == blocks[None]) & (blocks[first:, None] >= 0))
     if window is not None:
         mask = mask & (k > q - window)
-    if dtype is not None:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    return mask[:, None]
+    return (mask if dtype is None else _to_add(mask, dtype))[:, None]
+
+
+def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as one to add to the scores."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """
-    `(1, 1, T, T)` mask to add to the scores of the whole flat row, made once per batch.
-
-    Args:
-        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-            The layout of the batch.
-        window (`int`, *optional*):
-            Number of positions that each query sees, itself included. All, if `None`.
-        dtype (`torch.dtype`):
-            Dtype of the mask.
-    """
+    """`(1, 1, T, T)` mask to add to the scores of the whole flat row, made once per batch; see [`segment_mask`]."""
 
     def make() -> torch.Tensor:
         total = layout.segments.num_tokens
@@ -157,9 +133,7 @@ def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, 
         places = torch.arange(length, device=layout.device)
         behind = places[:, None] - places
         hidden = (behind < 0) | (behind >= (length if window is None else window))
-        return torch.zeros((length, length), dtype=dtype, device=layout.device).masked_fill(
-            hidden, torch.finfo(dtype).min
-        )
+        return _to_add(~hidden, dtype)
 
     return layout.derived(("causal mask", length, window, dtype), make).expand(rows, 1, length, length)
 
@@ -168,28 +142,14 @@ def backbone_mask(
     backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
 ) -> Any:
     """
-    What the backbone gets as its attention mask.
-
-    Args:
-        backend (`str`):
-            How attention is computed.
-        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-            The layout of the batch.
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the text model.
-        dtype (`torch.dtype`):
-            Dtype of a dense mask.
-        carries_state (`bool`):
-            Whether the model has layers that carry state, which are told of the layout by a mask of their own.
-
-    Returns:
-        `FlatMask`, `torch.Tensor` of shape `(1, 1, T, T)`, a dict of these by kind of layer, or `None`.
+    The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
+    by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own.
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds.difference(_STATE):
-        kinds = {_FULL if getattr(config, "sliding_window", None) is None else _SLIDING}
+    kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
+    if not kinds:
+        kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
     masks: dict[str, Any] = {}
-    for kind in sorted(kinds.difference(_STATE)):
+    for kind in sorted(kinds):
         kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
         masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
     if carries_state:

@@ -1,21 +1,33 @@
 """What trying a model changes of it and of the random state, put back afterwards."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 
 @contextmanager
-def modes_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """After this context, each of `modules` is in training or evaluation mode, as it was before."""
-    modes = [(module, module.training) for module in modules]
+def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within this context, attributes of objects have these values; afterwards what they had, or none of their own."""
+    values = [*values]
+    before = [(holder, name, name in vars(holder), vars(holder).get(name)) for holder, name, _ in values]
+    for holder, name, value in values:
+        vars(holder)[name] = value
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for holder, name, is_own, value in before:
+            if is_own:
+                vars(holder)[name] = value
+            else:
+                del vars(holder)[name]
+
+
+def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+    """After this context, each of `modules` is in training or evaluation mode, as it was before."""
+    return attributes_set((module, "training", module.training) for module in modules)
 
 
 @contextmanager

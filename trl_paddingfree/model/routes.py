@@ -14,25 +14,12 @@ from .state_layers import goes_along_tree
 
 @dataclass(frozen=True)
 class Route:
-    """
-    How a model computes flat batches.
-
-    Args:
-        backend (`str`):
-            How attention is computed: one of `"flash"`, `"varlen"`, `"segment"`, `"positions"` and `"mask"`.
-        previous (`str`):
-            The attention implementation that the model was loaded with.
-        prefix_sharing (`bool`):
-            Whether prefixes that rows share are computed once.
-        states (`str`, *optional*, defaults to `"rows"`):
-            How layers that carry state are computed: along the `"tree"`, where they can, or on `"rows"`. A model
-            without such layers has `"rows"`.
-    """
+    """The way in which a model computes flat batches."""
 
     backend: BackendName
-    previous: str
-    prefix_sharing: bool
-    states: Literal["tree", "rows"] = "rows"
+    previous: str  # the attention implementation that the model was loaded with
+    prefix_sharing: bool  # whether prefixes that rows share are computed once
+    states: Literal["tree", "rows"] = "rows"  # what layers that carry state go along, where they can; else "rows"
 
     def __str__(self) -> str:
         sharing = "shared prefixes" if self.prefix_sharing else "no shared prefixes"
@@ -53,22 +40,9 @@ def choose_route(
     device: torch.device | None = None,
 ) -> Route:
     """
-    Choose how `model` computes flat batches.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The causal language model.
-        backend (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, or the name of one backend, which is then used or refused.
-        prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether to share prefixes, where the model and the backend can.
-        dtype (`torch.dtype`, *optional*):
-            The dtype that attention will run in. Defaults to the model's.
-        device (`torch.device`, *optional*):
-            The device that attention will run on. Defaults to the model's.
-
-    Raises:
-        `ValueError`: If the backend that was asked for cannot serve this model, with every reason.
+    Choose how `model` computes flat batches: by the fastest backend that can serve it (`"auto"`), or by one that is
+    then used, or refused with every reason; with shared prefixes, where backend and model can. Attention will run in
+    `dtype` on `device`, by default the model's.
     """
     previous = str(upstream.attn_implementation(model))  # of ours, what it stands in for
     if model.base_model is model:
@@ -81,9 +55,8 @@ def choose_route(
         raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, BACKENDS))}.")
     reasons = reasons_against(model, previous, dtype or model.dtype, device or model.device)
     if backend == "varlen":  # "auto" may still take it for those layers that it can serve
-        reasons["varlen"] += [
-            f"attention has {what}, and the kernel has not" for what in architecture.beyond_varlen(model)
-        ]
+        beyond = architecture.beyond_varlen(model)
+        reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in beyond]
     wanted = [name for name in BACKENDS if backend in ("auto", name)]
     if (found := next((name for name in wanted if not reasons[name]), None)) is None:
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
@@ -101,15 +74,8 @@ def why_not_to_share(backend: BackendName, previous: str) -> str:
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
     """
-    `route`, the same without sharing, and then slower ones that ask less of a model. Each along the tree first.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The causal language model.
-        route ([`Route`]):
-            The route to try first.
-        fallback (`bool`, *optional*, defaults to `True`):
-            Whether to try other backends.
+    `route`, the same without sharing, and then, with `fallback`, those of slower backends, which ask less of a model.
+    Each along the tree first.
     """
     backends = [route.backend, *(slower_backends(route.backend, route.previous) if fallback else ())]
     routes: list[Route] = []

@@ -8,6 +8,7 @@ import functools
 import inspect
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,8 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.layout import FlatLayout
-from ..flat.path_rows import PathRows
 from .masks import BOUNDARIES, FlatMask
-from .state_rows import is_layout, on_rows, rows_of
+from .state_rows import is_layout, on_rows
 from .state_tree import tree_functions, with_functions
 
 # Names of children and buffers by which layers are known that mix tokens and have no convolution module: RWKV's shift
@@ -28,29 +28,27 @@ from .state_tree import tree_functions, with_functions
 _MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits_proj"}
 
 
-def sees_rows(module: torch.nn.Module) -> bool:
-    """Whether `module` has to be given rows: it hands something on from token to token, beside attention."""
-    if is_state_layer(module):
-        return True
-    parts = {name for named in (module.named_children(), module.named_buffers(recurse=False)) for name, _ in named}
-    return bool(parts & _MARKS)
-
-
 def is_state_layer(module: torch.nn.Module) -> bool:
     """Whether `module` has a short convolution, which goes before every recurrence that has kernels."""
     # PEFT puts a layer of its own around a convolution that it adapts
-    children = [getattr(child, "base_layer", child) for child in module.children()]
+    children = [dict(child.named_children()).get("base_layer", child) for child in module.children()]
     return any(isinstance(child, torch.nn.Conv1d) for child in children)
 
 
+def _hands_on(module: torch.nn.Module) -> bool:
+    """Whether `module` hands something on from token to token, beside attention."""
+    named = (*module.named_children(), *module.named_buffers(recurse=False))
+    return is_state_layer(module) or any(name in _MARKS for name, _ in named)
+
+
 def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers of `model` that have to be given rows, without those inside of others."""
+    """The layers of `model` that hand something on from token to token, without those inside of others."""
     found: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()
     # An encoder of sound beside the layers (Phi-4 multimodal) has convolutions too
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     for module in (module for stack in stacks for module in stack.modules()):
-        if module not in inside and sees_rows(module):
+        if module not in inside and _hands_on(module):
             found.append(module)
             inside.update(module.modules())
     return found
@@ -71,12 +69,12 @@ def _own_forward(layer: Any) -> Callable[..., Any]:
     """The forward that a layer has without ours: that of its class, unless the instance was given another."""
     installed = _installed(layer)
     previous = vars(layer).get("forward") if installed is None else installed.previous
-    return rebound(previous, layer) if previous else types.MethodType(type(layer).forward, layer)
+    return _rebound(previous, layer) if previous else types.MethodType(type(layer).forward, layer)
 
 
 def _installed(layer: Any) -> "StateForward | None":
     """What [`install_state_layers`] gave the forward of a layer, or of the layer that it is a copy of."""
-    return getattr(layer.forward, "state", None)
+    return getattr(layer.forward, "state", None)  # attributes of methods are their functions'; partials have none
 
 
 def _why_not_along_tree(layer: torch.nn.Module) -> str:
@@ -125,38 +123,19 @@ def describe_state_layers(model: PreTrainedModel) -> str:
 
 @dataclass
 class StateForward:
-    """
-    What the forward of a layer knows of flat batches.
+    """What the forward of a layer knows of flat batches."""
 
-    Args:
-        layer (`weakref.ref[torch.nn.Module]`):
-            The layer. A copy of it comes with the same forward.
-        previous (`Callable`, *optional*):
-            The forward that the instance had; `None` if it had that of its class.
-        along_tree (`bool`):
-            Whether it goes along the tree. If not, it sees rows.
-        kernels (`frozenset[str]`):
-            Those of transformers' functions that it calls which have kernels.
-        takes_boundaries (`bool`):
-            Whether all of them keep the rows of one long axis apart.
-    """
-
-    layer: "weakref.ref[torch.nn.Module]"
-    previous: Callable[..., Any] | None
-    along_tree: bool = False
-    kernels: frozenset[str] = frozenset()
-    takes_boundaries: bool = False
+    layer: "weakref.ref[torch.nn.Module]"  # a copy of the layer comes with the same forward
+    previous: Callable[..., Any] | None  # the forward that the instance had; `None` if it had that of its class
+    along_tree: bool = False  # if not, the layer sees rows
+    kernels: frozenset[str] = frozenset()  # those of transformers' functions that it calls which have kernels
+    takes_boundaries: bool = False  # whether all of them keep the rows of one long axis apart
 
 
 def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
     """
-    Have the layers of `model` that carry state understand a flat layout, wherever one comes in. May be called again.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-        along_tree (`bool`):
-            Whether those that can go along the tree do. All others see rows.
+    Have the layers of `model` that carry state understand a flat layout, wherever one comes in. `along_tree`: those
+    that can, go along the tree; all others see rows. May be called again.
     """
     for layer in state_layers(model):
         state = _installed(layer)
@@ -176,7 +155,7 @@ def remove_state_layers(model: PreTrainedModel) -> None:
         if (state := _installed(layer)) is not None:
             del layer.forward
             if state.previous is not None:
-                layer.forward = rebound(state.previous, layer)  # type: ignore[method-assign]
+                layer.forward = _rebound(state.previous, layer)  # type: ignore[method-assign]
 
 
 def _install(layer: torch.nn.Module, state: StateForward) -> None:
@@ -188,14 +167,14 @@ def _install(layer: torch.nn.Module, state: StateForward) -> None:
         if mask is None:
             return call(*args, **kwargs)
         if state.along_tree:
-            return along_tree(call, mask.flat_layout, state.kernels, args, kwargs)
+            return _along_tree(call, mask.flat_layout, state.kernels, args, kwargs)
         return on_rows(self, call, mask, state.takes_boundaries, args, kwargs)
 
     forward.state = state  # type: ignore[attr-defined]
     layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
 
 
-def rebound(method: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+def _rebound(method: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
     """`method` as that of `module`, where it was another's: a copy of a module computes with its own weights."""
     return types.MethodType(method.__func__, module) if isinstance(method, types.MethodType) else method
 
@@ -204,19 +183,10 @@ class _NoCache:
     """A cache that holds nothing but the mask that carries the layout, in place of every layer's state."""
 
     def __init__(self, mask: FlatMask):
-        self.rnn_state = _Everywhere(mask)
+        self.rnn_state: dict[int, FlatMask] = defaultdict(lambda: mask)
 
     def __bool__(self) -> bool:
         return False
-
-
-class _Everywhere(dict):
-    def __init__(self, value: Any):
-        super().__init__()
-        self.value = value
-
-    def __missing__(self, key: Any) -> Any:
-        return self.value
 
 
 def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> dict[str, Any]:
@@ -233,13 +203,7 @@ def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> dict[str, 
 
 
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
-def along_tree(
-    call: Callable[..., Any],
-    layout: FlatLayout,
-    kernels: Collection[str],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Any:
+def _along_tree(call: Callable, layout: FlatLayout, kernels: Collection[str], args: tuple, kwargs: dict) -> Any:
     """
     Call a layer by its forward `call` on flat tokens, with functions that know of the tree where it looks along the
     sequence. `kernels` are those of its functions that have kernels. It gets no mask, as nothing is padded.
@@ -248,15 +212,3 @@ def along_tree(
     without = [None if is_layout(value) else value for value in args]
     told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
     return with_functions(call, functions)(*without, **told)
-
-
-def slots_of_state_layers(model: PreTrainedModel, layout: FlatLayout) -> int:
-    """Tokens that the layers of `model` which carry state compute of a layout, with the padding of their rows."""
-    layers = state_layers(model)
-    if not layers:
-        return 0
-    if not repeats_prefixes(model):
-        return layout.segments.num_tokens
-    joined = all(map(upstream.takes_state_boundaries, layers))
-    rows = PathRows.joined(layout) if joined else rows_of(layout)
-    return sum(n * longest for n, longest in rows.shapes)

@@ -11,6 +11,7 @@ Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
 import types
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
     if not isinstance(forward, types.FunctionType):
         raise TypeError(f"the forward is a {type(forward).__name__}")
     names, closure = forward.__globals__, forward.__closure__ or ()
-    inner = getattr(forward, "__wrapped__", None)
-    if inner is None:
+    if (inner := vars(forward).get("__wrapped__")) is None:
         names = {**names, **functions}
     else:
         copy = with_functions(inner, functions)
@@ -62,17 +62,7 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
 
 
 def tree_functions(layout: FlatLayout, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
-    """
-    What stands in for the functions of a layer that look along the sequence.
-
-    Args:
-        layout ([`~trl_paddingfree.flat.layout.FlatLayout`]):
-            The layout of the batch.
-        functions (`dict[str, Callable]`):
-            transformers' functions that the layer calls, by name.
-        kernels (`Collection[str]`):
-            Names of those that have kernels.
-    """
+    """What stands in for `functions` of a layer, which look along the sequence. Those in `kernels` have a kernel."""
     return {name: partial(_ALONG_TREE[name], layout, call, name in kernels) for name, call in functions.items()}
 
 
@@ -110,12 +100,8 @@ def _chunk_scan(
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
     return_final_states: bool = False, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """
-    Mamba 2's scan of `(1, T, H, D)`.
-
-    Time steps are made here: behind bias, softplus and limits, zero is no step. A kernel makes them in float32.
-    """
-    dt = dt.float() if has_kernel else dt
+    """Mamba 2's scan of `(1, T, H, D)`. Time steps are made here: behind bias, softplus and limits, zero is no step."""
+    dt = dt.float() if has_kernel else dt  # as a kernel makes them
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
@@ -136,10 +122,8 @@ def _selective_scan(
     **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
     """
-    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`.
-
-    It starts from nothing only, but is linear in its state: what is left of that adds to its outputs, and is decayed by
-    all time steps so far.
+    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`. It starts from nothing only, but is linear in its
+    state: what is left of that adds to its outputs, and is decayed by all time steps so far.
     """
     told = {**kwargs, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
 
@@ -176,10 +160,8 @@ def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C:
 
 def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What the first Mamba's kernel says of `inputs`, and the state in which it ends, read from its outputs.
-
-    The kernel gives that state, too, but no gradient of it. Behind the tokens, one more for each entry of the state
-    makes no step and reads this entry.
+    What the first Mamba's kernel says of `inputs`, and the state in which it ends. The kernel gives no gradient of
+    that: behind the tokens, one more for each entry of the state makes no step and reads this entry.
     """
     states, dt, A, B, C = inputs
     size, length = A.size(-1), states.size(-1)
@@ -216,7 +198,7 @@ def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int
     pieces = Pieces.of(layout, step_cost(device))
     calls = [(call.number, *_even_chunks(call)) for level in pieces.levels for call in level]
     pairs = sum(rows * chunks * length**2 for rows, chunks, length in calls)
-    return pieces.num_slots - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
+    return len(pieces.slots.index) - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
 
 
 def _by_levels(
@@ -225,23 +207,16 @@ def _by_levels(
     """
     A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the state of its parent.
 
-    Args:
-        pieces ([`~trl_paddingfree.flat.pieces.Pieces`]):
-            The pieces of the batch.
-        inputs (`Sequence[torch.Tensor]`):
-            What has an entry per token.
-        call (`Callable`):
-            Gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
-            their initial states, and whether others continue them.
-        padding (`dict[int, float]`, *optional*):
-            What stands where a piece is padded, by the place of its input. By default, zero.
+    `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
+    their initial states, and whether others continue them. `padding` is what stands where a piece is padded, by the
+    place of its input; elsewhere, zero does.
     """
     rows = []
     for place, x in enumerate(inputs):
         states, value = GatherRows.apply(x.squeeze(0), pieces.slots), (padding or {}).get(place)
         if value is not None and pieces.slots.empty is not None:
             states = states.index_fill(0, pieces.slots.empty, value)
-        rows.append(states.split([n * longest for level in pieces.levels for n, longest in (c.shape for c in level)]))
+        rows.append(states.split([prod(piece.shape) for level in pieces.levels for piece in level]))
     outputs, finals, parts = [], None, zip(*rows, strict=True)
     for depth, level in enumerate(pieces.levels):
         ends = []

@@ -12,6 +12,8 @@ import torch
 
 from ..flat.batch import FlatBatch
 from ..flat.images import COUNTED_ROWS, FlatImages, VisionRules
+from .architecture import config_value
+from .restored import attributes_set
 
 # Rows that a processor gives beside `input_ids`, and that the flat batch replaces
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
@@ -30,14 +32,20 @@ def vision_rules(model: Any) -> VisionRules:
         blocks = {"block_row": "token_type_ids", "block_types": (1,)}
     elif sees_both_ways(model):
         blocks = {"block_row": "mm_token_type_ids", "block_types": (1, 2)}
-    return VisionRules(config.image_token_id, counts_grids=hasattr(model.base_model, "get_rope_index"), **blocks)
+    counts_grids = hasattr(model.base_model, "get_rope_index")  # Qwen's backbones have it, without a common class
+    return VisionRules(config.image_token_id, counts_grids=counts_grids, **blocks)
+
+
+def takes_images(model: Any) -> bool:
+    """Whether a model's backbone has a vision tower whose features it merges."""
+    return hasattr(model.base_model, "get_image_features")  # no class stands for this
 
 
 def sees_both_ways(model: Any) -> bool:
     """Whether tokens of an image see one another in both directions."""
     config = model.config
     return config.model_type == "gemma3" or (
-        getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+        config_value(config.get_text_config(), "use_bidirectional_attention") == "vision"
     )
 
 
@@ -48,9 +56,9 @@ def why_no_images(model: Any) -> str:
         return reason
     if backbone is model:
         return f"it has no backbone under its `base_model_prefix` ({model.base_model_prefix!r}), where TRL wants it"
-    if not hasattr(backbone, "get_image_features"):
+    if not takes_images(model):
         return "its backbone has no `get_image_features`, by which images would reach the flat row"
-    if getattr(config, "image_token_id", None) is None:
+    if config_value(config, "image_token_id") is None:
         return "its configuration names no `image_token_id`"
     return ""
 
@@ -67,18 +75,12 @@ def features_in_order(model: Any, batch: FlatBatch) -> Iterator[None]:
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
         outputs = features_of(*args, **kwargs)
         outputs.pooler_output = _ordered(outputs.pooler_output, images)
-        if getattr(outputs, "deepstack_features", None) is not None:
+        if vars(outputs).get("deepstack_features") is not None:
             outputs.deepstack_features = [_ordered(level, images) for level in outputs.deepstack_features]
         return outputs
 
-    own = vars(backbone).get("get_image_features")
-    backbone.get_image_features = get_image_features
-    try:
+    with attributes_set([(backbone, "get_image_features", get_image_features)]):
         yield
-    finally:
-        del backbone.get_image_features
-        if own is not None:
-            backbone.get_image_features = own
 
 
 def _ordered(features: Any, images: FlatImages) -> Any:

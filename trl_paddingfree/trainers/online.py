@@ -9,9 +9,8 @@ from datasets import Dataset
 from trl.trainer.utils import split_tensor_dict
 
 from ..data.arrange import by_prefix, ranks_of
-from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
+from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart, row_spans
 from ..flat.counts import BatchCounts
-from ..flat.rows import row_spans
 from ..memory.parts import split_in_order
 from ..memory.plan import MemoryBudget
 from ..memory.steps import counts_in_parts
