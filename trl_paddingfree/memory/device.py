@@ -90,7 +90,7 @@ class Attempt:
         self.versions = [(p, None if p.grad is None else p.grad._version) for p in trained]
         self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
         self.tokens, self.counted = trainer._total_train_tokens, trainer.counts.new
-        self.state = {name: getattr(trainer, name) for name in trainer.changed_by_loss}
+        self.state = {name: vars(trainer)[name] for name in trainer.changed_by_loss}
         self.random = torch.get_rng_state()
         self.device = trainer.accelerator.device
         self.on_device: Any = None if self.device.type == "cpu" else torch.get_device_module(self.device)

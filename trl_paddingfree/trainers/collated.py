@@ -8,17 +8,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate import DistributedType
+from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
+from torch.utils.data import RandomSampler
 
-from ..data.arrange import arranged_sampler, arrangement
+from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.images import ImageProbe, has_images
-from ..data.lengths import example_tokens, longest_row, row_lengths, token_lengths
+from ..data.lengths import example_tokens, example_work, longest_row, row_lengths, token_lengths
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts
 from ..memory.parts import split_by_tokens
 from ..memory.plan import MemoryBudget
 from ..memory.steps import counts_in_parts
-from ..model import architecture
 from ..model.answers import refuse_lost_batch
 from ..model.vision import vision_rules
 from .base import FlatTrainer
@@ -103,10 +104,6 @@ class CollatedTrainer(FlatTrainer):
         """Options under which an example's loss depends on which others share its micro-batch."""
         return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
 
-    def rotary_limits(self) -> dict[str, int]:
-        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
-        return architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
-
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
         limit = self.args.max_length
@@ -120,16 +117,12 @@ class CollatedTrainer(FlatTrainer):
 
     def example_lengths(self) -> np.ndarray:
         """
-        Lengths of what each training example holds, after truncation.
-
-        Returns:
-            `np.ndarray` of shape `(examples, 1 + completions)` or `(examples, 1)`, int64: tokens of the prompt and of
-            each completion; or of each row.
+        Lengths of what each training example holds, after truncation, int64: tokens of the prompt and of each
+        completion, `(examples, 1 + completions)`; or of each row, `(examples, 1)`.
         """
         return token_lengths(self.train_dataset, self.task.token_columns)
 
     def refuse_micro_batches(self) -> None:
-        """Refuse options that move examples between micro-batches where that would change the loss."""
         if self.flat is None or self.flat.route is None:
             return
         options, limits = self.flat.options, self.rotary_limits()
@@ -148,25 +141,19 @@ class CollatedTrainer(FlatTrainer):
         flat = self.flat
         if flat is None or flat.route is None or flat.options.arrange_micro_batches == "none":
             return sampler
+        if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
+            # What accelerate would put in its place, had it found it
+            sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         # `auto_find_batch_size` leaves the size in `args` as it was
         batch_size, processes = self._train_batch_size, self.accelerator.num_processes
-        arrange = arrangement(
-            flat.options.arrange_micro_batches,
-            self.train_dataset,
-            self.example_lengths(),
-            prefix_column=self.task.token_columns[0],
-            prefix_sharing=flat.route.prefix_sharing,
-            hidden_size=self.model.config.get_text_config().hidden_size,
-            batch_size=batch_size,
-            num_processes=processes,
-        )
-        flat.sampler = arranged_sampler(
-            sampler,
-            arrange,
-            step_size=batch_size * processes * self.args.gradient_accumulation_steps,
-            data_seed=self.args.data_seed,
-            use_seedable_sampler=self.args.accelerator_config.use_seedable_sampler,
-        )
+        if flat.options.arrange_micro_batches == "prefix":
+            arrange = by_prefix(token_keys(self.train_dataset, self.task.token_columns[0]))
+        else:
+            hidden_size = self.model.config.get_text_config().hidden_size
+            work = example_work(self.example_lengths(), flat.route.prefix_sharing, hidden_size)
+            arrange = by_tokens(work, batch_size, processes)
+        step_size = batch_size * processes * self.args.gradient_accumulation_steps
+        flat.sampler = StepSampler(sampler, step_size, arrange)
         return flat.sampler
 
     def get_train_dataloader(self):

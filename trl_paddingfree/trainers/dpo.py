@@ -10,9 +10,8 @@ from trl import DPOConfig, DPOTrainer
 from .. import upstream
 from ..data.collate import PreferenceCollator
 from ..data.lengths import truncated
-from ..data.prepare import log_dropped
 from ..data.task import Task
-from ..data.validate import check_preferences
+from ..data.validate import check_preferences, log_dropped
 from ..data.vision import VisionPreferenceCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
@@ -34,21 +33,8 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     TRL's [`~trl.DPOTrainer`], computing real tokens only.
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
-    as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once. With
-    `padding_free=False` it pads as TRL's does.
-
-    Args:
-        args ([`PaddingFreeDPOConfig`] or [`~trl.DPOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeDPOConfig`].
-        data_collator ([`PreferenceCollator`], *optional*):
-            A collator that gives a flat batch. TRL's default collator is taken over.
-        *args, **kwargs:
-            As for [`~trl.DPOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+    as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
     Examples:
     ```python

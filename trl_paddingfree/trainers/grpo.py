@@ -32,18 +32,8 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
     generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
-    TRL's. With `padding_free=False`, so are the passes.
-
-    Args:
-        args ([`PaddingFreeGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeGRPOConfig`]. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
-        *args, **kwargs:
-            As for [`~trl.GRPOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+    TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
     Examples:
     ```python
@@ -94,6 +84,6 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
             "use_adaptive_entropy": args.use_adaptive_entropy,
         }
         return [
-            *(f"`{name}={getattr(args, name)!r}`" for name, is_so in options.items() if is_so),
+            *(f"`{name}={vars(args)[name]!r}`" for name, is_so in options.items() if is_so),
             *super().coupled_by(),
         ]

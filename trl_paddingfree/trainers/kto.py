@@ -8,9 +8,8 @@ from trl import KTOConfig, KTOTrainer
 
 from .. import upstream
 from ..data.collate_heads import UnpairedPreferenceCollator
-from ..data.prepare import log_dropped
 from ..data.task import Task
-from ..data.validate import column_names, refuse_unread
+from ..data.validate import column_names, log_dropped, refuse_unread
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
 
@@ -31,21 +30,8 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` the completions of each micro-batch,
     and the mismatched ones that estimate the KL divergence, go through the model as flat rows of their own without
-    padding, in which prompts that several of them share are there once. With `padding_free=False` it pads as TRL's
-    does.
-
-    Args:
-        args ([`PaddingFreeKTOConfig`] or [`~trl.KTOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeKTOConfig`].
-        data_collator ([`UnpairedPreferenceCollator`], *optional*):
-            A collator that gives a flat batch. TRL's default collator is taken over.
-        *args, **kwargs:
-            As for [`~trl.KTOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+    padding, in which prompts that several of them share are there once.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
     Examples:
     ```python

@@ -36,17 +36,9 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 
 class StartUpCheck:
     """
-    Plans and proves the routes of a trainer's models.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's: it knows the device, the precision, the engine and the other processes.
-        options ([`PaddingFreeOptions`]):
-            What was asked for.
-        args ([`~transformers.TrainingArguments`], *optional*):
-            The trainer's, which says whether training recomputes activations.
-        images ([`~trl_paddingfree.data.images.ImageProbe`], *optional*):
-            Examples with images, if the data has them.
+    Plans and proves the routes of a trainer's models, as asked for by `options`. The trainer's `accelerator` knows the
+    device, the precision, the engine and the other processes, its `args` whether training recomputes activations;
+    `images` are examples with some, if the data has them.
     """
 
     def __init__(
@@ -70,11 +62,8 @@ class StartUpCheck:
 
     def install(self, models: Sequence[Any]) -> list[FlatModel]:
         """
-        Have models compute flat batches: by routes that are proven, or planned where the weights are yet to be placed.
-
-        Args:
-            models (`Sequence[Any]`):
-                The models, under whatever wrappers; the one that is trained first.
+        Have models, under whatever wrappers and the one that is trained first, compute flat batches: by routes that are
+        proven, or planned where the weights are yet to be placed.
         """
         if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
             self.prove_all(models)
@@ -102,13 +91,8 @@ class StartUpCheck:
 
     def prove_all(self, models: Sequence[Any]) -> Route:
         """
-        Prove every model, and turn sharing off for all of them if one cannot share.
-
-        Returns:
-            `Route`: That of the first model.
-
-        Raises:
-            `UnprovenModelError`: If a model has no exact route.
+        The route of the first model, once every model is proven. Sharing is off for all of them if one cannot share; a
+        model that has no exact route raises an `UnprovenModelError`.
         """
         started = time.perf_counter()
         with self.progress.after(_PATIENCE):

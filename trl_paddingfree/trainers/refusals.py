@@ -28,9 +28,13 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
     _refuse_sequence_parallelism(config)
-    _refuse_file(config.output_dir)
+    if Path(config.output_dir).is_file():
+        raise ValueError(
+            f"`output_dir={config.output_dir!r}` is a file, and checkpoints go to a folder: name another one."
+        )
     for name, dataset in given_datasets(arguments):
-        _refuse_empty(dataset, name)
+        if isinstance(dataset, Dataset) and not len(dataset):
+            raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
@@ -38,7 +42,7 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     # Of streaming data TRL refuses to have batches dispatched, in its own words
     is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
     for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
-        if getattr(config.accelerator_config, option):
+        if vars(config.accelerator_config)[option]:
             raise ValueError(
                 f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
                 f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
@@ -76,16 +80,6 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
         )
 
 
-def _refuse_file(output_dir: str) -> None:
-    if Path(output_dir).is_file():
-        raise ValueError(f"`output_dir={output_dir!r}` is a file, and checkpoints go to a folder: name another one.")
-
-
-def _refuse_empty(dataset: Any, name: str) -> None:
-    if isinstance(dataset, Dataset) and not len(dataset):
-        raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
-
-
 def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
     """TRL's own collator is taken over. A subclass of it may do anything, a subclass of ours gives flat batches."""
     if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
@@ -102,17 +96,22 @@ def _refuse_sequence_parallelism(config: Any) -> None:
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
-    for size, kind in (("cp_size", "context"), ("sp_size", "sequence")):
-        if parallelism is not None and getattr(parallelism, size) > 1:
+    if parallelism is None:
+        return
+    for name, kind, size in (
+        ("cp_size", "context", parallelism.cp_size),
+        ("sp_size", "sequence", parallelism.sp_size),
+    ):
+        if size > 1:
             raise ValueError(
-                f"`parallelism_config` with `{size}={getattr(parallelism, size)}`: {kind} parallelism cuts rows into "
-                f"parts of equal length, and a flat batch is not made of rows. Set `{size}=1`, or `padding_free=False`."
+                f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
+                f"and a flat batch is not made of rows. Set `{name}=1`, or `padding_free=False`."
             )
 
 
 def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    pad_token = getattr(config, "pad_token", None)  # not all of TRL's configurations have one
+    pad_token = vars(config).get("pad_token")  # not all of TRL's configurations have one
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or pad_token is not None:
         return
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
@@ -123,12 +122,8 @@ def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
 
 
 def warn_of_dropout(model: Any, config: Any) -> None:
-    """
-    Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks.
-
-    TRL's configuration for SFT has no `disable_dropout`.
-    """
-    if not vars(config).get("disable_dropout"):
+    """Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks."""
+    if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
         return
     for name, value in architecture.functional_dropout(model).items():
         logger.warning(
@@ -141,7 +136,7 @@ def warn_of_dropout(model: Any, config: Any) -> None:
 def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     """Refuse options that decide where activations stay beside `memory_budget`."""
     kwargs = config.gradient_checkpointing_kwargs or {}
-    offloads = getattr(config, "activation_offloading", False)  # not all of TRL's configurations have it
+    offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
     moves, of_kwargs = "it moves to the CPU what the budget counts", "gradient_checkpointing_kwargs"
     for is_set, name, reason in (

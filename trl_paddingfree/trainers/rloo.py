@@ -1,26 +1,16 @@
 """RLOO without padding."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from trl import RLOOConfig, RLOOTrainer
 
-from .. import upstream
-from ..data.collate_heads import PromptGroups
-from ..data.task import Task
 from .configs import PaddingFreeRLOOConfig
+from .grpo import GRPO
 from .online import OnlineTrainer
 
-RLOO = Task(
-    name="rloo",
-    unit="prompts",
-    found_by=(),  # prompts are found as data of GRPO
-    sequences=(("prompt_ids",),),
-    other_columns=(),
-    collator=PromptGroups,
-    prepare=upstream.prepare_prompts,
-    truncates=False,
-)
+RLOO = replace(GRPO, name="rloo", found_by=())  # prompts are found as data of GRPO
 
 
 class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
@@ -29,18 +19,8 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
     generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
-    TRL's. With `padding_free=False`, so are the passes.
-
-    Args:
-        args ([`PaddingFreeRLOOConfig`] or [`~trl.RLOOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeRLOOConfig`]. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
-        *args, **kwargs:
-            As for [`~trl.RLOOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
+    TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
     Examples:
     ```python
