@@ -31,8 +31,6 @@ class FlatCollator(DataCollatorMixin):
         keeps_rows (`bool`, *optional*, defaults to `False`):
             Whether batches have what they were made of under `"rows"`, on the host, so that a trainer can split them.
 
-    Examples:
-    ```python
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
     >>> from trl_paddingfree import FlatCollator
@@ -42,8 +40,6 @@ class FlatCollator(DataCollatorMixin):
     >>> collator = OwnCollator(pad_token_id=0, padding_free=True)
     >>> collator([{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]}])["flat_batch"].input_ids
     tensor([[1, 2, 3, 2, 4, 5]])
-
-    ```
     """
 
     padding_free: bool = False
@@ -132,8 +128,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     Collator of preference pairs: TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], with its arguments and
     those of [`FlatCollator`].
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import PreferenceCollator
     >>> collator = PreferenceCollator(pad_token_id=0, padding_free=True)
     >>> batch = collator(
@@ -149,8 +143,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
             [ 7,  8, 10, 11,  0]])
     >>> batch["flat_batch"].input_ids
     tensor([[ 1,  2,  3,  4,  5,  7,  8,  9,  3,  6,  8, 10, 11]])
-
-    ```
     """
 
     rows_per_example: ClassVar[int | None] = 2
@@ -172,8 +164,6 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their documents, so no document sees
     another on any attention implementation.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
     >>> packed = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}]
@@ -184,8 +174,6 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             [   6, -100, -100]])
     >>> batch["flat_batch"].position_ids
     tensor([[0, 1, 2, 0, 1, 0]])
-
-    ```
     """
 
     prefix_sharing: bool = False
@@ -247,8 +235,6 @@ def concatenated_inputs(
         and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
         shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import concatenated_inputs
     >>> pair = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
     >>> flat = concatenated_inputs([pair])
@@ -260,8 +246,6 @@ def concatenated_inputs(
     ([0, 5, 7], [0, 5, 9], [0, 1, 2, 3, 4, 0, 1, 5, 6])
     >>> concatenated_inputs([pair], prefix_sharing=False)["input_ids"]
     tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6]])
-
-    ```
     """
     trl = DataCollatorForPreference(pad_token_id, max_length, truncation_mode, pad_to_multiple_of)
     rows = trl(examples)

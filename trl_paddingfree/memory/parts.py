@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +13,6 @@ from ..flat.counts import of_all_processes
 
 # What is left of a limit under which a part did not fit
 _LOWERED = 0.9
-
-
-class HostRows(Protocol):
-    """What a micro-batch was made of, on the host, see [`~trl_paddingfree.data.collate.CollatedRows`]."""
-
-    num_examples: int
-
-    def row_numbers(self, examples: Sequence[int]) -> list[int]: ...
-
-    def tokens(self) -> list[int]: ...
-
-    def take(self, examples: Sequence[int]) -> "HostRows": ...
-
-    def images(self) -> dict[str, Any]: ...
-
-    def batch(self, reach: int | None = None) -> dict[str, Any]: ...
 
 
 def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """The base of the padding-free trainers: models that compute flat batches, one check, one set of figures."""
 
 import inspect
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -295,7 +294,3 @@ class FlatTrainer(Trainer):
         """Load by name what transformers has just loaded, if the checkpoint has other names."""
         if self.names_differ:
             load_by_name(checkpoint, model)
-
-    def synchronizing(self, is_last: bool) -> Any:
-        """A context for a part of a micro-batch, after the last of which gradients are synchronized."""
-        return nullcontext()

@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.images import ImageProbe, has_images
-from ..data.lengths import example_tokens, example_work, longest_row, row_lengths, token_lengths
+from ..data.lengths import example_tokens, example_work, row_lengths, token_lengths
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts
 from ..memory.parts import split_by_tokens
@@ -35,13 +35,9 @@ class CollatedTrainer(FlatTrainer):
 
     It is mixed in before one of TRL's trainers.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import PaddingFreeDPOTrainer
     >>> [base.__name__ for base in PaddingFreeDPOTrainer.__bases__]
     ['CollatedTrainer', 'DPOTrainer']
-
-    ```
     """
 
     data_collator: Any
@@ -65,6 +61,12 @@ class CollatedTrainer(FlatTrainer):
             return
         super().start_flat()
         self.data_collator = replace(self._flat_collator(), prefix_sharing=self.flat.models[0].route.prefix_sharing)
+
+    def _precompute_ref_logps(self, *args, **kwargs):
+        # TRL computes these, where it has any, inside its `__init__`, right after the models got their fused heads
+        self.start_flat()
+        trl: Any = super()
+        return trl._precompute_ref_logps(*args, **kwargs)
 
     # --- images -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class CollatedTrainer(FlatTrainer):
         limit = self.args.max_length
         if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
             return limit is None or limit > length
-        return longest_row(self.example_lengths()) > length
+        return bool((row_lengths(self.example_lengths()) > length).any())
 
     def weighed_by_micro_batch(self) -> list[str]:
         """Options under which the weight of an example in a step depends on its micro-batch, or on its process."""
@@ -246,6 +248,7 @@ class CollatedTrainer(FlatTrainer):
 
     @contextmanager
     def synchronizing(self, is_last: bool) -> Iterator[None]:
+        """A context for a part of a micro-batch, after the last of which gradients are synchronized."""
         state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
         # DeepSpeed goes by the flag below, and has a `no_sync` that refuses some of its stages
         holds = is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED

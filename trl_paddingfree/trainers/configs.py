@@ -95,41 +95,9 @@ def option(default: Any, meaning: str) -> Any:
 @dataclass
 class PaddingFreeOptions:
     """
-    Options of padding-free training, shared by all trainers.
+    Options of padding-free training, shared by all trainers; each field says what it means, and a value that its type
+    does not allow raises a `ValueError`.
 
-    Args:
-        padding_free (`bool`, *optional*, defaults to `True`):
-            Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in
-            checkpoints only: half-written ones are refused, and weights are loaded by name.
-        prefix_sharing (`bool`, *optional*):
-            Whether to compute a prefix that several rows of a micro-batch share once. Defaults to `True` for DPO and
-            `False` for SFT.
-        flat_attention (`str`, *optional*, defaults to `"auto"`):
-            How attention is computed over flat batches: `"auto"` takes the fastest way for the model, its
-            `attn_implementation`, device and dtype that the start-up check finds exact; `"flash"`, `"varlen"`,
-            `"segment"`, `"positions"` and `"mask"` ask for one of them, which is then used or refused.
-        arrange_micro_batches (`str`, *optional*, defaults to `"none"`):
-            Which examples of an optimizer step share a micro-batch. `"none"`: as the sampler draws them. `"tokens"`:
-            every micro-batch gets about the same work, so that processes do not wait for each other. `"prefix"`:
-            examples that start alike meet, so that more is shared. The examples of each step, and their weights, stay
-            the same.
-        max_tokens_per_micro_batch (`int`, *optional*):
-            Most tokens to compute at once in training. A larger micro-batch runs in as many parts as needed, with the
-            same loss and gradients, so that no batch of long examples runs out of memory.
-        oversized_examples (`str`, *optional*, defaults to `"error"`):
-            What to do with an example of more than `max_tokens_per_micro_batch` tokens: `"error"` refuses to start,
-            `"alone"` runs it by itself.
-        memory_budget (`float` or `str`, *optional*):
-            GiB that training may use on each device; `"auto"`: what other processes leave of it, less a tenth. With
-            it each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit
-            even so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without
-            it, activations are kept or recomputed as TRL does it.
-
-    Raises:
-        `ValueError`: If an option has a value that its type does not allow.
-
-    Examples:
-    ```python
     >>> from dataclasses import dataclass
     >>> from trl import DPOConfig
     >>> from trl_paddingfree import PaddingFreeOptions
@@ -139,31 +107,42 @@ class PaddingFreeOptions:
     >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", memory_budget=20)
     >>> config.memory_budget, config.beta
     (20.0, 0.1)
-
-    ```
     """
 
     padding_free: bool = option(
-        True, "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does."
+        True,
+        "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in "
+        "checkpoints only: half-written ones are refused, and weights are loaded by name.",
     )
     prefix_sharing: bool = option(True, SHARING)
     flat_attention: Literal["auto", BackendName] = option(
-        "auto", "The backend that computes attention over flat batches."
+        "auto",
+        "How attention is computed over flat batches. 'auto' takes the fastest way for the model, its "
+        "`attn_implementation`, device and dtype that the start-up check finds exact; the name of a backend asks for "
+        "it, which is then used or refused.",
     )
     arrange_micro_batches: Literal["none", "tokens", "prefix"] = option(
         "none",
-        "Which examples of an optimizer step share a micro-batch: as drawn ('none'), about the same work in each "
-        "('tokens'), or those that start alike ('prefix').",
+        "Which examples of an optimizer step share a micro-batch. 'none': as the sampler draws them. 'tokens': every "
+        "micro-batch gets about the same work, so that processes do not wait for each other. 'prefix': examples that "
+        "start alike meet, so that more is shared. The examples of each step, and their weights, stay the same.",
     )
     max_tokens_per_micro_batch: int | None = option(
-        None, "Most tokens to compute at once in training: larger micro-batches run in parts."
+        None,
+        "Most tokens to compute at once in training. A larger micro-batch runs in as many parts as needed, with the "
+        "same loss and gradients, so that no batch of long examples runs out of memory.",
     )
     oversized_examples: Literal["error", "alone"] = option(
-        "error", "What to do with an example above `max_tokens_per_micro_batch`: 'error' or run it 'alone'."
+        "error",
+        "What to do with an example of more than `max_tokens_per_micro_batch` tokens: 'error' refuses to start, "
+        "'alone' runs it by itself.",
     )
     memory_budget: float | str | None = option(
         None,
-        "GiB that training may use on each device, or 'auto': activations are recomputed only as far as need be.",
+        "GiB that training may use on each device; 'auto': what other processes leave of it, less a tenth. With it "
+        "each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even "
+        "so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without it, "
+        "activations are kept or recomputed as TRL does it.",
     )
 
     @property

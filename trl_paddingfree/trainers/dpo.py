@@ -36,8 +36,6 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once.
     [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
@@ -46,19 +44,13 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
     >>> args = PaddingFreeDPOConfig("out", max_steps=1, **options)
-    >>> trainer = PaddingFreeDPOTrainer(
-    ...     model=make_model(tokenizer),  # or the name of one on the hub
-    ...     args=args,
-    ...     train_dataset=dataset,
-    ...     processing_class=tokenizer,
-    ...     peft_config=LoraConfig(),
-    ... )
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> data = {"train_dataset": dataset, "processing_class": tokenizer}
+    >>> trainer = PaddingFreeDPOTrainer(model, args=args, **data, peft_config=LoraConfig())
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = DPO
@@ -100,8 +92,3 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     def compute_ref_log_probs(self, model, inputs):
         self.prove_placed(model)
         return super().compute_ref_log_probs(model, inputs)
-
-    def _precompute_ref_logps(self, *args, **kwargs):
-        # TRL computes these inside its `__init__`, right after it has given the models their fused heads
-        self.start_flat()
-        return super()._precompute_ref_logps(*args, **kwargs)

@@ -35,8 +35,6 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
     [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
@@ -53,8 +51,6 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = GRPO

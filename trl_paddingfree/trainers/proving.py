@@ -1,7 +1,6 @@
 """The start-up check as trainers run it: which models, when, and on all processes alike."""
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -123,15 +122,13 @@ class StartUpCheck:
     def _prove(self, model: Any, route: Route) -> CheckResult:
         base = self._base(model)
         with self.in_precision(), self._checkpointing(base):
-            fallback = self.options.flat_attention == "auto"
-            no_gradients = self._why_no_gradients(model)
             result, failed = prove(
                 base,
                 route,
-                fallback=fallback,
+                fallback=self.options.flat_attention == "auto",
                 call=model,
                 agree=self._all_agree,
-                no_gradients=no_gradients,
+                no_gradients=self._why_no_gradients(model),
                 tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
         if failed and self.accelerator.is_main_process:
@@ -152,15 +149,12 @@ class StartUpCheck:
         options = dict(self.args.gradient_checkpointing_kwargs or {})
         for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
             options.pop(name, None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the names that do not warn are not in older releases
-            base.gradient_checkpointing_enable(options or None)
+        # The names that do not warn are not in older releases: `silence` has silenced these
+        base.gradient_checkpointing_enable(options or None)
         try:
             yield
         finally:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                base.gradient_checkpointing_disable()
+            base.gradient_checkpointing_disable()
 
     def _why_no_gradients(self, model: Any) -> str:
         """Which engine stands between a model and its gradients; empty if none does."""

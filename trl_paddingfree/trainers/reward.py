@@ -36,8 +36,6 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     as one flat row without padding, in which the prompt of a pair is there once, and the head reads the last token of
     each sequence. [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from transformers import AutoModelForSequenceClassification
     >>> from trl_paddingfree import PaddingFreeRewardConfig, PaddingFreeRewardTrainer
@@ -47,18 +45,13 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     >>> config = make_model(tokenizer).config
     >>> config.num_labels = 1
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> trainer = PaddingFreeRewardTrainer(
-    ...     model=AutoModelForSequenceClassification.from_config(config),  # or the name of one on the hub
-    ...     args=PaddingFreeRewardConfig("out", max_steps=1, **options),
-    ...     train_dataset=dataset,
-    ...     processing_class=tokenizer,
-    ... )
+    >>> args = PaddingFreeRewardConfig("out", max_steps=1, **options)
+    >>> model = AutoModelForSequenceClassification.from_config(config)  # or the name of one on the hub
+    >>> trainer = PaddingFreeRewardTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = REWARD

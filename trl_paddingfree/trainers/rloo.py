@@ -22,8 +22,6 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
     [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeRLOOConfig, PaddingFreeRLOOTrainer
@@ -42,8 +40,6 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = RLOO

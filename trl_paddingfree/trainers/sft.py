@@ -43,8 +43,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     goes through the model as one flat row without padding, `max_length` is enforced, and packed documents never see
     each other. [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
@@ -52,18 +50,12 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     >>> tokenizer = make_tokenizer(dataset["text"])
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
     >>> args = PaddingFreeSFTConfig("out", max_steps=1, **options)
-    >>> trainer = PaddingFreeSFTTrainer(
-    ...     model=make_model(tokenizer),  # or the name of one on the hub
-    ...     args=args,
-    ...     train_dataset=dataset,
-    ...     processing_class=tokenizer,
-    ... )
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> trainer = PaddingFreeSFTTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, no shared prefixes)'
-
-    ```
     """
 
     task = SFT
