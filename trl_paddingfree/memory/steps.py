@@ -276,6 +276,6 @@ class BudgetedSteps:
 
 
 def counts_in_parts(whole: BatchCounts, parts: Sequence[FlatBatch]) -> BatchCounts:
-    """The counts of a micro-batch that is computed in parts."""
-    computed = sum((part.counts for part in parts), BatchCounts())
+    """The counts of a micro-batch that is computed in parts, or whole if there are none."""
+    computed = sum((part.counts for part in parts), BatchCounts()) if parts else whole
     return replace(whole, computed=computed.computed, repeated=computed.repeated)

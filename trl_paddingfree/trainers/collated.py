@@ -237,8 +237,7 @@ class CollatedTrainer(FlatTrainer):
 
         tokens = rows.tokens() if not self.flat.steps.fits(whole) else [0] * rows.num_examples
         batch = self.flat.steps.divided(whole, tokens, make, split_by_tokens)
-        counts = [part.batch for part in batch.parts] or [batch]
-        self.counts.add(counts_in_parts(whole.counts, counts))
+        self.counts.add(counts_in_parts(whole.counts, [part.batch for part in batch.parts]))
         return batch
 
     def refuse_edits_of_whole(self, inputs: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ DPO = Task(
     unit="pairs",
     found_by=(frozenset({"chosen", "rejected"}),),
     sequences=(("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
-    other_columns=(),
     collator=PreferenceCollator,
     prepare=upstream.prepare_preferences,
     vision_collator=VisionPreferenceCollator,

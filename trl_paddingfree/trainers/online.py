@@ -87,7 +87,7 @@ class OnlineTrainer(FlatTrainer):
 
                 tokens = [lengths[row] for row in order]
                 batch = self.flat.steps.divided(batch, tokens, part, split_in_order)
-            self.counts.add(counts_in_parts(batch.counts, [each.batch for each in batch.parts] or [batch]))
+            self.counts.add(counts_in_parts(batch.counts, [each.batch for each in batch.parts]))
         return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: Any) -> None:

@@ -41,11 +41,7 @@ class StartUpCheck:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        options: PaddingFreeOptions,
-        args: Any = None,
-        images: ImageProbe | None = None,
+        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any = None, images: ImageProbe | None = None
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
@@ -105,7 +101,6 @@ class StartUpCheck:
         return results[0].route
 
     def _results_of(self, models: Sequence[Any]) -> list[CheckResult]:
-        """What the check says of every model."""
         routes = [self.plan(model) for model in models]
         for model, route in zip(models, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)

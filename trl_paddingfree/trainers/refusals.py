@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset
-from peft import PeftModel, PromptLearningConfig
+from peft import LoraConfig, PeftModel, PromptLearningConfig
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl import SFTConfig
@@ -73,7 +73,7 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
             f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, as all "
             "prompt-learning does, which a flat batch cannot hold. Use LoRA, or set `padding_free=False`."
         )
-    if tokens := getattr(peft_config, "alora_invocation_tokens", None):
+    if isinstance(peft_config, LoraConfig) and (tokens := peft_config.alora_invocation_tokens):
         raise ValueError(
             f"`peft_config` with `alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row, and "
             "a flat batch is one row. Use LoRA without them, or set `padding_free=False`."
@@ -98,11 +98,8 @@ def _refuse_sequence_parallelism(config: Any) -> None:
         parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
     if parallelism is None:
         return
-    for name, kind, size in (
-        ("cp_size", "context", parallelism.cp_size),
-        ("sp_size", "sequence", parallelism.sp_size),
-    ):
-        if size > 1:
+    for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
+        if (size := vars(parallelism)[name]) > 1:
             raise ValueError(
                 f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
                 f"and a flat batch is not made of rows. Set `{name}=1`, or `padding_free=False`."
@@ -158,10 +155,7 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
 
 
 def refuse_moving(options: PaddingFreeOptions, train_dataset: Any, config: Any, reasons: list[str]) -> None:
-    """
-    Refuse to move examples between micro-batches where that would change the loss, for `reasons`: options under which
-    the loss of an example, or its weight in a step, depends on its micro-batch.
-    """
+    """Refuse to move examples between micro-batches, for `reasons`: options under which that changes the loss."""
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if reasons:
         raise ValueError(
@@ -182,10 +176,8 @@ def refuse_moving(options: PaddingFreeOptions, train_dataset: Any, config: Any, 
 
 def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds: Callable[[int], bool]) -> None:
     """
-    Refuse padding to a `multiple` that changes what padded TRL computes.
-
-    `limits` are kinds of rotary frequencies that follow the longest row, with the length from which on they do;
-    `exceeds` says whether a row may be longer than a length.
+    Refuse padding to a `multiple` that changes what padded TRL computes: beyond the `limits` from which on rotary
+    frequencies of some kind follow the longest row, if a row of training `exceeds` them.
     """
     for kind, length in limits.items():
         if multiple and exceeds(length // multiple * multiple):

@@ -22,7 +22,6 @@ REWARD = Task(
     unit="pairs",
     found_by=(),  # pairs are found as data of DPO, which wastes and saves the same
     sequences=(("chosen_ids",), ("rejected_ids",)),
-    other_columns=(),
     collator=RewardCollator,
     prepare=upstream.prepare_pairs,
 )
