@@ -12,7 +12,7 @@ from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.quickstart import compare as quickstart
 from trl_paddingfree.quickstart import data as stdlib_data
-from trl_paddingfree.quickstart.watch import MemoryWatch, watch_memory
+from trl_paddingfree.quickstart.side_by_side import MemoryWatch, watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
 

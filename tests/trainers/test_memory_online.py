@@ -16,7 +16,7 @@ from tests.helpers.tiny import following_rotary, make_model, make_tokenizer
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.memory.steps import BudgetedSteps
-from trl_paddingfree.model import row_parts
+from trl_paddingfree.model import forward
 from trl_paddingfree.trainers.base import FlatTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -131,7 +131,7 @@ def test_parts_are_computed_again_as_they_were(data, parts_made, monkeypatch):
     monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
     runs = []
     for compute in (checkpoint, lambda function, *args, use_reentrant: function(*args)):
-        monkeypatch.setattr(row_parts, "checkpoint", compute)
+        monkeypatch.setattr(forward, "checkpoint", compute)
         runs.append(train("rloo", "shared", with_lora, data, memory_budget=8, steps=1))
     assert max(parts_made) > 1
     same(*runs)

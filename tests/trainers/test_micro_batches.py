@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.equivalence import TOLERANCE, run
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens, imbalance
+from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.memory.parts import split_by_tokens
 

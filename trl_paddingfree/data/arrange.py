@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
-from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
-from torch.utils.data import RandomSampler, Sampler
-
-from .lengths import example_work
+from torch.utils.data import Sampler
 
 
 class StepSampler(Sampler[int]):
@@ -98,60 +95,17 @@ def by_tokens(
     return arrange
 
 
-def ranks_of(keys: Sequence[Any]) -> np.ndarray:
-    """`(len(keys),)` int64: place of each key when they are sorted, equal ones in their order."""
-    ranks = np.empty(len(keys), dtype=np.int64)
+def by_prefix(keys: Sequence[Any]) -> Callable[[list[int]], list[int]]:
+    """
+    An arrangement of a step in which examples that start alike stand side by side; those of a data set sort by their
+    `keys`, equal ones in their order.
+    """
+    ranks = np.empty(len(keys), dtype=np.int64)  # the keys of a large data set are large, and not kept
     ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-    return ranks
+    return lambda step: sorted(step, key=ranks.__getitem__)
 
 
-def by_prefix(ranks: Sequence[int] | np.ndarray) -> Callable[[list[int]], list[int]]:
-    """An arrangement of a step in which examples that start alike stand side by side, by their [`ranks_of`]."""
-    return lambda step: sorted(step, key=lambda index: ranks[index])
-
-
-def imbalance(work: Sequence[float] | np.ndarray, batch_size: int, num_processes: int) -> float:
-    """
-    How much longer processes take because they wait for each other, by the work of the examples in the order of
-    training: the sum over rounds of micro-batches of the most costly one, over their mean.
-    """
-    round_size = batch_size * num_processes
-    whole = np.asarray(work[: len(work) // round_size * round_size], dtype=np.float64)
-    micro_batches = whole.reshape(-1, num_processes, batch_size).sum(2)
-    return float(micro_batches.max(1).sum() / micro_batches.mean(1).sum())
-
-
-def arranged_sampler(
-    sampler: Any,
-    arrange: Callable[[list[int]], list[int]],
-    *,
-    step_size: int,
-    data_seed: int | None,
-    use_seedable_sampler: bool = True,
-) -> StepSampler:
-    """The sampler that transformers' trainer made, or what accelerate would make of it, rearranged within each step."""
-    if isinstance(sampler, RandomSampler) and use_seedable_sampler:
-        # What accelerate would put in its place, had it found it
-        sampler = SeedableRandomSampler(sampler.data_source, data_seed=data_seed)
-    return StepSampler(sampler, step_size, arrange)
-
-
-def arrangement(
-    how: str,
-    dataset: Dataset,
-    lengths: np.ndarray,
-    *,
-    prefix_column: str,
-    prefix_sharing: bool,
-    hidden_size: int,
-    batch_size: int,
-    num_processes: int,
-) -> Callable[[list[int]], list[int]]:
-    """
-    What `arrange_micro_batches` makes of one optimizer step of prepared data: by `"tokens"`, of examples with `lengths`
-    as for [`example_work`], or by the `"prefix"` of token ids in `prefix_column`.
-    """
-    if how == "prefix":
-        column = dataset.with_format("numpy", columns=[prefix_column])
-        return by_prefix(ranks_of([np.asarray(row[prefix_column], dtype=np.int64).tobytes() for row in column]))
-    return by_tokens(example_work(lengths, prefix_sharing, hidden_size), batch_size, num_processes)
+def token_keys(dataset: Dataset, column: str) -> list[bytes]:
+    """Of each example, what says how the token ids in a column start: equal ids are neighbours among them."""
+    rows = dataset.with_format("numpy", columns=[column])
+    return [np.asarray(row[column], dtype=np.int64).tobytes() for row in rows]

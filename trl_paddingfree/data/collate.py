@@ -1,6 +1,7 @@
 """Collators: TRL's padded rows, and beside them the flat batch that the model computes instead."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -10,7 +11,6 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch
-from .rows import CollatedRows
 
 
 @dataclass
@@ -18,10 +18,9 @@ class FlatCollator(DataCollatorMixin):
     """
     Mixed in before one of TRL's collators: adds the flat batch that the model computes in place of its rows.
 
-    The flat batch, the [`FlatBatch`] that the model computes in place of the rows, is made last, of the rows that
-    `torch_call` gives, whatever a subclass did to these. They hold integers only: their padding costs nothing. All but
-    two arguments are those of TRL's collator: its `max_length` is applied before anything is flattened or shared, and
-    its `pad_to_multiple_of` pads rows and flat batches.
+    The flat batch is made last, of the rows that `torch_call` gives, whatever a subclass did to these. They hold
+    integers only: their padding costs nothing. Of the arguments of TRL's collator, `max_length` is applied before
+    anything is flattened or shared, and `pad_to_multiple_of` pads rows and flat batches.
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
@@ -32,8 +31,6 @@ class FlatCollator(DataCollatorMixin):
         keeps_rows (`bool`, *optional*, defaults to `False`):
             Whether batches have what they were made of under `"rows"`, on the host, so that a trainer can split them.
 
-    Examples:
-    ```python
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
     >>> from trl_paddingfree import FlatCollator
@@ -43,8 +40,6 @@ class FlatCollator(DataCollatorMixin):
     >>> collator = OwnCollator(pad_token_id=0, padding_free=True)
     >>> collator([{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]}])["flat_batch"].input_ids
     tensor([[1, 2, 3, 2, 4, 5]])
-
-    ```
     """
 
     padding_free: bool = False
@@ -88,14 +83,51 @@ class FlatCollator(DataCollatorMixin):
         return {**rows, "flat_batch": self.flatten(rows), **({"rows": on_host} if self.keeps_rows else {})}
 
 
+@dataclass(frozen=True)
+class CollatedRows:
+    """The rows of a batch on the host, from which parts of it are made."""
+
+    collator: Any  # the [`FlatCollator`] that gave the batch
+    rows: dict[str, Any]  # the batch without its flat batch: values of one entry per row, per example, or for all
+    num_examples: int
+
+    def row_numbers(self, examples: Sequence[int]) -> list[int]:
+        """The rows of some examples."""
+        return [i + first for first in range(0, len(self.rows["input_ids"]), self.num_examples) for i in examples]
+
+    def take(self, examples: Sequence[int]) -> "CollatedRows":
+        """The rows of some examples, as wide as all."""
+        numbers = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_examples: list(examples)}
+
+        def taken(value: Any) -> Any:
+            has_entries = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+            if not has_entries or len(value) not in numbers:
+                return value
+            index = numbers[len(value)]
+            return [value[i] for i in index] if isinstance(value, list) else value[index]
+
+        return replace(self, rows={name: taken(x) for name, x in self.rows.items()}, num_examples=len(examples))
+
+    def tokens(self) -> list[int]:
+        """Tokens to compute of each example alone."""
+        alone = [self.take([i]).rows for i in range(self.num_examples)]
+        return [self.collator.flatten(rows).counts.computed for rows in alone]
+
+    def images(self) -> dict[str, Any]:
+        """What belongs to images, of those of these rows."""
+        return {}
+
+    def batch(self, reach: int | None = None) -> dict[str, Any]:
+        """The batch of these rows, with them under `"rows"`."""
+        return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach), "rows": self}
+
+
 @dataclass
 class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     """
     Collator of preference pairs: TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], with its arguments and
     those of [`FlatCollator`].
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import PreferenceCollator
     >>> collator = PreferenceCollator(pad_token_id=0, padding_free=True)
     >>> batch = collator(
@@ -111,8 +143,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
             [ 7,  8, 10, 11,  0]])
     >>> batch["flat_batch"].input_ids
     tensor([[ 1,  2,  3,  4,  5,  7,  8,  9,  3,  6,  8, 10, 11]])
-
-    ```
     """
 
     rows_per_example: ClassVar[int | None] = 2
@@ -134,8 +164,6 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their documents, so no document sees
     another on any attention implementation.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
     >>> packed = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}]
@@ -146,8 +174,6 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             [   6, -100, -100]])
     >>> batch["flat_batch"].position_ids
     tensor([[0, 1, 2, 0, 1, 0]])
-
-    ```
     """
 
     prefix_sharing: bool = False
@@ -199,14 +225,8 @@ def concatenated_inputs(
             other.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether prefixes that sequences share are there once. Read only if `padding_free`.
-        pad_token_id (`int`, *optional*, defaults to `0`):
-            Token ID to use for padding.
-        max_length (`int`, *optional*):
-            Maximum length of each sequence, applied first.
-        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
-            `"keep_start"` or `"keep_end"`.
-        pad_to_multiple_of (`int`, *optional*):
-            If set, the rows, or the flat row, are padded to a multiple of this value.
+        pad_token_id, max_length, truncation_mode, pad_to_multiple_of:
+            As for TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`]. The rows, or the flat row, are padded.
 
     Returns:
         `dict[str, Any]`: Padded: the rows of TRL's collator, with `position_ids` and `labels` beside its `input_ids`,
@@ -215,8 +235,6 @@ def concatenated_inputs(
         and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
         shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import concatenated_inputs
     >>> pair = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
     >>> flat = concatenated_inputs([pair])
@@ -228,8 +246,6 @@ def concatenated_inputs(
     ([0, 5, 7], [0, 5, 9], [0, 1, 2, 3, 4, 0, 1, 5, 6])
     >>> concatenated_inputs([pair], prefix_sharing=False)["input_ids"]
     tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6]])
-
-    ```
     """
     trl = DataCollatorForPreference(pad_token_id, max_length, truncation_mode, pad_to_multiple_of)
     rows = trl(examples)

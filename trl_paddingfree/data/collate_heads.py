@@ -18,8 +18,6 @@ class RewardCollator(FlatCollator, DataCollatorForPreference):
     Collator of pairs for reward models: TRL's [`~trl.trainer.reward_trainer.DataCollatorForPreference`], with its
     arguments and those of [`FlatCollator`]. `pad_token_id` is that of the model, which finds the end of a row by it.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import RewardCollator
     >>> collator = RewardCollator(pad_token_id=0, padding_free=True)
     >>> batch = collator([{"chosen_ids": [1, 2, 3, 4], "rejected_ids": [1, 2, 5]}])
@@ -28,8 +26,6 @@ class RewardCollator(FlatCollator, DataCollatorForPreference):
             [1, 2, 5, 0]])
     >>> batch["flat_batch"].input_ids
     tensor([[1, 2, 3, 4, 2, 5]])
-
-    ```
     """
 
     rows_per_example: ClassVar[int | None] = 2
@@ -46,8 +42,6 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
 
     The flat batch of the mismatched rows (`"KL_input_ids"`), if there are any, is the `companion` of the batch's.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import UnpairedPreferenceCollator
     >>> collator = UnpairedPreferenceCollator(pad_token_id=0, padding_free=True)
     >>> examples = [
@@ -57,8 +51,6 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
     >>> batch = collator(examples)
     >>> batch["flat_batch"].input_ids, batch["flat_batch"].companion.input_ids
     (tensor([[1, 2, 3, 2, 6, 7]]), tensor([[1, 2, 6, 7, 2, 3]]))
-
-    ```
     """
 
     rows_per_example: ClassVar[int | None] = 1

@@ -53,11 +53,6 @@ def row_lengths(lengths: np.ndarray) -> np.ndarray:
     return lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
 
 
-def longest_row(lengths: np.ndarray) -> int:
-    """Tokens of the longest row, of lengths as for [`example_tokens`]."""
-    return int(row_lengths(lengths).max(initial=0))
-
-
 def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
     """
     `(examples,)` int64: tokens to compute of each example, by those of its prompt and of each completion, of shape

@@ -6,14 +6,13 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.counts import BatchCounts
 from ..flat.images import RowImages
 from .images import images_key
-from .prepare import tokenize
 from .task import Task
 
 
@@ -124,6 +123,36 @@ def measure(
         lengths=tuple(chain.from_iterable(lengths)),
         batches=found,
     )
+
+
+def tokenize(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    max_length: int | None,
+    truncation_mode: str,
+    in_order: bool = False,
+) -> tuple[Dataset, list[list[int]]]:
+    """
+    A data set tokenized as TRL's trainers do: the rows that the collator gets, and for each row of `dataset` the
+    lengths of its sequences before truncation, in tokens. Rows that are cut come last, unless they are to stay
+    `in_order`, which takes longer.
+    """
+    if task.prepare is None:
+        raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
+    whole = task.prepare(dataset, tokenizer, max_length=None, truncation_mode=truncation_mode)
+    lengths = task.sequence_lengths(whole)
+    if max_length is None:
+        return whole, lengths
+    is_long = np.array([max(row) > max_length for row in lengths])
+    if in_order:  # nothing says which of several rows are dropped: all are cut, or none
+        is_long[:] = is_long.any()
+    kept = whole.select(np.flatnonzero(~is_long))
+    if is_long.any():  # only these can lose tokens, or be dropped
+        long = dataset.select(np.flatnonzero(is_long))
+        cut = task.prepare(long, tokenizer, max_length=max_length, truncation_mode=truncation_mode)
+        kept = concatenate_datasets([kept, cut])
+    return kept, lengths
 
 
 def _text_counts(rows: Dataset, task: Task, options: dict[str, Any]) -> Callable[[np.ndarray], BatchCounts]:

@@ -34,13 +34,9 @@ class Task:
         vision_collator (`type`, *optional*):
             The collator class for data with images; `None`, if the trainer takes none.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import PaddingFreeDPOTrainer
     >>> PaddingFreeDPOTrainer.task.unit, PaddingFreeDPOTrainer.task.token_columns
     ('pairs', ('prompt_ids', 'chosen_ids', 'rejected_ids'))
-
-    ```
     """
 
     name: str

@@ -43,8 +43,6 @@ def split_turns(dataset: Any, seed: int | None = None, num_proc: int | None = No
         `ValueError`: If there are no conversations to cut, naming the columns, or the row and what is wrong with it;
             if a stream is to be put into another order.
 
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from trl_paddingfree import split_turns
     >>> said = [("user", "1 + 1?"), ("assistant", "2"), ("user", "And 1 more?"), ("assistant", "3")]
@@ -52,8 +50,6 @@ def split_turns(dataset: Any, seed: int | None = None, num_proc: int | None = No
     >>> rows = split_turns(Dataset.from_list([{"messages": conversation}]))
     >>> [(len(row["prompt"]), row["completion"][0]["content"]) for row in rows]
     [(1, '2'), (3, '3')]
-
-    ```
     """
     if isinstance(dataset, dict):
         return type(dataset)({name: split_turns(split, seed, num_proc) for name, split in dataset.items()})

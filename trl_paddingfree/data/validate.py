@@ -186,3 +186,26 @@ def _token_columns(dataset: Any) -> list[str]:
 def without_lengths(dataset: Any) -> Any:
     """Data that nobody has packed, without a column `seq_lengths` of the user's own, which padded TRL does not read."""
     return dataset.remove_columns("seq_lengths") if "seq_lengths" in column_names(dataset) else dataset
+
+
+def log_dropped(
+    name: str,
+    before: Any,
+    after: Any,
+    max_length: int | None,
+    reason: str = "leaves nothing to learn from",
+    examples_of_row: int = 1,
+) -> None:
+    """
+    Say how many examples of the `name` data, of which it makes `examples_of_row` of each row, TRL left out for the
+    `reason` of their length. Refuses data of which none is left.
+    """
+    if not isinstance(before, Dataset) or len(after) == (examples := examples_of_row * len(before)):
+        return
+    dropped = (
+        f"The {name} data: dropped {examples - len(after)} of {examples} examples, which "
+        f"`max_length={max_length}` {reason}."
+    )
+    if not len(after):
+        raise ValueError(f"{dropped} Raise `max_length`.")
+    logger.warning(f"{dropped} Raise `max_length` to keep them.")

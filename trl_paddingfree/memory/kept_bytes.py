@@ -49,30 +49,13 @@ _NEGLIGIBLE = 0.002
 
 def load(batch: FlatBatch, route: Route, device: torch.device | None = None) -> np.ndarray:
     """
-    The sizes of a flat batch that decide how much memory it needs.
+    `(len(LOADS),)` int64: the sizes of a flat batch that decide how much memory it needs, computed by `route` on
+    `device`, or where the batch is.
 
-    Args:
-        batch ([`~trl_paddingfree.FlatBatch`]):
-            The batch.
-        route ([`~trl_paddingfree.model.routes.Route`]):
-            How the model computes it.
-        device (`torch.device`, *optional*):
-            Where. Defaults to where the batch is.
-
-    Returns:
-        `np.ndarray` of shape `(len(LOADS),)`, int64.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree import FlatBatch
-    >>> from trl_paddingfree.memory.kept_bytes import LOADS, load
-    >>> from trl_paddingfree.model.routes import Route
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
     >>> {name: size for name, size in sizes.items() if size}
     {'constant': 1, 'tokens': 6, 'keys': 7, 'branch_keys': 3, 'pairs': 22, 'branches': 6, 'scored': 3}
-
-    ```
     """
     segments, tokens, images = batch.layout.segments, batch.counts.computed, batch.images
     features, pixels = (0, 0) if images is None else (images.num_features, images.num_pixels)
@@ -101,24 +84,12 @@ def _pairs_and_padding(layout: FlatLayout) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """
-    Bytes that a forward pass keeps for the backward pass, per unit of each [`load`].
+    """Bytes that a forward pass keeps for the backward pass, per unit of each [`load`], float64."""
 
-    Args:
-        kept (`np.ndarray` of shape `(layers, len(LOADS))`, float64):
-            What each layer keeps if it does not recompute.
-        recomputed (`np.ndarray`, same shape):
-            What it keeps if it does.
-        largest (`np.ndarray`, same shape):
-            The largest tensor that it keeps.
-        outside (`np.ndarray` of shape `(len(LOADS),)`, float64):
-            What is kept outside of the layers.
-    """
-
-    kept: np.ndarray
-    recomputed: np.ndarray
-    largest: np.ndarray
-    outside: np.ndarray
+    kept: np.ndarray  # (layers, len(LOADS)): what each layer keeps if it does not recompute
+    recomputed: np.ndarray  # of the same shape: what it keeps if it does
+    largest: np.ndarray  # of the same shape: the largest tensor that it keeps
+    outside: np.ndarray  # (len(LOADS),): what is kept outside of the layers
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
         """The bytes of some of the layers."""
@@ -157,21 +128,12 @@ def count_kept_bytes(
     **arguments: Any,
 ) -> KeptBytes:
     """
-    Count the bytes that each layer of a model keeps. Leaves no gradient, and the model as it was.
+    Count the bytes that each layer of a model keeps, on which `route` is installed and whose head is TRL's fused one.
+    Leaves no gradient, and the model as it was.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model with TRL's fused LM head, on which `route` is installed.
-        route ([`~trl_paddingfree.model.routes.Route`]):
-            How it computes flat batches.
-        call (`Callable`, *optional*):
-            What to call in place of `model`: the same model under a wrapper that gathers its weights.
-        device (`torch.device`, *optional*):
-            Device of the batches. Defaults to that of the first weights.
-        with_images (`Sequence[dict[str, Any]]`, *optional*):
-            Arguments of further calls, whose flat batches have images. With them, the layers of the vision tower count.
-        **arguments:
-            What else training gives the model, such as `output_router_logits`.
+    `call` is called in place of `model`: the same under a wrapper that gathers its weights. Batches are on `device`, or
+    where the first weights are. `with_images` are arguments of further calls, whose flat batches have images: with
+    them, the layers of the vision tower count. `arguments` are what else training gives the model.
     """
     layers = recomputable_layers(model, bool(with_images))
     if device is None:
@@ -241,11 +203,7 @@ def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> 
 
 @contextmanager
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
-    """
-    Training mode with gradients, nothing recomputed.
-
-    Afterwards modes, flags, rotary frequencies and the random state are as before.
-    """
+    """Training mode with gradients, nothing recomputed. Afterwards all that this changes is as before."""
     checkpointing = checkpointing_layers(model)
     flags = [layer.gradient_checkpointing for layer in checkpointing]
     try:

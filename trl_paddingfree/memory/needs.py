@@ -34,29 +34,6 @@ class MemoryNeeds:
     the last layer works. When the last of the recomputing layers has recomputed, it holds all that it computed, and
     the layers before it their inputs; what the layers after it kept is free by then.
 
-    Args:
-        fixed (`int`):
-            Bytes that do not depend on the micro-batch: weights, gradients, state of the optimizer.
-        kept (`ArrayLike` of shape `(layers, loads)`):
-            For each layer, the bytes that it keeps per unit of each load, if it does not recompute.
-        recomputed (`ArrayLike`):
-            The same, if it does.
-        outside (`ArrayLike` of shape `(loads,)`):
-            The same, of what lies outside of the layers.
-        head (`ArrayLike`, same shape):
-            The same, of what the LM head works with for a time.
-        tile (`tuple[int, int]`):
-            Bytes per row of the logits that the LM head has at a time, and the most rows; a row for each unit of the
-            last load.
-        working (`ArrayLike`, same shape):
-            The same, of what the backward pass of one layer works with for a time.
-        correction (`float`, *optional*, defaults to `1.0`):
-            By what all but `fixed` is multiplied: what was measured over what was predicted.
-
-    Examples:
-    ```python
-    >>> import numpy as np
-    >>> from trl_paddingfree.memory.needs import MemoryNeeds
     >>> layers = 4  # each keeps 10 bytes per token, or its input of 2
     >>> needs = MemoryNeeds(100, [[10]] * layers, [[2]] * layers, [1], [3], (1, 2), [4])
     >>> needs.peaks(np.array([5])).tolist()
@@ -65,18 +42,16 @@ class MemoryNeeds:
     (2, 0)
     >>> needs.offloaded(np.array([5]))
     (225, 45)
-
-    ```
     """
 
-    fixed: int
-    kept: ArrayLike
-    recomputed: ArrayLike
-    outside: ArrayLike
-    head: ArrayLike
-    tile: tuple[int, int]
-    working: ArrayLike
-    correction: float = 1.0
+    fixed: int  # bytes that do not depend on the micro-batch: weights, gradients, state of the optimizer
+    kept: ArrayLike  # (layers, loads): bytes that each layer keeps per unit of each load, if it does not recompute
+    recomputed: ArrayLike  # the same, if it does
+    outside: ArrayLike  # (loads,): the same, of what lies outside of the layers
+    head: ArrayLike  # (loads,): of what the LM head works with for a time
+    tile: tuple[int, int]  # bytes per row of the logits, one for each unit of the last load; and the most at a time
+    working: ArrayLike  # (loads,): of what the backward pass of one layer works with for a time
+    correction: float = 1.0  # of all but `fixed`: what was measured over what was predicted
 
     def saved(self, load: np.ndarray) -> np.ndarray:
         """`(layers + 1,)` int64: bytes kept between the forward and the backward pass, if the first `n` recompute."""
@@ -144,15 +119,7 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequence[torch.Tensor]) -> int:
-    """
-    Bytes of the state that an optimizer will have: that of a small parameter, in proportion.
-
-    Args:
-        optimizer (`type`), options (`dict[str, Any]`):
-            Its class and its arguments.
-        parameters (`Sequence[torch.Tensor]`):
-            What it trains.
-    """
+    """Bytes of the state that an optimizer of a class will have for what it trains: that of a sample, in proportion."""
     total = 0.0
     for dtype in {parameter.dtype for parameter in parameters}:
         alike = [parameter for parameter in parameters if parameter.dtype == dtype]
@@ -172,16 +139,8 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
 
 def needs_of(kept: KeptBytes, fixed: int, model: Any) -> MemoryNeeds:
     """
-    What micro-batches need, from what layers keep.
-
-    Args:
-        kept ([`~trl_paddingfree.memory.kept_bytes.KeptBytes`]):
-            What was counted.
-        fixed (`int`):
-            Bytes that do not depend on the micro-batch.
-        model ([`~transformers.PreTrainedModel`]):
-            The model: TRL's fused LM head works in tiles, and adds gradients up in float32. A pooled head, with one
-            value per row, needs nothing to speak of.
+    What micro-batches of `model` need, from what its layers keep. TRL's fused LM head works in tiles, and adds
+    gradients up in float32; a pooled head, with one value per row, needs nothing to speak of.
     """
     summed, tile = [0.0] * len(LOADS), (0, 0)
     if not is_pooled(model):

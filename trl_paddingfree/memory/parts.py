@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,44 +15,13 @@ from ..flat.counts import of_all_processes
 _LOWERED = 0.9
 
 
-class HostRows(Protocol):
-    """What a micro-batch was made of, on the host, see [`~trl_paddingfree.data.rows.CollatedRows`]."""
-
-    num_examples: int
-
-    def row_numbers(self, examples: Sequence[int]) -> list[int]: ...
-
-    def tokens(self) -> list[int]: ...
-
-    def take(self, examples: Sequence[int]) -> "HostRows": ...
-
-    def images(self) -> dict[str, Any]: ...
-
-    def batch(self, reach: int | None = None) -> dict[str, Any]: ...
-
-
 def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:
     """
-    Split a micro-batch into as few parts as first-fit finds, none of more than `limit` tokens.
+    The items of each part of a micro-batch, by the tokens to compute of each item: as few parts as first-fit finds,
+    none of more than `limit` tokens, but for items above the limit, which get a part of their own.
 
-    An item above the limit gets a part of its own.
-
-    Args:
-        tokens (`Sequence[int]`):
-            Tokens to compute of each item.
-        limit (`int`):
-            Most tokens of one part.
-
-    Returns:
-        `list[list[int]]`: Items of each part, in their original order.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.memory.parts import split_by_tokens
     >>> split_by_tokens([30, 50, 20, 60], limit=80)
     [[2, 3], [0, 1]]
-
-    ```
     """
     parts: list[list[int]] = []
     room: list[int] = []
@@ -67,17 +36,7 @@ def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def split_in_order(tokens: Sequence[int], limit: int) -> list[list[int]]:
-    """
-    The same of items that stay beside their neighbours, with whom they share a prefix.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.memory.parts import split_in_order
-    >>> split_in_order([30, 50, 20, 60], limit=80)
-    [[0, 1], [2, 3]]
-
-    ```
-    """
+    """The same of items that stay beside their neighbours, with whom they share a prefix."""
     parts: list[list[int]] = []
     for item in range(len(tokens)):
         if parts and sum(tokens[i] for i in parts[-1]) + tokens[item] <= limit:
@@ -93,61 +52,34 @@ def parts_that_fit(
     split: Callable[[Sequence[int], int], list[list[int]]],
     make: Callable[[list[int]], Any],
     fits: Callable[[Any], bool],
-) -> list[tuple[list[int], Any]]:
+) -> list[Any]:
     """
-    Split a micro-batch into parts that fit, as few as a split by tokens finds.
+    What `make` gives of the items of each part of a micro-batch, in parts that fit: as few as `split`, one of the
+    functions above, finds by their tokens. An item alone is a part in any case.
 
-    Args:
-        tokens (`Sequence[int]`):
-            Tokens to compute of each item.
-        limit (`int`):
-            Tokens of a part to begin with; examples of another kind than the rest may need fewer.
-        split (`Callable`):
-            [`split_by_tokens`] or [`split_in_order`].
-        make (`Callable`):
-            Gives what is to be computed of some items.
-        fits (`Callable`):
-            Whether that fits. An item alone is a part in any case.
+    `limit` is what parts begin with; examples of another kind than the rest may need fewer tokens.
 
-    Returns:
-        `list[tuple[list[int], Any]]`: The items of each part, and what was made of them.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.memory.parts import parts_that_fit, split_in_order
     >>> parts_that_fit([1, 1, 1, 1, 9], 5, split_in_order, make=sum, fits=lambda total: total < 4)
-    [([0, 1, 2], 3), ([3], 3), ([4], 4)]
-
-    ```
+    [3, 3, 4]
     """
     while True:
-        parts = [(items, make(items)) for items in split(tokens, limit)]
-        if limit < 1 or all(len(items) == 1 or fits(made) for items, made in parts):
+        items = split(tokens, limit)
+        parts = list(map(make, items))
+        if limit < 1 or all(len(of_part) == 1 or fits(part) for of_part, part in zip(items, parts, strict=True)):
             return parts
-        limit = int(_LOWERED * min(limit, max(sum(tokens[i] for i in items) for items, _ in parts)))
+        limit = int(_LOWERED * min(limit, max(sum(tokens[i] for i in of_part) for of_part in items)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """
-    A part of a micro-batch.
+    """A part of a micro-batch."""
 
-    Args:
-        inputs (`dict[str, Any]`):
-            Its batch.
-        sizes (`dict[str, int]`):
-            What its loss, under the name "loss", and each of its metrics is a mean over: how many. All 0 if the part
-            is computed only to keep step with other processes.
-        weight (`float`):
-            By what its loss is multiplied, so that the losses of all parts add up to that of the micro-batch.
-        is_last (`bool`):
-            Whether gradients are synchronized after it.
-    """
-
-    inputs: dict[str, Any]
+    inputs: dict[str, Any]  # its batch
+    # How many its loss, under the name "loss", and each of its metrics is a mean over. All 0 if the part is computed
+    # only to keep step with other processes
     sizes: dict[str, int]
-    weight: float
-    is_last: bool
+    weight: float  # by what its loss is multiplied, so that the losses of all parts add up to that of the micro-batch
+    is_last: bool  # gradients are synchronized after it
 
 
 def weighted_parts(
@@ -158,18 +90,11 @@ def weighted_parts(
     is_normalized: bool,
 ) -> list[Part]:
     """
-    The parts of a micro-batch, with their weights.
+    The parts of a micro-batch, with their weights; `count` gives the sizes of a batch, see [`Part`].
 
-    Args:
-        batches (`list[dict[str, Any]]`):
-            Their batches.
-        count (`Callable`):
-            Gives the sizes of one, see [`Part`].
-        num_wanted (`int`):
-            The most parts that any process has. Where weights are sharded, processes gather them together: those with
-            fewer parts repeat one for nothing.
-        is_normalized (`bool`):
-            Whether the loss is normalized by the tokens of the whole step, and adds up by itself.
+    `num_wanted` is the most parts that any process has: where weights are sharded, processes gather them together, and
+    those with fewer parts repeat one for nothing. With `is_normalized`, the loss is normalized by the tokens of the
+    whole step, and adds up by itself.
     """
     sizes, idle = [count(batch) for batch in batches], num_wanted - len(batches)
     whole = max(sum(size["loss"] for size in sizes), 1)
@@ -184,13 +109,7 @@ def weighted_parts(
 
 
 class PartMetrics:
-    """
-    TRL's metrics of a micro-batch that runs in parts: sums over the parts of this process, gathered once at the end.
-
-    Args:
-        trainer ([`~trl.trainer.base_trainer._BaseTrainer`]):
-            The trainer whose metrics of training these are.
-    """
+    """TRL's metrics of a micro-batch that runs in parts: sums over those of this process, gathered once at the end."""
 
     def __init__(self, trainer: Any):
         self.trainer, self.accelerator = trainer, trainer.accelerator
@@ -223,10 +142,8 @@ class PartMetrics:
     def log(self) -> None:
         """Log the metrics of the whole micro-batch, over all parts of all processes."""
         names, whole = sorted(self.sums), {}
-        values = [
-            *(x for name in names for x in self.sums[name]),
-            self.trainer._total_train_tokens - self.tokens_before,
-        ]
+        values = [x for name in names for x in self.sums[name]]
+        values.append(self.trainer._total_train_tokens - self.tokens_before)
         *totals, tokens = of_all_processes(values, self.accelerator).sum(0).tolist()
         for name, total, size in zip(names, totals[::2], totals[1::2], strict=True):
             if size or name in self.seen:

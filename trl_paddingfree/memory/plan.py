@@ -35,21 +35,8 @@ class MemoryBudget:
     The plan of a run under `memory_budget`: decides for every micro-batch, and keeps account.
 
     Decisions follow from sizes that the host knows, and from what is saved with checkpoints, never from memory that
-    happens to be free: a resumed run takes the same ones.
-
-    Args:
-        option (`float` or `"auto"`):
-            `memory_budget`.
-        budget (`int`):
-            The bytes that it stands for.
-        needs ([`~trl_paddingfree.memory.needs.MemoryNeeds`]):
-            What micro-batches need.
-        layers (`Sequence[GradientCheckpointingLayer]`):
-            The layers that can recompute.
-        route ([`~trl_paddingfree.model.routes.Route`]):
-            How the model computes flat batches.
-        peak ([`~trl_paddingfree.memory.device.PeakMemory`]):
-            The memory of the device that trains.
+    happens to be free: a resumed run takes the same ones. `budget` are the bytes that the `option` stands for, `layers`
+    those that can recompute, and `peak` the memory of the device that trains.
     """
 
     def __init__(
@@ -159,18 +146,8 @@ class MemoryBudget:
 
     def shrink(self, batch: FlatBatch, number: int, num_examples: int) -> bool:
         """
-        Lower the budget after a failed allocation, until another decision follows.
-
-        Args:
-            batch ([`~trl_paddingfree.FlatBatch`]):
-                What was computed.
-            number (`int`):
-                How many layers recomputed.
-            num_examples (`int`):
-                How many examples it can be split into.
-
-        Returns:
-            `bool`: Whether another decision follows: not if nothing is left to recompute or to split.
+        Lower the budget after a failed allocation, until another decision follows: not if nothing is left to recompute
+        or to split of a batch of `num_examples` that was computed with `number` layers recomputed.
         """
         before, sizes = self.budget, load(batch, self.route, self.measured.device)
         peaks, changed = self.needs.peaks(sizes), False
@@ -229,18 +206,8 @@ def is_sharded(accelerator: Any) -> bool:
 
 def plan_memory(trainer: Any, flat: FlatModel, peak: PeakMemory) -> MemoryBudget:
     """
-    The plan of a trainer under its `memory_budget`.
-
-    Args:
-        trainer ([`~trl_paddingfree.trainers.base.FlatTrainer`]):
-            The trainer, whose models have their weights.
-        flat ([`~trl_paddingfree.model.flat_model.FlatModel`]):
-            The model that is trained.
-        peak ([`~trl_paddingfree.memory.device.PeakMemory`]):
-            The memory of the device that trains.
-
-    Raises:
-        `ValueError`: If the model has no layers that can recompute, or the memory of the device is not known.
+    The plan of a trainer, a [`~trl_paddingfree.trainers.base.FlatTrainer`] whose models have their weights, for `flat`,
+    the one that is trained. Refuses models without layers that can recompute.
     """
     accelerator, base, option = trainer.accelerator, flat.model, trainer.flat.options.memory_budget
     images = trainer.images_in_memory()

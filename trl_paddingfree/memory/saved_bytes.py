@@ -3,9 +3,8 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -24,14 +23,13 @@ class _Saved:
         self.storage = local_part(tensor).untyped_storage()
 
 
-@dataclass(frozen=True)
-class _Record:
-    """A storage that was saved: in which layer (-1: outside of all), how large, and until when."""
+class _Record(NamedTuple):
+    """A storage that was saved."""
 
     storage: int
-    layer: int
+    layer: int  # -1: outside of all
     size: int
-    saved: weakref.ref[_Saved]
+    saved: weakref.ref[_Saved]  # dead once autograd has let go of it
 
 
 class SavedBytes:
@@ -42,12 +40,6 @@ class SavedBytes:
     A storage that several layers save, or that all are given beside the hidden states (masks, rotary embeddings),
     belongs to none of them: it stays whichever of them recompute. What autograd has let go of is not counted, nor is
     what a pass without gradients computes, such as that of a reference model; their memory serves other tensors.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-        layers (`Sequence[torch.nn.Module]`):
-            Its layers.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module]):

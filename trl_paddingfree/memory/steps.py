@@ -13,8 +13,7 @@ import torch
 
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts, of_all_processes
-from .attempt import Attempt
-from .device import is_allocation_failure
+from .device import Attempt, is_allocation_failure
 from .needs import tensor_bytes
 from .parts import Part, PartMetrics, parts_that_fit, split_by_tokens, weighted_parts
 from .plan import MemoryBudget, is_sharded
@@ -26,15 +25,8 @@ Within = tuple[Part, PartMetrics] | None  # the part of a micro-batch that is be
 
 class BudgetedSteps:
     """
-    The training steps of one trainer under `memory_budget`, `max_tokens_per_micro_batch`, or both.
-
-    Args:
-        trainer ([`~trl_paddingfree.trainers.base.FlatTrainer`]):
-            The trainer.
-        memory ([`~trl_paddingfree.memory.plan.MemoryBudget`], *optional*):
-            Its plan, if it has a budget of memory.
-        limit (`int`, *optional*):
-            Most tokens to compute at once.
+    The training steps of one [`~trl_paddingfree.trainers.base.FlatTrainer`] under `memory_budget`, with its plan, under
+    `max_tokens_per_micro_batch`, the `limit`, or under both.
     """
 
     def __init__(self, trainer: Any, memory: MemoryBudget | None, limit: int | None):
@@ -59,15 +51,9 @@ class BudgetedSteps:
 
     def in_parts(self, step: Step, inputs: dict[str, Any], num_items: Any) -> Loss:
         """
-        Forward and backward pass of a micro-batch in as many parts as need be, where losses add up.
-
-        Args:
-            step (`Callable`):
-                One forward and backward pass of a batch.
-            inputs (`dict[str, Any]`):
-                The batch, with what it was made of under `"rows"`.
-            num_items (`torch.Tensor`, *optional*):
-                The tokens of the whole step, if the loss is normalized by them.
+        Forward and backward pass of a micro-batch in as many parts as need be, where losses add up: `step` is one of a
+        batch, `inputs` the batch, with what it was made of under `"rows"`, and `num_items` the tokens of the whole
+        step, if the loss is normalized by them.
         """
         batches = self._parts(inputs)
         if batches[0] is not inputs:
@@ -97,8 +83,7 @@ class BudgetedSteps:
         def make(examples: list[int]) -> dict[str, Any]:
             return rows.take(examples).batch(reach)
 
-        found = parts_that_fit(rows.tokens(), limit, split_by_tokens, make, lambda part: self.fits(part["flat_batch"]))
-        parts = [part for _, part in found]
+        parts = parts_that_fit(rows.tokens(), limit, split_by_tokens, make, lambda part: self.fits(part["flat_batch"]))
         # An allocation that failed has made the budget smaller than the data was measured by
         for part in parts:
             if memory is not None and not memory.has_shrunk and not memory.can_hold(part["flat_batch"]):
@@ -109,8 +94,7 @@ class BudgetedSteps:
         """The most parts that any process has; and how many layers all must recompute, if weights are sharded."""
         accelerator, memory = self.trainer.accelerator, self.memory
         numbers = [memory.num_recomputed(batch["flat_batch"]) for batch in batches] if memory else [0]
-        most, number = len(batches), max(numbers)
-        most, number = of_all_processes([most, number], accelerator).amax(0).tolist()
+        most, number = of_all_processes([len(batches), max(numbers)], accelerator).amax(0).tolist()
         return most, number if memory and is_sharded(accelerator) else None
 
     def _attempted(
@@ -238,8 +222,7 @@ class BudgetedSteps:
             in_memory = memory is None or memory.keeps_all(part.batch, beside)
             return in_memory and (self.limit is None or part.batch.counts.computed <= self.limit)
 
-        found = parts_that_fit(tokens, self._most_tokens(whole), split, make, keeps_all)
-        parts = [part for _, part in found]
+        parts = parts_that_fit(tokens, self._most_tokens(whole), split, make, keeps_all)
         if memory is not None:
             parts = self._start_parts(memory, parts, beside)
         return replace(whole, parts=tuple(parts))
@@ -293,6 +276,6 @@ class BudgetedSteps:
 
 
 def counts_in_parts(whole: BatchCounts, parts: Sequence[FlatBatch]) -> BatchCounts:
-    """The counts of a micro-batch that is computed in parts."""
-    computed = sum((part.counts for part in parts), BatchCounts())
+    """The counts of a micro-batch that is computed in parts, or whole if there are none."""
+    computed = sum((part.counts for part in parts), BatchCounts()) if parts else whole
     return replace(whole, computed=computed.computed, repeated=computed.repeated)

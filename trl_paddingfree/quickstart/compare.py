@@ -24,8 +24,7 @@ from ..trainers import TRAINERS
 from ..trainers.sft import PaddingFreeSFTTrainer
 from .data import instruction_data, preference_data
 from .model import make_model, make_tokenizer
-from .side_by_side import classes_of, differences
-from .watch import Run, train
+from .side_by_side import Run, classes_of, differences, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
@@ -66,7 +65,7 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
         "lr_scheduler_type": "cosine",
         "warmup_steps": args.sft_steps // 10,
     }
-    run = train(
+    run = train_watched(
         PaddingFreeSFTTrainer,
         PaddingFreeSFTTrainer.config_class,
         console,
@@ -103,7 +102,7 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
     runs = {}
     # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
     for name in (OURS, PADDED):
-        runs[name] = train(
+        runs[name] = train_watched(
             *classes_of(task.name, ours=name == OURS),
             console,
             f"{task.name.upper()}, {LABELS[name]}",

@@ -1,14 +1,20 @@
-"""TRL's trainer and ours, made from the same arguments, and whatever both log compared."""
+"""TRL's trainer and ours, made from the same arguments, watched as they train, and whatever both log compared."""
 
+import gc
 import math
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import psutil
 import torch
-from transformers import PrinterCallback
+from rich.console import Console
+from rich.progress import Progress
+from transformers import PrinterCallback, TrainerCallback
 
 from ..trainers import TRAINERS
 
@@ -16,6 +22,8 @@ from ..trainers import TRAINERS
 INCOMPARABLE = ("flat/", "runtime", "per_second", "total_flos", "step_time")
 ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 _SILENT = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+# Often enough to see the largest tensors of a step live
+SAMPLE_SECONDS = 0.002
 
 
 @dataclass
@@ -32,6 +40,18 @@ class Trajectory:
         return [entry["loss"] for entry in self.log_history if "loss" in entry]
 
 
+@dataclass
+class Run(Trajectory):
+    """A training run as it was watched. `memory` is GiB at the peak, above the level before the run."""
+
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """Time to train."""
+        return self.log_history[-1]["train_runtime"]
+
+
 def has_accelerator() -> bool:
     """Whether there is a device to train on in TRL's default precision: that of Macs is left out."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -46,17 +66,8 @@ def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
 
 def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any], **arguments: Any) -> Any:
     """
-    A trainer that logs every step, and neither prints nor saves.
-
-    Args:
-        trainer_class (`type`):
-            TRL's trainer or ours.
-        config_class (`type`):
-            Its configuration.
-        options (`dict[str, Any]`):
-            Fields of the configuration. On a machine without an accelerator, those that TRL asks for are added.
-        **arguments:
-            Arguments of the trainer.
+    A trainer, TRL's or ours, that logs every step, and neither prints nor saves: with `options` of its configuration,
+    to which a machine without an accelerator adds those that TRL asks for, and `arguments` of the trainer.
     """
     defaults = {**_SILENT, **({} if has_accelerator() else ON_CPU), **options}
     defaults.setdefault("output_dir", tempfile.mkdtemp(prefix="trl_paddingfree_"))
@@ -73,31 +84,71 @@ def train(trainer_class: Any, config_class: Any, options: dict[str, Any], **argu
     return Trajectory(trainer.state.log_history, weights, trainer)
 
 
+class MemoryWatch(threading.Thread):
+    """Watches the resident memory of this process."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.process, self.done = psutil.Process(), threading.Event()
+        self.before = self.peak = self.process.memory_info().rss
+
+    def run(self) -> None:
+        while not self.done.wait(SAMPLE_SECONDS):
+            self.peak = max(self.peak, self.process.memory_info().rss)
+
+
+@contextmanager
+def watch_memory() -> Iterator[Callable[[], float]]:
+    """Yield a function that says, afterwards, how many GiB more were in use at the peak than at the start."""
+    gc.collect()
+    if has_accelerator():
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        yield lambda: (torch.accelerator.max_memory_allocated() - before) / 2**30
+        return
+    watch = MemoryWatch()
+    watch.start()
+    try:
+        yield lambda: (watch.peak - watch.before) / 2**30
+    finally:
+        watch.done.set()
+        watch.join()
+
+
+class ShowSteps(TrainerCallback):
+    """Moves a progress bar along with the optimizer's steps."""
+
+    def __init__(self, progress: Progress, description: str):
+        self.progress, self.description = progress, description
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.task = self.progress.add_task(self.description, total=state.max_steps)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            description = f"{self.description}, loss {logs['loss']:.4f}"
+            self.progress.update(self.task, completed=state.global_step, description=description)
+
+
+def train_watched(trainer_class: Any, config_class: Any, console: Console, description: str, **arguments: Any) -> Run:
+    """[`train`] with these `arguments`, and watch."""
+    with watch_memory() as memory, Progress(console=console) as progress:
+        callbacks = [ShowSteps(progress, description)]
+        trained = train(trainer_class, config_class, callbacks=callbacks, **arguments)
+    return Run(**vars(trained), memory=memory())
+
+
 def difference(expected: Any, actual: Any, floor: float = 1.0) -> float:
     """
-    How far a figure or a tensor is from another: the largest difference, over the largest expected value.
+    How far a figure or a tensor is from what padded TRL has: the largest difference, over the largest expected value,
+    or over `floor`, because a figure near zero is the rounding of the larger ones that it comes from.
 
-    Args:
-        expected (`float`, `torch.Tensor` or `None`):
-            What padded TRL has. `None` is TRL's mean over nothing, and equals NaN.
-        actual (`float`, `torch.Tensor` or `None`):
-            What is compared with it.
-        floor (`float`, *optional*, defaults to `1.0`):
-            What smaller values are compared with in place of themselves: a figure near zero is the rounding of the
-            larger ones that it comes from.
+    `None` is TRL's mean over nothing, and equals NaN. Where only one of both is a number, it is infinite.
 
-    Returns:
-        `float`: Infinite where only one of both is a number.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.quickstart.side_by_side import difference
     >>> difference(-4.0, -5.0), difference(0.5, 0.75)
     (0.25, 0.25)
     >>> difference(None, 0.5)
     inf
-
-    ```
     """
     a, b = (torch.as_tensor(math.nan if x is None else x, dtype=torch.float64) for x in (expected, actual))
     scale = torch.where(a.isfinite(), a.abs(), 0.0).amax().clamp(min=floor)
@@ -108,17 +159,7 @@ def difference(expected: Any, actual: Any, floor: float = 1.0) -> float:
 def differences(
     padded: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]], floor: float = 1.0
 ) -> dict[str, float]:
-    """
-    The largest difference over all logs, of every figure that padded TRL logs; infinite where ours lacks one.
-
-    Args:
-        padded (`Sequence[dict[str, Any]]`):
-            The figures of each step, by padded TRL.
-        ours (`Sequence[dict[str, Any]]`):
-            The figures of the same steps.
-        floor (`float`, *optional*, defaults to `1.0`):
-            See [`difference`].
-    """
+    """The largest [`difference`] over all logs, of every figure that padded TRL logs; infinite where ours lacks one."""
     found: dict[str, float] = {}
     nothing: dict[str, Any] = {}
     for expected, actual in zip_longest(padded, ours, fillvalue=nothing):

@@ -1,17 +1,14 @@
 """The base of the padding-free trainers: models that compute flat batches, one check, one set of figures."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel, Trainer
 from trl.trainer.utils import get_config_model_id
 
-from .. import __version__, upstream
+from .. import upstream
 from ..check.prove import UnprovenModelError
 from ..data.arrange import StepSampler
 from ..data.images import ImageProbe, has_images
@@ -24,7 +21,7 @@ from ..memory.steps import BudgetedSteps
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
-from .checkpoints import MODEL_CARD, checkpoint_to_resume, load_by_name, state_file
+from .checkpoints import append_to_card, checkpoint_to_resume, load_by_name, state_file
 from .configs import PaddingFreeOptions, refuse_wrong_options, silence
 from .proving import StartUpCheck, base_of
 from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
@@ -37,9 +34,7 @@ class Flat:
     options: PaddingFreeOptions
     check: StartUpCheck | None = None
     models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
-    steps: BudgetedSteps | None = (
-        None  # how steps keep within budgets; `None` without one, and before there are weights
-    )
+    steps: BudgetedSteps | None = None  # how they keep within budgets; without one, and without weights yet, `None`
     sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
     resumed_from: str | None = None  # the checkpoint that training goes on from
 
@@ -56,7 +51,12 @@ class Flat:
 
 class FlatTrainer(Trainer):
     """
-    Base of the padding-free trainers, mixed in before one of TRL's.
+    Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
+
+    With TRL's own configuration, the options of this package have their defaults. TRL's default collator is taken over,
+    any other has to give flat batches. With `padding_free=False`, the trainer pads as TRL's does. What cannot be
+    combined with flat batches raises a `ValueError` that names what to change, and a model that does not treat a flat
+    batch as separate sequences an [`UnprovenModelError`].
 
     A subclass names TRL's trainer, its own task and configuration, and runs TRL's `__init__` by `start`.
     """
@@ -89,7 +89,7 @@ class FlatTrainer(Trainer):
             arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
         config = arguments["args"]
         refuse_wrong_options(config)  # again: they may have been set since
-        if not getattr(config, "padding_free", True):  # not all of TRL's configurations have the flag
+        if not vars(config).get("padding_free", True):  # not all of TRL's configurations have the flag
             self.trl_trainer.__init__(self, **arguments)
             return
         is_ours = isinstance(config, PaddingFreeOptions)
@@ -195,8 +195,11 @@ class FlatTrainer(Trainer):
     def reach_of(self, batch: FlatBatch) -> int | None:
         """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
         width = batch.row_index.size(1)
-        limits = architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
-        return width if any(width >= limit for limit in limits.values()) else None
+        return width if any(width >= limit for limit in self.rotary_limits().values()) else None
+
+    def rotary_limits(self) -> dict[str, int]:
+        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
+        return architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
 
     def _prepare_input(self, data: Any) -> Any:
         # transformers moves tensors and what holds them; batches in parts are made after the data loader has moved all
@@ -244,10 +247,7 @@ class FlatTrainer(Trainer):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
         super().create_model_card(model_name, dataset_name, [*tags, "padding-free"] if self.flat else tags)
         if self.flat is not None and self.is_world_process_zero():
-            card = Path(self.args.output_dir) / "README.md"
-            share = self.counts.total.computed / max(self.counts.total.padded, 1)
-            section = MODEL_CARD.format(version=__version__, method=self.method, share=share)
-            card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
+            append_to_card(self.args.output_dir, self.method, self.counts.total)
 
     # --- checkpoints: none is left half written, and runs resume from a whole one -----------------------------------
 
@@ -281,19 +281,16 @@ class FlatTrainer(Trainer):
             super()._issue_warnings_after_load(load_result)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        arguments = (resume_from_checkpoint, model)
-        self._load_by_name(super()._load_from_checkpoint, arguments, resume_from_checkpoint, model)
+        self.names_differ = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_by_name(resume_from_checkpoint, self.model if model is None else model)
 
     def _load_best_model(self) -> None:
-        self._load_by_name(super()._load_best_model, (), self.state.best_model_checkpoint)
-
-    def _load_by_name(self, load: Callable[..., None], arguments: tuple, checkpoint: Any, model: Any = None) -> None:
-        """Load as transformers does, and then by name, if the checkpoint has other names."""
         self.names_differ = False
-        load(*arguments)
-        if self.names_differ:
-            load_by_name(checkpoint, self.model if model is None else model)
+        super()._load_best_model()
+        self._load_by_name(self.state.best_model_checkpoint, self.model)
 
-    def synchronizing(self, is_last: bool) -> Any:
-        """A context for a part of a micro-batch, after the last of which gradients are synchronized."""
-        return nullcontext()
+    def _load_by_name(self, checkpoint: Any, model: Any) -> None:
+        """Load by name what transformers has just loaded, if the checkpoint has other names."""
+        if self.names_differ:
+            load_by_name(checkpoint, model)

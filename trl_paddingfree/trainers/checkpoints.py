@@ -8,6 +8,9 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .. import __version__
+from ..flat.counts import BatchCounts
+
 # What a model card says beside TRL's text
 MODEL_CARD = """
 
@@ -26,6 +29,13 @@ whose slots it computed {share:.0%}. Cite it as:
 """
 
 
+def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
+    """Say at the end of the model card how batches were computed, and how much of them."""
+    card, share = Path(output_dir) / "README.md", computed.computed / max(computed.padded, 1)
+    section = MODEL_CARD.format(version=__version__, method=method, share=share)
+    card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
+
+
 def state_file(output_dir: str, step: int) -> Path:
     """The file that is written last into the checkpoint of a step."""
     return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}" / TRAINER_STATE_NAME
@@ -42,25 +52,9 @@ def is_whole(checkpoint: Path) -> bool:
 
 def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
     """
-    The checkpoint that `resume_from_checkpoint` stands for.
-
-    Args:
-        resume_from_checkpoint (`str` or `bool`, *optional*):
-            As for [`~transformers.Trainer.train`]. `True`, which a command line gives as `"true"`, is the newest
-            checkpoint that is whole: the process may have died, or the disk been full, while the last was written.
-        output_dir (`str`):
-            Folder of the checkpoints.
-
-    Raises:
-        `ValueError`: If the checkpoint is not whole, or no checkpoint is.
-
-    Examples:
-    ```python
-    >>> from trl_paddingfree.trainers.checkpoints import checkpoint_to_resume
-    >>> checkpoint_to_resume(None, "out") is None
-    True
-
-    ```
+    The checkpoint that `resume_from_checkpoint` stands for, as for [`~transformers.Trainer.train`]. `True`, which a
+    command line gives as `"true"`, is the newest in `output_dir` that is whole: the process may have died, or the disk
+    been full, while the last was written. Refuses one that is not whole.
     """
     if not resume_from_checkpoint:
         return None
@@ -86,12 +80,7 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
 
 
 def load_by_name(checkpoint: Any, model: Any) -> None:
-    """
-    Load the weights that a checkpoint has under other names, as `from_pretrained` finds them.
-
-    Raises:
-        `ValueError`: If it does not have all weights of `model`.
-    """
+    """Load the weights that a checkpoint has under other names, as `from_pretrained` finds them: all, or it refuses."""
     loaded, found = type(model).from_pretrained(
         checkpoint, config=deepcopy(model.config), dtype=model.dtype, output_loading_info=True
     )

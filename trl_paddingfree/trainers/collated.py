@@ -8,17 +8,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate import DistributedType
+from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
+from torch.utils.data import RandomSampler
 
-from ..data.arrange import arranged_sampler, arrangement
+from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.images import ImageProbe, has_images
-from ..data.lengths import example_tokens, longest_row, row_lengths, token_lengths
+from ..data.lengths import example_tokens, example_work, row_lengths, token_lengths
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts
 from ..memory.parts import split_by_tokens
 from ..memory.plan import MemoryBudget
 from ..memory.steps import counts_in_parts
-from ..model import architecture
 from ..model.answers import refuse_lost_batch
 from ..model.vision import vision_rules
 from .base import FlatTrainer
@@ -34,13 +35,9 @@ class CollatedTrainer(FlatTrainer):
 
     It is mixed in before one of TRL's trainers.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import PaddingFreeDPOTrainer
     >>> [base.__name__ for base in PaddingFreeDPOTrainer.__bases__]
     ['CollatedTrainer', 'DPOTrainer']
-
-    ```
     """
 
     data_collator: Any
@@ -64,6 +61,12 @@ class CollatedTrainer(FlatTrainer):
             return
         super().start_flat()
         self.data_collator = replace(self._flat_collator(), prefix_sharing=self.flat.models[0].route.prefix_sharing)
+
+    def _precompute_ref_logps(self, *args, **kwargs):
+        # TRL computes these, where it has any, inside its `__init__`, right after the models got their fused heads
+        self.start_flat()
+        trl: Any = super()
+        return trl._precompute_ref_logps(*args, **kwargs)
 
     # --- images -----------------------------------------------------------------------------------------------------
 
@@ -103,16 +106,12 @@ class CollatedTrainer(FlatTrainer):
         """Options under which an example's loss depends on which others share its micro-batch."""
         return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
 
-    def rotary_limits(self) -> dict[str, int]:
-        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
-        return architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
-
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
         limit = self.args.max_length
         if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
             return limit is None or limit > length
-        return longest_row(self.example_lengths()) > length
+        return bool((row_lengths(self.example_lengths()) > length).any())
 
     def weighed_by_micro_batch(self) -> list[str]:
         """Options under which the weight of an example in a step depends on its micro-batch, or on its process."""
@@ -120,16 +119,12 @@ class CollatedTrainer(FlatTrainer):
 
     def example_lengths(self) -> np.ndarray:
         """
-        Lengths of what each training example holds, after truncation.
-
-        Returns:
-            `np.ndarray` of shape `(examples, 1 + completions)` or `(examples, 1)`, int64: tokens of the prompt and of
-            each completion; or of each row.
+        Lengths of what each training example holds, after truncation, int64: tokens of the prompt and of each
+        completion, `(examples, 1 + completions)`; or of each row, `(examples, 1)`.
         """
         return token_lengths(self.train_dataset, self.task.token_columns)
 
     def refuse_micro_batches(self) -> None:
-        """Refuse options that move examples between micro-batches where that would change the loss."""
         if self.flat is None or self.flat.route is None:
             return
         options, limits = self.flat.options, self.rotary_limits()
@@ -148,25 +143,19 @@ class CollatedTrainer(FlatTrainer):
         flat = self.flat
         if flat is None or flat.route is None or flat.options.arrange_micro_batches == "none":
             return sampler
+        if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
+            # What accelerate would put in its place, had it found it
+            sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         # `auto_find_batch_size` leaves the size in `args` as it was
         batch_size, processes = self._train_batch_size, self.accelerator.num_processes
-        arrange = arrangement(
-            flat.options.arrange_micro_batches,
-            self.train_dataset,
-            self.example_lengths(),
-            prefix_column=self.task.token_columns[0],
-            prefix_sharing=flat.route.prefix_sharing,
-            hidden_size=self.model.config.get_text_config().hidden_size,
-            batch_size=batch_size,
-            num_processes=processes,
-        )
-        flat.sampler = arranged_sampler(
-            sampler,
-            arrange,
-            step_size=batch_size * processes * self.args.gradient_accumulation_steps,
-            data_seed=self.args.data_seed,
-            use_seedable_sampler=self.args.accelerator_config.use_seedable_sampler,
-        )
+        if flat.options.arrange_micro_batches == "prefix":
+            arrange = by_prefix(token_keys(self.train_dataset, self.task.token_columns[0]))
+        else:
+            hidden_size = self.model.config.get_text_config().hidden_size
+            work = example_work(self.example_lengths(), flat.route.prefix_sharing, hidden_size)
+            arrange = by_tokens(work, batch_size, processes)
+        step_size = batch_size * processes * self.args.gradient_accumulation_steps
+        flat.sampler = StepSampler(sampler, step_size, arrange)
         return flat.sampler
 
     def get_train_dataloader(self):
@@ -248,8 +237,7 @@ class CollatedTrainer(FlatTrainer):
 
         tokens = rows.tokens() if not self.flat.steps.fits(whole) else [0] * rows.num_examples
         batch = self.flat.steps.divided(whole, tokens, make, split_by_tokens)
-        counts = [part.batch for part in batch.parts] or [batch]
-        self.counts.add(counts_in_parts(whole.counts, counts))
+        self.counts.add(counts_in_parts(whole.counts, [part.batch for part in batch.parts]))
         return batch
 
     def refuse_edits_of_whole(self, inputs: dict[str, Any]) -> None:
@@ -259,6 +247,7 @@ class CollatedTrainer(FlatTrainer):
 
     @contextmanager
     def synchronizing(self, is_last: bool) -> Iterator[None]:
+        """A context for a part of a micro-batch, after the last of which gradients are synchronized."""
         state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
         # DeepSpeed goes by the flag below, and has a `no_sync` that refuses some of its stages
         holds = is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED

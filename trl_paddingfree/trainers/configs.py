@@ -8,9 +8,12 @@ from numbers import Integral
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from ..model.backends import BackendName
+
+SHARING = "Whether to compute a prefix that several rows of a micro-batch share once."
 
 
 def silence() -> None:
@@ -19,15 +22,16 @@ def silence() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def refuse_wrong_values(options: Any, declared_by: type) -> None:
+def refuse_wrong_options(config: Any) -> None:
     """
-    Refuse values that the types of the fields of a configuration do not allow, naming what to write in their place.
-
-    The annotations of `declared_by` say which fields: `bool` allows `True` and `False`, `int` whole numbers from 1,
-    `Literal` its words, and a union what any of its members allows.
+    Refuse values that options of this package cannot have, in a configuration of ours or of TRL's, naming what to write
+    in their place. Annotations say which: `bool` allows `True` and `False`, `int` whole numbers from 1, `Literal` its
+    words, and a union what any of its members allows.
     """
-    values = vars(options)
-    for name, hint in get_type_hints(declared_by).items():
+    values = vars(config)
+    if isinstance(config, PaddingFreeOptions):
+        config.memory_budget = checked_budget(config.memory_budget)
+    for name, hint in get_type_hints(PaddingFreeOptions).items():
         if name not in values:  # TRL's own configurations have some of the options only
             continue
         kinds, value = _kinds(hint), values[name]
@@ -83,44 +87,17 @@ def checked_budget(budget: float | str | None) -> float | str | None:
     return gib
 
 
+def option(default: Any, meaning: str) -> Any:
+    """A field of a configuration: the command line takes it, and says what it means."""
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass
 class PaddingFreeOptions:
     """
-    Options of padding-free training, shared by all trainers.
+    Options of padding-free training, shared by all trainers; each field says what it means, and a value that its type
+    does not allow raises a `ValueError`.
 
-    Args:
-        padding_free (`bool`, *optional*, defaults to `True`):
-            Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in
-            checkpoints only: half-written ones are refused, and weights are loaded by name.
-        prefix_sharing (`bool`, *optional*):
-            Whether to compute a prefix that several rows of a micro-batch share once. Defaults to `True` for DPO and
-            `False` for SFT.
-        flat_attention (`str`, *optional*, defaults to `"auto"`):
-            How attention is computed over flat batches: `"auto"` takes the fastest way for the model, its
-            `attn_implementation`, device and dtype that the start-up check finds exact; `"flash"`, `"varlen"`,
-            `"segment"`, `"positions"` and `"mask"` ask for one of them, which is then used or refused.
-        arrange_micro_batches (`str`, *optional*, defaults to `"none"`):
-            Which examples of an optimizer step share a micro-batch. `"none"`: as the sampler draws them. `"tokens"`:
-            every micro-batch gets about the same work, so that processes do not wait for each other. `"prefix"`:
-            examples that start alike meet, so that more is shared. The examples of each step, and their weights, stay
-            the same.
-        max_tokens_per_micro_batch (`int`, *optional*):
-            Most tokens to compute at once in training. A larger micro-batch runs in as many parts as needed, with the
-            same loss and gradients, so that no batch of long examples runs out of memory.
-        oversized_examples (`str`, *optional*, defaults to `"error"`):
-            What to do with an example of more than `max_tokens_per_micro_batch` tokens: `"error"` refuses to start,
-            `"alone"` runs it by itself.
-        memory_budget (`float` or `str`, *optional*):
-            GiB that training may use on each device; `"auto"`: what other processes leave of it, less a tenth. With
-            it each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit
-            even so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without
-            it, activations are kept or recomputed as TRL does it.
-
-    Raises:
-        `ValueError`: If an option has a value that its type does not allow.
-
-    Examples:
-    ```python
     >>> from dataclasses import dataclass
     >>> from trl import DPOConfig
     >>> from trl_paddingfree import PaddingFreeOptions
@@ -130,43 +107,42 @@ class PaddingFreeOptions:
     >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", memory_budget=20)
     >>> config.memory_budget, config.beta
     (20.0, 0.1)
-
-    ```
     """
 
-    padding_free: bool = field(
-        default=True,
-        metadata={"help": "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does."},
+    padding_free: bool = option(
+        True,
+        "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in "
+        "checkpoints only: half-written ones are refused, and weights are loaded by name.",
     )
-    prefix_sharing: bool = field(
-        default=True,
-        metadata={"help": "Whether to compute a prefix that several rows of a micro-batch share once."},
+    prefix_sharing: bool = option(True, SHARING)
+    flat_attention: Literal["auto", BackendName] = option(
+        "auto",
+        "How attention is computed over flat batches. 'auto' takes the fastest way for the model, its "
+        "`attn_implementation`, device and dtype that the start-up check finds exact; the name of a backend asks for "
+        "it, which is then used or refused.",
     )
-    flat_attention: Literal["auto", BackendName] = field(
-        default="auto",
-        metadata={"help": "The backend that computes attention over flat batches."},
+    arrange_micro_batches: Literal["none", "tokens", "prefix"] = option(
+        "none",
+        "Which examples of an optimizer step share a micro-batch. 'none': as the sampler draws them. 'tokens': every "
+        "micro-batch gets about the same work, so that processes do not wait for each other. 'prefix': examples that "
+        "start alike meet, so that more is shared. The examples of each step, and their weights, stay the same.",
     )
-    arrange_micro_batches: Literal["none", "tokens", "prefix"] = field(
-        default="none",
-        metadata={
-            "help": "Which examples of an optimizer step share a micro-batch: as drawn ('none'), about the same work "
-            "in each ('tokens'), or those that start alike ('prefix').",
-        },
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Most tokens to compute at once in training. A larger micro-batch runs in as many parts as needed, with the "
+        "same loss and gradients, so that no batch of long examples runs out of memory.",
     )
-    max_tokens_per_micro_batch: int | None = field(
-        default=None,
-        metadata={"help": "Most tokens to compute at once in training: larger micro-batches run in parts."},
+    oversized_examples: Literal["error", "alone"] = option(
+        "error",
+        "What to do with an example of more than `max_tokens_per_micro_batch` tokens: 'error' refuses to start, "
+        "'alone' runs it by itself.",
     )
-    oversized_examples: Literal["error", "alone"] = field(
-        default="error",
-        metadata={"help": "What to do with an example above `max_tokens_per_micro_batch`: 'error' or run it 'alone'."},
-    )
-    memory_budget: float | str | None = field(
-        default=None,
-        metadata={
-            "help": "GiB that training may use on each device, or 'auto': activations are recomputed only as far as "
-            "they have to be."
-        },
+    memory_budget: float | str | None = option(
+        None,
+        "GiB that training may use on each device; 'auto': what other processes leave of it, less a tenth. With it "
+        "each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even "
+        "so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without it, "
+        "activations are kept or recomputed as TRL does it.",
     )
 
     @property
@@ -177,16 +153,8 @@ class PaddingFreeOptions:
     def __post_init__(self):
         silence()
         refuse_wrong_options(self)
-        # One of TRL's configurations comes after this class, unless its options stand alone
-        of_trl: Any = getattr(super(), "__post_init__", lambda: None)
-        of_trl()
-
-
-def refuse_wrong_options(config: Any) -> None:
-    """Refuse values that options of this package cannot have, in a configuration of ours or of TRL's."""
-    if isinstance(config, PaddingFreeOptions):
-        config.memory_budget = checked_budget(config.memory_budget)
-    refuse_wrong_values(config, PaddingFreeOptions)
+        if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
+            super().__post_init__()  # type: ignore[misc]
 
 
 @dataclass
@@ -194,14 +162,8 @@ class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`].
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree import PaddingFreeDPOConfig
-    >>> config = PaddingFreeDPOConfig(output_dir="out", bf16=False, report_to="none")
-    >>> config.padding_free, config.prefix_sharing
-    (True, True)
-
-    ```
+    >>> PaddingFreeDPOConfig(output_dir="out", bf16=False, report_to="none").prefix_sharing
+    True
     """
 
 
@@ -210,20 +172,12 @@ class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
     """
     TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`.
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree import PaddingFreeSFTConfig
     >>> config = PaddingFreeSFTConfig(output_dir="out", bf16=False, report_to="none", max_length=512)
     >>> config.padding_free, config.prefix_sharing, config.max_length
     (True, False, 512)
-
-    ```
     """
 
-    prefix_sharing: bool = field(
-        default=False,
-        metadata={"help": "Whether to compute a prefix that several rows of a micro-batch share once."},
-    )
+    prefix_sharing: bool = option(False, SHARING)
 
 
 @dataclass
@@ -231,14 +185,8 @@ class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
     """
     TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`].
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree import PaddingFreeRewardConfig
-    >>> config = PaddingFreeRewardConfig(output_dir="out", bf16=False, report_to="none")
-    >>> config.padding_free, config.prefix_sharing
-    (True, True)
-
-    ```
+    >>> PaddingFreeRewardConfig(output_dir="out", bf16=False, report_to="none").prefix_sharing
+    True
     """
 
 
@@ -247,14 +195,9 @@ class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
     """
     TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`].
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree import PaddingFreeKTOConfig
     >>> config = PaddingFreeKTOConfig(output_dir="out", bf16=False, report_to="none")
     >>> config.padding_free, config.prefix_sharing, config.train_sampling_strategy
     (True, True, 'sequential')
-
-    ```
     """
 
 
@@ -263,14 +206,9 @@ class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`].
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree import PaddingFreeGRPOConfig
     >>> config = PaddingFreeGRPOConfig(output_dir="out", bf16=False, report_to="none", arrange_micro_batches="prefix")
     >>> config.padding_free, config.prefix_sharing, config.num_generations
     (True, True, 8)
-
-    ```
     """
 
 
@@ -279,12 +217,7 @@ class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`].
 
-    Examples:
-    ```python
-    >>> from trl_paddingfree import PaddingFreeRLOOConfig
     >>> config = PaddingFreeRLOOConfig(output_dir="out", bf16=False, report_to="none")
     >>> config.padding_free, config.prefix_sharing, config.num_generations
     (True, True, 2)
-
-    ```
     """

@@ -10,9 +10,8 @@ from trl import DPOConfig, DPOTrainer
 from .. import upstream
 from ..data.collate import PreferenceCollator
 from ..data.lengths import truncated
-from ..data.prepare import log_dropped
 from ..data.task import Task
-from ..data.validate import check_preferences
+from ..data.validate import check_preferences, log_dropped
 from ..data.vision import VisionPreferenceCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
@@ -22,7 +21,6 @@ DPO = Task(
     unit="pairs",
     found_by=(frozenset({"chosen", "rejected"}),),
     sequences=(("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
-    other_columns=(),
     collator=PreferenceCollator,
     prepare=upstream.prepare_preferences,
     vision_collator=VisionPreferenceCollator,
@@ -34,24 +32,9 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     TRL's [`~trl.DPOTrainer`], computing real tokens only.
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
-    as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once. With
-    `padding_free=False` it pads as TRL's does.
+    as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Args:
-        args ([`PaddingFreeDPOConfig`] or [`~trl.DPOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeDPOConfig`].
-        data_collator ([`PreferenceCollator`], *optional*):
-            A collator that gives a flat batch. TRL's default collator is taken over.
-        *args, **kwargs:
-            As for [`~trl.DPOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
-
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
@@ -60,19 +43,13 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
     >>> args = PaddingFreeDPOConfig("out", max_steps=1, **options)
-    >>> trainer = PaddingFreeDPOTrainer(
-    ...     model=make_model(tokenizer),  # or the name of one on the hub
-    ...     args=args,
-    ...     train_dataset=dataset,
-    ...     processing_class=tokenizer,
-    ...     peft_config=LoraConfig(),
-    ... )
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> data = {"train_dataset": dataset, "processing_class": tokenizer}
+    >>> trainer = PaddingFreeDPOTrainer(model, args=args, **data, peft_config=LoraConfig())
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = DPO
@@ -114,8 +91,3 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     def compute_ref_log_probs(self, model, inputs):
         self.prove_placed(model)
         return super().compute_ref_log_probs(model, inputs)
-
-    def _precompute_ref_logps(self, *args, **kwargs):
-        # TRL computes these inside its `__init__`, right after it has given the models their fused heads
-        self.start_flat()
-        return super()._precompute_ref_logps(*args, **kwargs)

@@ -19,7 +19,6 @@ GRPO = Task(
     unit="prompts",
     found_by=(frozenset({"prompt"}),),
     sequences=(("prompt_ids",),),
-    other_columns=(),
     collator=PromptGroups,
     prepare=upstream.prepare_prompts,
     truncates=False,
@@ -32,39 +31,23 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
     generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
-    TRL's. With `padding_free=False`, so are the passes.
+    TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Args:
-        args ([`PaddingFreeGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeGRPOConfig`]. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
-        *args, **kwargs:
-            As for [`~trl.GRPOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
-
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> trainer = PaddingFreeGRPOTrainer(
-    ...     model=make_model(tokenizer),  # or the name of one on the hub
-    ...     reward_funcs=lambda completions, **kwargs: [float(len(text)) for text in completions],
-    ...     args=PaddingFreeGRPOConfig("out", max_steps=1, num_generations=4, max_completion_length=4, **options),
-    ...     train_dataset=Dataset.from_list([{"prompt": "one two three"}] * 4),
-    ...     processing_class=tokenizer,
-    ... )
+    >>> args = PaddingFreeGRPOConfig("out", max_steps=1, num_generations=4, max_completion_length=4, **options)
+    >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 4), "processing_class": tokenizer}
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> reward = lambda completions, **kwargs: [float(len(text)) for text in completions]
+    >>> trainer = PaddingFreeGRPOTrainer(model, reward, args, **data)
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = GRPO
@@ -93,7 +76,4 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
             "entropy_coef": args.entropy_coef != 0,
             "use_adaptive_entropy": args.use_adaptive_entropy,
         }
-        return [
-            *(f"`{name}={getattr(args, name)!r}`" for name, is_so in options.items() if is_so),
-            *super().coupled_by(),
-        ]
+        return [*(f"`{name}={vars(args)[name]!r}`" for name, is_so in options.items() if is_so), *super().coupled_by()]

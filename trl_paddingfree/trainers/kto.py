@@ -8,9 +8,8 @@ from trl import KTOConfig, KTOTrainer
 
 from .. import upstream
 from ..data.collate_heads import UnpairedPreferenceCollator
-from ..data.prepare import log_dropped
 from ..data.task import Task
-from ..data.validate import column_names, refuse_unread
+from ..data.validate import column_names, log_dropped, refuse_unread
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
 
@@ -31,24 +30,9 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` the completions of each micro-batch,
     and the mismatched ones that estimate the KL divergence, go through the model as flat rows of their own without
-    padding, in which prompts that several of them share are there once. With `padding_free=False` it pads as TRL's
-    does.
+    padding, in which prompts that several of them share are there once.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Args:
-        args ([`PaddingFreeKTOConfig`] or [`~trl.KTOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeKTOConfig`].
-        data_collator ([`UnpairedPreferenceCollator`], *optional*):
-            A collator that gives a flat batch. TRL's default collator is taken over.
-        *args, **kwargs:
-            As for [`~trl.KTOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
-
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeKTOConfig, PaddingFreeKTOTrainer
@@ -56,19 +40,14 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     >>> rows = [{"prompt": "one two", "completion": " three", "label": i % 2 == 0} for i in range(4)]
     >>> tokenizer = make_tokenizer(["one two three"])
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> trainer = PaddingFreeKTOTrainer(
-    ...     model=make_model(tokenizer),  # or the name of one on the hub
-    ...     args=PaddingFreeKTOConfig("out", max_steps=1, **options),
-    ...     train_dataset=Dataset.from_list(rows),
-    ...     processing_class=tokenizer,
-    ...     peft_config=LoraConfig(),
-    ... )
+    >>> args = PaddingFreeKTOConfig("out", max_steps=1, **options)
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    >>> trainer = PaddingFreeKTOTrainer(model, args=args, **data, peft_config=LoraConfig())
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = KTO
@@ -118,8 +97,3 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         # TRL calls the model on the matched rows and then on the mismatched ones, with arguments that it knows
         batches = iter((inputs["flat_batch"], inputs["flat_batch"].companion))
         return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)
-
-    def _precompute_ref_logps(self, *args, **kwargs):
-        # TRL computes these inside its `__init__`, right after it has given the models their fused heads
-        self.start_flat()
-        return super()._precompute_ref_logps(*args, **kwargs)

@@ -8,7 +8,6 @@ import torch
 from datasets import Dataset
 from trl.trainer.utils import split_tensor_dict
 
-from ..data.arrange import by_prefix, ranks_of
 from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart, row_spans
 from ..flat.counts import BatchCounts
 from ..memory.parts import split_in_order
@@ -78,7 +77,7 @@ class OnlineTrainer(FlatTrainer):
             if self.flat.steps is not None:
                 in_prompt = mask.bool() & (targets == IGNORE_INDEX)
                 prompts = [row[chosen].numpy().tobytes() for row, chosen in zip(ids, in_prompt, strict=True)]
-                order = by_prefix(ranks_of(prompts))(list(range(len(prompts))))
+                order = sorted(range(len(prompts)), key=prompts.__getitem__)
 
                 def part(items: list[int]) -> RowPart:
                     rows = [order[item] for item in items]
@@ -87,7 +86,7 @@ class OnlineTrainer(FlatTrainer):
 
                 tokens = [lengths[row] for row in order]
                 batch = self.flat.steps.divided(batch, tokens, part, split_in_order)
-            self.counts.add(counts_in_parts(batch.counts, [each.batch for each in batch.parts] or [batch]))
+            self.counts.add(counts_in_parts(batch.counts, [each.batch for each in batch.parts]))
         return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: Any) -> None:
@@ -213,29 +212,16 @@ class OnlineTrainer(FlatTrainer):
 
 def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Bring the rows of one prompt together.
+    The rows of some micro-batches of one width, those of one prompt together, in micro-batches of the same size. As TRL
+    keeps them, these hold tensors and lists of one entry per row, and values that all rows have in common.
 
-    Args:
-        batches (`list[dict[str, Any]]`):
-            Micro-batches of one width, as TRL keeps them: tensors and lists of one entry per row, and values that all
-            rows have in common.
-
-    Returns:
-        `list[dict[str, Any]]`: The same rows in micro-batches of the same size.
-
-    Examples:
-    ```python
-    >>> import torch
-    >>> from trl_paddingfree.trainers.online import by_prompt
     >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
     >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
     [[[1], [1]], [[2], [2]]]
-
-    ```
     """
     whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-    ranks = ranks_of([row.tobytes() for row in whole["prompt_ids"].cpu().numpy()])
-    order = by_prefix(ranks)(list(range(len(ranks))))
+    prompts = [row.tobytes() for row in whole["prompt_ids"].cpu().numpy()]
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
 
     def ordered(value):
         if isinstance(value, torch.Tensor) and value.ndim:

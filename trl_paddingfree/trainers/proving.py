@@ -1,7 +1,6 @@
 """The start-up check as trainers run it: which models, when, and on all processes alike."""
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -36,25 +35,13 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 
 class StartUpCheck:
     """
-    Plans and proves the routes of a trainer's models.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's: it knows the device, the precision, the engine and the other processes.
-        options ([`PaddingFreeOptions`]):
-            What was asked for.
-        args ([`~transformers.TrainingArguments`], *optional*):
-            The trainer's, which says whether training recomputes activations.
-        images ([`~trl_paddingfree.data.images.ImageProbe`], *optional*):
-            Examples with images, if the data has them.
+    Plans and proves the routes of a trainer's models, as asked for by `options`. The trainer's `accelerator` knows the
+    device, the precision, the engine and the other processes, its `args` whether training recomputes activations;
+    `images` are examples with some, if the data has them.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        options: PaddingFreeOptions,
-        args: Any = None,
-        images: ImageProbe | None = None,
+        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any = None, images: ImageProbe | None = None
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
@@ -70,11 +57,8 @@ class StartUpCheck:
 
     def install(self, models: Sequence[Any]) -> list[FlatModel]:
         """
-        Have models compute flat batches: by routes that are proven, or planned where the weights are yet to be placed.
-
-        Args:
-            models (`Sequence[Any]`):
-                The models, under whatever wrappers; the one that is trained first.
+        Have models, under whatever wrappers and the one that is trained first, compute flat batches: by routes that are
+        proven, or planned where the weights are yet to be placed.
         """
         if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
             self.prove_all(models)
@@ -102,13 +86,8 @@ class StartUpCheck:
 
     def prove_all(self, models: Sequence[Any]) -> Route:
         """
-        Prove every model, and turn sharing off for all of them if one cannot share.
-
-        Returns:
-            `Route`: That of the first model.
-
-        Raises:
-            `UnprovenModelError`: If a model has no exact route.
+        The route of the first model, once every model is proven. Sharing is off for all of them if one cannot share; a
+        model that has no exact route raises an `UnprovenModelError`.
         """
         started = time.perf_counter()
         with self.progress.after(_PATIENCE):
@@ -122,7 +101,6 @@ class StartUpCheck:
         return results[0].route
 
     def _results_of(self, models: Sequence[Any]) -> list[CheckResult]:
-        """What the check says of every model."""
         routes = [self.plan(model) for model in models]
         for model, route in zip(models, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
@@ -139,15 +117,13 @@ class StartUpCheck:
     def _prove(self, model: Any, route: Route) -> CheckResult:
         base = self._base(model)
         with self.in_precision(), self._checkpointing(base):
-            fallback = self.options.flat_attention == "auto"
-            no_gradients = self._why_no_gradients(model)
             result, failed = prove(
                 base,
                 route,
-                fallback=fallback,
+                fallback=self.options.flat_attention == "auto",
                 call=model,
                 agree=self._all_agree,
-                no_gradients=no_gradients,
+                no_gradients=self._why_no_gradients(model),
                 tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
         if failed and self.accelerator.is_main_process:
@@ -168,15 +144,12 @@ class StartUpCheck:
         options = dict(self.args.gradient_checkpointing_kwargs or {})
         for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
             options.pop(name, None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the names that do not warn are not in older releases
-            base.gradient_checkpointing_enable(options or None)
+        # The names that do not warn are not in older releases: `silence` has silenced these
+        base.gradient_checkpointing_enable(options or None)
         try:
             yield
         finally:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                base.gradient_checkpointing_disable()
+            base.gradient_checkpointing_disable()
 
     def _why_no_gradients(self, model: Any) -> str:
         """Which engine stands between a model and its gradients; empty if none does."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset
-from peft import PeftModel, PromptLearningConfig
+from peft import LoraConfig, PeftModel, PromptLearningConfig
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl import SFTConfig
@@ -28,9 +28,13 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
     _refuse_sequence_parallelism(config)
-    _refuse_file(config.output_dir)
+    if Path(config.output_dir).is_file():
+        raise ValueError(
+            f"`output_dir={config.output_dir!r}` is a file, and checkpoints go to a folder: name another one."
+        )
     for name, dataset in given_datasets(arguments):
-        _refuse_empty(dataset, name)
+        if isinstance(dataset, Dataset) and not len(dataset):
+            raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
@@ -38,7 +42,7 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     # Of streaming data TRL refuses to have batches dispatched, in its own words
     is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
     for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
-        if getattr(config.accelerator_config, option):
+        if vars(config.accelerator_config)[option]:
             raise ValueError(
                 f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
                 f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
@@ -69,21 +73,11 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
             f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, as all "
             "prompt-learning does, which a flat batch cannot hold. Use LoRA, or set `padding_free=False`."
         )
-    if tokens := getattr(peft_config, "alora_invocation_tokens", None):
+    if isinstance(peft_config, LoraConfig) and (tokens := peft_config.alora_invocation_tokens):
         raise ValueError(
             f"`peft_config` with `alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row, and "
             "a flat batch is one row. Use LoRA without them, or set `padding_free=False`."
         )
-
-
-def _refuse_file(output_dir: str) -> None:
-    if Path(output_dir).is_file():
-        raise ValueError(f"`output_dir={output_dir!r}` is a file, and checkpoints go to a folder: name another one.")
-
-
-def _refuse_empty(dataset: Any, name: str) -> None:
-    if isinstance(dataset, Dataset) and not len(dataset):
-        raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
 
 
 def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
@@ -102,17 +96,19 @@ def _refuse_sequence_parallelism(config: Any) -> None:
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
-    for size, kind in (("cp_size", "context"), ("sp_size", "sequence")):
-        if parallelism is not None and getattr(parallelism, size) > 1:
+    if parallelism is None:
+        return
+    for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
+        if (size := vars(parallelism)[name]) > 1:
             raise ValueError(
-                f"`parallelism_config` with `{size}={getattr(parallelism, size)}`: {kind} parallelism cuts rows into "
-                f"parts of equal length, and a flat batch is not made of rows. Set `{size}=1`, or `padding_free=False`."
+                f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
+                f"and a flat batch is not made of rows. Set `{name}=1`, or `padding_free=False`."
             )
 
 
 def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    pad_token = getattr(config, "pad_token", None)  # not all of TRL's configurations have one
+    pad_token = vars(config).get("pad_token")  # not all of TRL's configurations have one
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or pad_token is not None:
         return
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
@@ -123,12 +119,8 @@ def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
 
 
 def warn_of_dropout(model: Any, config: Any) -> None:
-    """
-    Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks.
-
-    TRL's configuration for SFT has no `disable_dropout`.
-    """
-    if not vars(config).get("disable_dropout"):
+    """Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks."""
+    if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
         return
     for name, value in architecture.functional_dropout(model).items():
         logger.warning(
@@ -141,7 +133,7 @@ def warn_of_dropout(model: Any, config: Any) -> None:
 def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     """Refuse options that decide where activations stay beside `memory_budget`."""
     kwargs = config.gradient_checkpointing_kwargs or {}
-    offloads = getattr(config, "activation_offloading", False)  # not all of TRL's configurations have it
+    offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
     moves, of_kwargs = "it moves to the CPU what the budget counts", "gradient_checkpointing_kwargs"
     for is_set, name, reason in (
@@ -163,10 +155,7 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
 
 
 def refuse_moving(options: PaddingFreeOptions, train_dataset: Any, config: Any, reasons: list[str]) -> None:
-    """
-    Refuse to move examples between micro-batches where that would change the loss, for `reasons`: options under which
-    the loss of an example, or its weight in a step, depends on its micro-batch.
-    """
+    """Refuse to move examples between micro-batches, for `reasons`: options under which that changes the loss."""
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if reasons:
         raise ValueError(
@@ -187,10 +176,8 @@ def refuse_moving(options: PaddingFreeOptions, train_dataset: Any, config: Any, 
 
 def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds: Callable[[int], bool]) -> None:
     """
-    Refuse padding to a `multiple` that changes what padded TRL computes.
-
-    `limits` are kinds of rotary frequencies that follow the longest row, with the length from which on they do;
-    `exceeds` says whether a row may be longer than a length.
+    Refuse padding to a `multiple` that changes what padded TRL computes: beyond the `limits` from which on rotary
+    frequencies of some kind follow the longest row, if a row of training `exceeds` them.
     """
     for kind, length in limits.items():
         if multiple and exceeds(length // multiple * multiple):

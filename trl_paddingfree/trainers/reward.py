@@ -5,15 +5,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
-from peft import TaskType
+from peft import PeftConfig, TaskType
 from trl import RewardConfig, RewardTrainer
 
 from .. import upstream
 from ..data.collate_heads import RewardCollator
 from ..data.lengths import pair_lengths
-from ..data.prepare import log_dropped
 from ..data.task import Task
-from ..data.validate import check_preferences, column_names, refuse_unread
+from ..data.validate import check_preferences, column_names, log_dropped, refuse_unread
 from .collated import CollatedTrainer
 from .configs import PaddingFreeRewardConfig
 from .refusals import refuse_images
@@ -23,7 +22,6 @@ REWARD = Task(
     unit="pairs",
     found_by=(),  # pairs are found as data of DPO, which wastes and saves the same
     sequences=(("chosen_ids",), ("rejected_ids",)),
-    other_columns=(),
     collator=RewardCollator,
     prepare=upstream.prepare_pairs,
 )
@@ -35,23 +33,8 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
     as one flat row without padding, in which the prompt of a pair is there once, and the head reads the last token of
-    each sequence. With `padding_free=False` it pads as TRL's does.
+    each sequence. [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Args:
-        args ([`PaddingFreeRewardConfig`] or [`~trl.RewardConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeRewardConfig`].
-        data_collator ([`RewardCollator`], *optional*):
-            A collator that gives a flat batch. TRL's default collator is taken over.
-        *args, **kwargs:
-            As for [`~trl.RewardTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
-
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from transformers import AutoModelForSequenceClassification
     >>> from trl_paddingfree import PaddingFreeRewardConfig, PaddingFreeRewardTrainer
@@ -61,18 +44,13 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     >>> config = make_model(tokenizer).config
     >>> config.num_labels = 1
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> trainer = PaddingFreeRewardTrainer(
-    ...     model=AutoModelForSequenceClassification.from_config(config),  # or the name of one on the hub
-    ...     args=PaddingFreeRewardConfig("out", max_steps=1, **options),
-    ...     train_dataset=dataset,
-    ...     processing_class=tokenizer,
-    ... )
+    >>> args = PaddingFreeRewardConfig("out", max_steps=1, **options)
+    >>> model = AutoModelForSequenceClassification.from_config(config)  # or the name of one on the hub
+    >>> trainer = PaddingFreeRewardTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = REWARD
@@ -87,8 +65,8 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
         refuse_images(arguments)  # TRL knows of none here, and would tokenize the messages that hold them
-        task_type = getattr(arguments.get("peft_config"), "task_type", None)
-        if task_type == TaskType.CAUSAL_LM:
+        peft_config = arguments.get("peft_config")
+        if isinstance(peft_config, PeftConfig) and peft_config.task_type == TaskType.CAUSAL_LM:
             raise ValueError(
                 "`peft_config` has `task_type='CAUSAL_LM'`, and a reward model has a classification head: set "
                 "`task_type='SEQ_CLS'` (`--lora_task_type SEQ_CLS`), under which PEFT trains the head too."

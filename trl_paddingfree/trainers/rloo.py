@@ -1,26 +1,16 @@
 """RLOO without padding."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from trl import RLOOConfig, RLOOTrainer
 
-from .. import upstream
-from ..data.collate_heads import PromptGroups
-from ..data.task import Task
 from .configs import PaddingFreeRLOOConfig
+from .grpo import GRPO
 from .online import OnlineTrainer
 
-RLOO = Task(
-    name="rloo",
-    unit="prompts",
-    found_by=(),  # prompts are found as data of GRPO
-    sequences=(("prompt_ids",),),
-    other_columns=(),
-    collator=PromptGroups,
-    prepare=upstream.prepare_prompts,
-    truncates=False,
-)
+RLOO = replace(GRPO, name="rloo", found_by=())  # prompts are found as data of GRPO
 
 
 class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
@@ -29,41 +19,24 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
 
     Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
     generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
-    TRL's. With `padding_free=False`, so are the passes.
+    TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Args:
-        args ([`PaddingFreeRLOOConfig`] or [`~trl.RLOOConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeRLOOConfig`]. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
-        *args, **kwargs:
-            As for [`~trl.RLOOTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
-
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeRLOOConfig, PaddingFreeRLOOTrainer
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> trainer = PaddingFreeRLOOTrainer(
-    ...     model=make_model(tokenizer),  # or the name of one on the hub
-    ...     reward_funcs=lambda completions, **kwargs: [float(len(text)) for text in completions],
-    ...     args=PaddingFreeRLOOConfig("out", max_steps=1, num_generations=4, max_completion_length=4, **options),
-    ...     train_dataset=Dataset.from_list([{"prompt": "one two three"}] * 4),
-    ...     processing_class=tokenizer,
-    ...     peft_config=LoraConfig(),
-    ... )
+    >>> args = PaddingFreeRLOOConfig("out", max_steps=1, num_generations=4, max_completion_length=4, **options)
+    >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 4), "processing_class": tokenizer}
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> reward = lambda completions, **kwargs: [float(len(text)) for text in completions]
+    >>> trainer = PaddingFreeRLOOTrainer(model, reward, args, **data, peft_config=LoraConfig())
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
-
-    ```
     """
 
     task = RLOO

@@ -7,9 +7,15 @@ from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
 from ..data.collate import LanguageModelingCollator
-from ..data.prepare import log_dropped
 from ..data.task import Task
-from ..data.validate import column_names, refuse_bad_messages, refuse_unknown_tokens, refuse_unread, without_lengths
+from ..data.validate import (
+    column_names,
+    log_dropped,
+    refuse_bad_messages,
+    refuse_unknown_tokens,
+    refuse_unread,
+    without_lengths,
+)
 from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX
 from .collated import CollatedTrainer
@@ -35,23 +41,8 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True` each micro-batch
     goes through the model as one flat row without padding, `max_length` is enforced, and packed documents never see
-    each other. With `padding_free=False` it pads as TRL's does.
+    each other. [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
 
-    Args:
-        args ([`PaddingFreeSFTConfig`] or [`~trl.SFTConfig`], *optional*):
-            Configuration. With TRL's own config, the options of this package have their defaults. Defaults to a
-            [`PaddingFreeSFTConfig`].
-        data_collator ([`LanguageModelingCollator`], *optional*):
-            A collator that gives a flat batch. TRL's default collator is taken over.
-        *args, **kwargs:
-            As for [`~trl.SFTTrainer`].
-
-    Raises:
-        `ValueError`: If an option or the model cannot be combined with flat batches, naming what to change.
-        `UnprovenModelError`: If the model does not treat a flat batch as separate sequences.
-
-    Examples:
-    ```python
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
@@ -59,18 +50,12 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     >>> tokenizer = make_tokenizer(dataset["text"])
     >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
     >>> args = PaddingFreeSFTConfig("out", max_steps=1, **options)
-    >>> trainer = PaddingFreeSFTTrainer(
-    ...     model=make_model(tokenizer),  # or the name of one on the hub
-    ...     args=args,
-    ...     train_dataset=dataset,
-    ...     processing_class=tokenizer,
-    ... )
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> trainer = PaddingFreeSFTTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, no shared prefixes)'
-
-    ```
     """
 
     task = SFT

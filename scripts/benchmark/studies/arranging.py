@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_paddingfree.data.arrange import StepSampler, by_prefix, by_tokens, imbalance, ranks_of
+from trl_paddingfree.data.arrange import StepSampler, by_prefix, by_tokens
 from trl_paddingfree.data.collate import PreferenceCollator
 from trl_paddingfree.data.lengths import example_tokens, example_work, truncated
 
@@ -57,6 +57,17 @@ def one_epoch(num_examples: int, step_size: int, seed: int) -> list[int]:
     return order[: num_examples // step_size * step_size].tolist()
 
 
+def imbalance(work: Sequence[float] | np.ndarray, batch_size: int, num_processes: int) -> float:
+    """
+    How much longer processes take because they wait for each other, by the work of the examples in the order of
+    training: the sum over rounds of micro-batches of the most costly one, over their mean.
+    """
+    round_size = batch_size * num_processes
+    whole = np.asarray(work[: len(work) // round_size * round_size], dtype=np.float64)
+    micro_batches = whole.reshape(-1, num_processes, batch_size).sum(2)
+    return float(micro_batches.max(1).sum() / micro_batches.mean(1).sum())
+
+
 def largest_over_mean(tokens: Sequence[int] | np.ndarray, batch_size: int) -> float:
     """Tokens of the largest micro-batch over those of the mean one."""
     micro_batches = np.asarray(tokens).reshape(-1, batch_size).sum(1)
@@ -75,10 +86,10 @@ def measure_meetings(
         "dpo", source, vocab_size=32000, max_length=max_length, seed=seed, pairs_per_prompt=pairs_per_prompt
     )
     order = one_epoch(len(rows.examples), step_size, seed)
-    ranks = ranks_of([example["prompt_ids"] for example in rows.examples])
+    arrange = by_prefix([example["prompt_ids"] for example in rows.examples])
     collator = PreferenceCollator(0, padding_free=True)
     computed, real = {}, 0
-    for label, indices in (("drawn", order), ("arranged", list(StepSampler(order, step_size, by_prefix(ranks))))):
+    for label, indices in (("drawn", order), ("arranged", list(StepSampler(order, step_size, arrange)))):
         batches = [indices[first : first + batch_size] for first in range(0, len(indices), batch_size)]
         counts = [collator([rows.examples[i] for i in batch])["flat_batch"].counts for batch in batches]
         real = sum(count.real for count in counts)
