@@ -46,14 +46,10 @@ class CheckResult:
     Args:
         route (`Route`):
             How the model computed the flat batch.
-        error (`float`):
-            Root mean square difference of log-probabilities, flat against one by one, in nats.
-        noise (`float`):
-            The same for padded rows against one by one.
-        leak (`float`):
-            Movement of a row when other rows change, in nats.
-        effect (`float`):
-            Movement of a row when its own context changes, in nats.
+        error, noise (`float`):
+            Root mean square difference of log-probabilities, flat and padded, against one by one, in nats.
+        leak, effect (`float`):
+            Movement of a row when other rows change, and when its own context changes, in nats.
         tolerance (`float`):
             Largest `error` that passes.
         failure (`str`):
@@ -61,16 +57,12 @@ class CheckResult:
         gradients (`GradientResult`, *optional*):
             What the pass with gradients found; `None` if there was none.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import CheckResult
     >>> from trl_paddingfree.model.routes import Route
     >>> route = Route("segment", "sdpa", prefix_sharing=True)
     >>> result = CheckResult(route, error=2e-7, noise=2e-7, leak=0.0, effect=0.5, tolerance=8e-7)
     >>> result.passed, result.smallest_mistake
     (True, 1.6e-06)
-
-    ```
     """
 
     route: Route
@@ -187,8 +179,6 @@ class UnprovenModelError(ValueError):
     """
     A model computes a flat batch differently from its rows one by one, on every route.
 
-    Examples:
-    ```python
     >>> from transformers import RobertaConfig, RobertaForCausalLM
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree import UnprovenModelError
@@ -201,8 +191,6 @@ class UnprovenModelError(ValueError):
     ... except UnprovenModelError as error:
     ...     print(str(error).splitlines()[-1])
     Set `padding_free=False` to train it with padding, or load it with another `attn_implementation`.
-
-    ```
     """
 
 

@@ -45,17 +45,9 @@ def layer_kinds(config: Any) -> list[Any]:
 
 def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
     """
-    What micro-batches need in training.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            The model's configuration.
-        tuning (`str`):
-            `"full"`, `"lora"` or `"qlora"` (r=16 on all linear layers).
-        num_references (`int`):
-            Reference models beside the one that is trained: DPO has one, if all weights are trained.
-        as_kernels (`bool`, *optional*, defaults to `True`):
-            Whether attention keeps what flash attention does on GPUs, rather than PyTorch's attention here.
+    What micro-batches need in training a model of `config` by `tuning`, `"full"`, `"lora"` or `"qlora"` (r=16 on all
+    linear layers): beside reference models, and with attention that keeps what flash attention does on GPUs, or, unless
+    `as_kernels`, what PyTorch's attention does here.
     """
     kinds = layer_kinds(config)
     number = 1 + max(kinds.index(kind) for kind in kinds)
@@ -160,19 +152,8 @@ def memory_report(
     task: str, batches: Sequence[tuple[int, Sequence[BatchCounts]]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
     """
-    Memory of the largest batch of each size, by layout.
-
-    Args:
-        task (`str`):
-            Name of the task.
-        batches (`Sequence[tuple[int, Sequence[BatchCounts]]]`):
-            Batch sizes, and the batches of each.
-        model (`str`):
-            A named shape, a folder, or a model id.
-        tuning (`str`):
-            `"full"`, `"lora"` or `"qlora"`.
-        memory_gib (`float`, *optional*):
-            Memory of the device. With it, the largest batches that fit, and the speed-up of a `memory_budget`.
+    Memory of the largest batch of each size, by layout, of a named shape, a folder or a model id. With `memory_gib` of
+    a device also the largest batches that fit, and the speed-up of a `memory_budget`.
     """
     needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     budget = None if memory_gib is None else int(memory_gib * GIB)

@@ -14,25 +14,20 @@ class Task:
     What a trainer's data looks like, and what it is called.
 
     Args:
-        name (`str`):
-            The command, and the word in results.
-        unit (`str`):
-            What a batch holds, in the plural.
+        name, unit (`str`):
+            The command and the word in results; what a batch holds, in the plural.
         sequences (`tuple[tuple[str, ...], ...]`):
             The sequences of one prepared example, each as the columns of token ids that make it up.
-        collator (`type`):
-            The collator class that gives flat batches.
+        collator, vision_collator (`type`, the second *optional*):
+            The collator classes that give flat batches, of text and of data with images, if the trainer takes any.
         prepare (`Callable`, *optional*):
             TRL's own preparation: `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the collator
             gets. Predictions from raw data need it, training does not.
-        found_by (`tuple[frozenset[str], ...]`, *optional*, defaults to `()`):
-            Sets of columns, by TRL's dataset formats; a data set that has all of one set is data of this task.
-        other_columns (`tuple[str, ...]`, *optional*, defaults to `()`):
-            Further columns of prepared data that the collator reads.
+        found_by, other_columns (*optional*, default to `()`):
+            Sets of columns, by TRL's dataset formats: data that has all of one is data of this task. Further columns of
+            prepared data that the collator reads.
         truncates (`bool`, *optional*, defaults to `True`):
             Whether the trainer has a `max_length`.
-        vision_collator (`type`, *optional*):
-            The collator class for data with images; `None`, if the trainer takes none.
 
     >>> from trl_paddingfree import PaddingFreeDPOTrainer
     >>> PaddingFreeDPOTrainer.task.unit, PaddingFreeDPOTrainer.task.token_columns

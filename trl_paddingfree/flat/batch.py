@@ -30,24 +30,16 @@ class FlatBatch(HasTensors):
     label in the same segment.
 
     Args:
-        input_ids (`torch.Tensor` of shape `(1, T)`, int64):
-            Tokens to compute.
-        position_ids (`torch.Tensor` of shape `(1, T)`, int64):
-            Position of each token in its own row, from 0.
-        shift_labels (`torch.Tensor` of shape `(1, P)`, int64):
-            The next token of each scored token; one entry, -100, if there is none.
-        scored_index (`torch.Tensor` of shape `(P,)`, int64):
-            Flat position of each scored token.
-        row_index (`torch.Tensor` of shape `(R, L)`, int64):
-            Flat position of token `l` of row `r`; 0 beyond the end of the row.
-        row_mask (`torch.Tensor` of shape `(R, L)`, bool):
-            Whether row `r` has a token `l`.
+        input_ids, position_ids (`torch.Tensor` of shape `(1, T)`, int64):
+            Tokens to compute, and the position of each in its own row, from 0.
+        shift_labels, scored_index (`torch.Tensor` of shapes `(1, P)` and `(P,)`, int64):
+            The next token of each scored token, and the flat position of that. One entry, -100 and 0, if there is none.
+        row_index, row_mask (`torch.Tensor` of shape `(R, L)`, int64 and bool):
+            Flat position of token `l` of row `r`, and whether there is one; 0 where there is none.
         token_rows (`torch.Tensor` of shape `(1, T)`, float32):
             Number of rows that contain each token, by which a loss that is a mean over tokens is weighted.
-        layout (`FlatLayout`):
-            The segments and what attention needs of them.
-        counts (`BatchCounts`):
-            Tokens computed, against what other methods compute.
+        layout (`FlatLayout`), counts (`BatchCounts`):
+            The segments and what attention needs of them; tokens computed, against what other methods compute.
         companion (`FlatBatch`, *optional*):
             Other rows of the same examples, which the model computes in a call of their own.
         images ([`~trl_paddingfree.flat.images.FlatImages`], *optional*):
@@ -59,8 +51,6 @@ class FlatBatch(HasTensors):
         parts (`tuple[RowPart, ...]`, *optional*):
             The same rows in parts, if a pass with gradients is to compute one after another.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> batch.input_ids
@@ -71,8 +61,6 @@ class FlatBatch(HasTensors):
     [[1, 2, 3, 4], [1, 2, 5]]
     >>> batch.counts
     BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
-
-    ```
     """
 
     input_ids: torch.Tensor

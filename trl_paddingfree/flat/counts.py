@@ -15,28 +15,20 @@ class BatchCounts:
     Host counts of one batch, from which every figure about waste is derived.
 
     Args:
-        computed (`int`):
-            Tokens that the model computes, `T`.
-        real (`int`):
-            Tokens of all rows: what padding-free without sharing computes.
-        padded (`int`):
-            Slots of the padded batch, `R * L`.
+        computed, real, padded (`int`):
+            Tokens that the model computes, `T`; those of all rows; slots of the padded batch, `R * L`.
         distinct (`int`):
             Nodes of the tree that the rows form: the fewest tokens any method can compute.
         repeated (`int`):
             Tokens that layers which carry state compute besides: a prefix that several segments continue is part of the
             row of each.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import BatchCounts, FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> batch.counts
     BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
     >>> batch.counts + BatchCounts(computed=2, real=2, padded=2, distinct=2)
     BatchCounts(computed=8, real=9, padded=10, distinct=7, repeated=1)
-
-    ```
     """
 
     computed: int = 0

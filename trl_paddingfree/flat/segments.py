@@ -39,8 +39,6 @@ class Segments:
     Raises:
         `ValueError`: If a segment is empty, continues a later segment, or starts beyond the end of its parent.
 
-    Examples:
-    ```python
     >>> from trl_paddingfree import Segments
     >>> segments = Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2))
     >>> segments.position_ids.tolist()
@@ -49,8 +47,6 @@ class Segments:
     [0, 1, 6, 7, 8]
     >>> segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
     ([0, 6, 9], [0, 6, 11])
-
-    ```
     """
 
     lengths: tuple[int, ...]

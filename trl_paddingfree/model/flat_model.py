@@ -33,8 +33,6 @@ class FlatModel:
     The model must have TRL's fused LM head, or a pooled head. Called with a `flat_batch`, it computes that and answers
     in rows; other calls go to the forward and the attention that were there before.
 
-    Examples:
-    ```python
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree.model.routes import choose_route
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
@@ -46,8 +44,6 @@ class FlatModel:
     >>> flat.remove()
     >>> FlatModel.of(model) is None
     True
-
-    ```
     """
 
     def __init__(self, model: PreTrainedModel, route: Route):
