@@ -6,35 +6,33 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
-_EXPORTS = {
-    "BatchCounts": "flat.counts",
-    "FlatBatch": "flat.batch",
-    "CheckResult": "check.prove",
-    "UnprovenModelError": "check.prove",
-    "FlatCollator": "data.collate",
-    "LanguageModelingCollator": "data.collate",
-    "PreferenceCollator": "data.collate",
-    "RewardCollator": "data.collate_heads",
-    "UnpairedPreferenceCollator": "data.collate_heads",
-    "concatenated_inputs": "data.collate",
-    "Task": "data.task",
-    "split_turns": "data.turns",
-    "CollatedTrainer": "trainers.collated",
-    "PaddingFreeDPOConfig": "trainers.configs",
-    "PaddingFreeGRPOConfig": "trainers.configs",
-    "PaddingFreeKTOConfig": "trainers.configs",
-    "PaddingFreeOptions": "trainers.configs",
-    "PaddingFreeRLOOConfig": "trainers.configs",
-    "PaddingFreeRewardConfig": "trainers.configs",
-    "PaddingFreeSFTConfig": "trainers.configs",
-    "PaddingFreeDPOTrainer": "trainers.dpo",
-    "PaddingFreeGRPOTrainer": "trainers.grpo",
-    "PaddingFreeKTOTrainer": "trainers.kto",
-    "PaddingFreeRLOOTrainer": "trainers.rloo",
-    "PaddingFreeRewardTrainer": "trainers.reward",
-    "PaddingFreeSFTTrainer": "trainers.sft",
-    "Segments": "flat.segments",
+_MODULES = {
+    "flat.counts": ("BatchCounts",),
+    "flat.batch": ("FlatBatch",),
+    "check.prove": ("CheckResult", "UnprovenModelError"),
+    "data.collate": ("FlatCollator", "LanguageModelingCollator", "PreferenceCollator", "concatenated_inputs"),
+    "data.collate_heads": ("RewardCollator", "UnpairedPreferenceCollator"),
+    "data.task": ("Task",),
+    "data.turns": ("split_turns",),
+    "trainers.collated": ("CollatedTrainer",),
+    "trainers.configs": (
+        "PaddingFreeDPOConfig",
+        "PaddingFreeGRPOConfig",
+        "PaddingFreeKTOConfig",
+        "PaddingFreeOptions",
+        "PaddingFreeRLOOConfig",
+        "PaddingFreeRewardConfig",
+        "PaddingFreeSFTConfig",
+    ),
+    "trainers.dpo": ("PaddingFreeDPOTrainer",),
+    "trainers.grpo": ("PaddingFreeGRPOTrainer",),
+    "trainers.kto": ("PaddingFreeKTOTrainer",),
+    "trainers.rloo": ("PaddingFreeRLOOTrainer",),
+    "trainers.reward": ("PaddingFreeRewardTrainer",),
+    "trainers.sft": ("PaddingFreeSFTTrainer",),
+    "flat.segments": ("Segments",),
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:

@@ -65,10 +65,7 @@ class BudgetedSteps:
         is_normalized = num_items is not None
         parts = weighted_parts(batches, self.trainer.part_sizes, num_wanted=most, is_normalized=is_normalized)
         self._count(inputs, [part.inputs for part in parts])
-        metrics = PartMetrics(self.trainer)
-        losses = [self._attempted(step, part.inputs, num_items, number, (part, metrics)) for part in parts]
-        metrics.log()
-        return torch.stack(losses).sum()
+        return self._sum_of(step, parts, num_items, number)
 
     def _count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
         self.trainer.counts.add(counts_in_parts(inputs["flat_batch"].counts, [part["flat_batch"] for part in parts]))
@@ -154,8 +151,14 @@ class BudgetedSteps:
             weight = 1.0 if is_normalized else within[0].weight
             is_last = within[0].is_last
             parts = [replace(part, weight=part.weight * weight, is_last=part.is_last and is_last) for part in parts]
+        return self._sum_of(step, parts, num_items, None, within)
+
+    def _sum_of(
+        self, step: Step, parts: Sequence[Part], num_items: Any, number: int | None, within: Within = None
+    ) -> Loss:
+        """The losses of parts, added up; their metrics are logged with those of the part that they are of, if any."""
         metrics = PartMetrics(self.trainer) if within is None else within[1]
-        losses = [self._attempted(step, part.inputs, num_items, None, (part, metrics)) for part in parts]
+        losses = [self._attempted(step, part.inputs, num_items, number, (part, metrics)) for part in parts]
         if within is None:
             metrics.log()
         return torch.stack(losses).sum()
@@ -164,8 +167,9 @@ class BudgetedSteps:
 
     def beneath(self, step: Callable[[], Loss]) -> Loss:
         """
-        Forward and backward pass of a micro-batch whose loss couples rows: `step` calls [`BudgetedSteps.begin`], and
-        has its rows [`BudgetedSteps.divided`], each time.
+        Forward and backward pass of a micro-batch whose loss couples rows, made again if memory runs out. Each time,
+        `step` says by [`BudgetedSteps.begin`] from where on, and gets the parts of its rows from
+        [`BudgetedSteps.divided`].
         """
         self.attempt = self.largest = None
         memory = self.memory

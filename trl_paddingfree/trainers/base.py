@@ -34,7 +34,7 @@ class Flat:
     options: PaddingFreeOptions
     check: StartUpCheck | None = None
     models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
-    steps: BudgetedSteps | None = None  # how they keep within budgets; without one, and without weights yet, `None`
+    steps: BudgetedSteps | None = None  # training steps within budgets; `None` without one, and before the weights
     sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
     resumed_from: str | None = None  # the checkpoint that training goes on from
 
@@ -58,7 +58,7 @@ class FlatTrainer(Trainer):
     combined with flat batches raises a `ValueError` that names what to change, and a model that does not treat a flat
     batch as separate sequences an [`UnprovenModelError`].
 
-    A subclass names TRL's trainer, its own task and configuration, and runs TRL's `__init__` by `start`.
+    A subclass names TRL's trainer, its own task and configuration. Its arguments are those of TRL's trainer.
     """
 
     task: Task
@@ -66,8 +66,7 @@ class FlatTrainer(Trainer):
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
     flat: Any = None  # its [`Flat`]; `None`: the trainer pads as TRL's does
-    # Attributes in which TRL's loss keeps account
-    changed_by_loss: ClassVar[tuple[str, ...]] = ()
+    changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     names_differ = False  # between the last checkpoint that was loaded and the model
     train_dataset: Any
     model: Any
@@ -76,6 +75,14 @@ class FlatTrainer(Trainer):
     aux_loss_enabled: Any = False
 
     # --- at the start -----------------------------------------------------------------------------------------------
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.start(args, kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "trl_trainer" in vars(cls):
+            cls.__signature__ = inspect.signature(cls.trl_trainer)  # type: ignore[attr-defined]
 
     def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
@@ -87,8 +94,7 @@ class FlatTrainer(Trainer):
             model = arguments["model"]
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
-        config = arguments["args"]
-        refuse_wrong_options(config)  # again: they may have been set since
+        refuse_wrong_options(config := arguments["args"])  # again: they may have been set since
         if not vars(config).get("padding_free", True):  # not all of TRL's configurations have the flag
             self.trl_trainer.__init__(self, **arguments)
             return
@@ -230,15 +236,13 @@ class FlatTrainer(Trainer):
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
         counts = gathered(self.counts.total, self.accelerator)
-        repeats = self.flat is None or self.flat.models[0].repeats
-        return counts if repeats else replace(counts, repeated=0)
+        return counts if self.flat is None or self.flat.models[0].repeats else replace(counts, repeated=0)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.flat is not None and self.model.training and "loss" in logs:
-            repeats = self.flat.models[0].repeats
-            logs.update(self.counts.figures(self.accelerator, self.peak_memory.highest, repeats))
+            logs |= self.counts.figures(self.accelerator, self.peak_memory.highest, self.flat.models[0].repeats)
             if self.flat.memory is not None:
-                logs.update(self.flat.memory.figures(self.accelerator))
+                logs |= self.flat.memory.figures(self.accelerator)
         super().log(logs, *args, **kwargs)
 
     def create_model_card(  # type: ignore[override]

@@ -1,6 +1,5 @@
 """DPO without padding."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -55,10 +54,6 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     task = DPO
     trl_trainer, trl_config = DPOTrainer, DPOConfig
     config_class = PaddingFreeDPOConfig
-
-    @functools.wraps(DPOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.start(args, kwargs)
 
     def coupled_by(self) -> list[str]:
         coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch

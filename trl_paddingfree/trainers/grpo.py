@@ -1,6 +1,5 @@
 """GRPO without padding."""
 
-import functools
 from typing import Any
 
 from transformers.utils import logging
@@ -54,10 +53,6 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     trl_trainer, trl_config = GRPOTrainer, GRPOConfig
     config_class = PaddingFreeGRPOConfig
     changed_by_loss = ("entropy_coef", "_entropy_window_stats", "_last_world_entropy")
-
-    @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.start(args, kwargs)
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)

@@ -1,6 +1,5 @@
 """KTO without padding."""
 
-import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,10 +53,6 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     trl_trainer, trl_config = KTOTrainer, KTOConfig
     config_class = PaddingFreeKTOConfig
     differences: ClassVar[dict[str, tuple[str, str]]] = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
-
-    @functools.wraps(KTOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.start(args, kwargs)
 
     def coupled_by(self) -> list[str]:
         # The divergence is a mean over the micro-batch inside the loss, and over pairs made with their neighbours

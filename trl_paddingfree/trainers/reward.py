@@ -1,6 +1,5 @@
 """Reward models without padding."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -57,10 +56,6 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     trl_trainer, trl_config = RewardTrainer, RewardConfig
     config_class = PaddingFreeRewardConfig
     extremes: ClassVar[dict[str, Callable[..., float]]] = {"min_reward": min, "max_reward": max}
-
-    @functools.wraps(RewardTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.start(args, kwargs)
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)

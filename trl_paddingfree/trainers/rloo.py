@@ -1,8 +1,6 @@
 """RLOO without padding."""
 
-import functools
 from dataclasses import replace
-from typing import Any
 
 from trl import RLOOConfig, RLOOTrainer
 
@@ -42,7 +40,3 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     task = RLOO
     trl_trainer, trl_config = RLOOTrainer, RLOOConfig
     config_class = PaddingFreeRLOOConfig
-
-    @functools.wraps(RLOOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.start(args, kwargs)

@@ -1,6 +1,5 @@
 """SFT without padding."""
 
-import functools
 from typing import Any
 
 from trl import SFTConfig, SFTTrainer
@@ -61,10 +60,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     task = SFT
     trl_trainer, trl_config = SFTTrainer, SFTConfig
     config_class = PaddingFreeSFTConfig
-
-    @functools.wraps(SFTTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.start(args, kwargs)
 
     def start_flat(self) -> None:
         super().start_flat()
