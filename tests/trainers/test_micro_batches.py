@@ -55,7 +55,7 @@ def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 def test_a_trainer_knows_how_long_rows_are_after_truncation(mode, model_dir, tmp_path):
-    args = PaddingFreeDPOConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=14, truncation_mode=mode)
+    args = PaddingFreeDPOConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=30, truncation_mode=mode)
     trainer = PaddingFreeDPOTrainer(model_dir, args=args, train_dataset=preference_data(12, SEED))
     lengths = trainer.example_lengths()
     for example, known, most in zip(trainer.train_dataset, lengths, example_tokens(lengths, True), strict=True):
