@@ -72,6 +72,7 @@ print(json.dumps([key for key in before if before[key] != after[key]]))
 """
 
 
+@pytest.mark.slow
 def test_importing_every_module_changes_nothing_in_transformers_and_trl():
     result = subprocess.run(
         [sys.executable, "-c", STATE, *MODULES], capture_output=True, text=True, timeout=300, check=True

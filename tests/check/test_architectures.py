@@ -84,6 +84,7 @@ def test_attention_that_sdpa_cannot_compute_is_not_loaded_with_it(name):
         make(name, "sdpa")
 
 
+@pytest.mark.drawn(70)
 @pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
 @pytest.mark.parametrize(
     ("name", "attention"),
@@ -98,6 +99,7 @@ def test_architecture_equals_padded(name, attention, prefix_sharing):
     assert_equals_padded(model, replace(route, prefix_sharing=prefix_sharing), SEED)
 
 
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
 @pytest.mark.parametrize("name", [name for name in MUST_WORK if name != "llama4_text"])
 def test_architecture_equals_padded_with_flash_attention(name, prefix_sharing):

@@ -78,6 +78,7 @@ def assert_unchanged(model, ask):
             assert same, route
 
 
+@pytest.mark.drawn(70)
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NOT_BUILT])
 def test_plain_call_after_install_equals_the_one_before(model_type):
     assert_unchanged(make(model_type), forward)

@@ -43,6 +43,7 @@ def test_topics_are_what_help_answers():
     assert answers["Explain “assert” in Python."].startswith('The "assert" statement')
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_pair_is_the_own_answer_against_that_to_another_question(seed):
     own = dict([*stdlib_data.docstrings(), *stdlib_data.topics()])

@@ -62,6 +62,7 @@ def padded(task: str) -> tuple[Trajectory, Trajectory]:
     return train(task, "padded", bf16=False), train(task, "padded", bf16=True)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
 @pytest.mark.parametrize("task", DATA)

@@ -67,6 +67,7 @@ def same(a, b):
 # --- The prediction --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("task", "options"),
     [(DPO, {}), (DPO, {"flat_attention": "mask"}), (SFT, {"prefix_sharing": True}), (SFT, {})],
@@ -78,6 +79,7 @@ def test_predicted_bytes_are_counted_ones(folder, task, options):
     assert_predicted(made(task, folder, data, **options, trainer_kwargs=kwargs))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_predicted_bytes_of_experts(attention, tokenizer):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -98,6 +100,7 @@ def test_predicted_bytes_of_layers_with_a_state(tokenizer):
         assert_predicted(made(SFT, model, data, trainer_kwargs={"processing_class": tokenizer}))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1", "jamba", "lfm2"])
 def test_predicted_bytes_of_states_along_the_tree(model_type, tokenizer):
     """Pieces of many lengths, shorter and longer than the chunks of their recurrence."""
@@ -213,6 +216,7 @@ def test_a_budget_recomputes_only_what_it_must_and_splits_what_does_not_fit(fold
     assert parts.trainer.total_counts().real == plain.trainer.total_counts().real
 
 
+@pytest.mark.slow
 def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
     data = preference_data(16, SEED)
     with pytest.raises(ValueError, match=r"`memory_budget=0.0001`.* is less than example \d+ of the.* at least [\d.]+"):

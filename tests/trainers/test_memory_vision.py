@@ -24,6 +24,7 @@ def made(kind, task, data, **options):
     return train(kind, task, "shared", data, **{"memory_budget": 8, "steps": 1, **options}).trainer
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("task", "lora"), [("dpo", True), ("sft", False)], ids=["dpo", "sft"])
 def test_predicted_bytes_are_counted_ones(kind, task, lora):
@@ -31,6 +32,7 @@ def test_predicted_bytes_are_counted_ones(kind, task, lora):
     assert_predicted(made(kind, task, data, lora=lora, per_device_train_batch_size=8))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_recomputed_layers_computes_the_same(kind):
     data = vision_pairs(8, SEED)

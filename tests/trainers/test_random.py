@@ -17,6 +17,7 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", range(SEED * 1000, SEED * 1000 + DRAWS))
 def test_a_random_draw_trains_as_padded_trl_does(seed):
     result = outcome(seed)

@@ -54,6 +54,7 @@ def assert_architecture(kind):
     assert_layouts_agree(kind, "sft", vision_messages(8, SEED), layouts=("shared",), lora=True)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_an_architecture_trains_as_with_padding(kind):
     assert_architecture(kind)
@@ -112,6 +113,7 @@ def test_dpo_runs_the_tower_half_as_often():
     assert sum(seen["padded"]) == 2 * sum(seen["shared"])
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_images_are_processed_once_and_cut_into_parts(kind):
     model, processor = make_vision(kind, seed=SEED)
