@@ -229,7 +229,7 @@ def test_padding_free_false_is_trl(data):
     )
     counts = trained.trainer.total_counts()
     assert trained.trainer.method == "TRL, with padding"
-    assert 0 < counts.real < counts.computed == counts.padded
+    assert 0 < counts.real <= counts.computed == counts.padded  # some seeds draw rows of one length
 
 
 def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
