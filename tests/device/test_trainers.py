@@ -68,7 +68,7 @@ def test_options_that_move_data(name):
 BUDGETS = {
     "dpo": (0.006, {}),
     "sft": (0.002, {}),
-    "reward": (0.0006, {}),
+    "reward": (0.0007, {}),
     "kto": (0.006, {}),
     "kto-without-divergence": (0.004, {"loss_type": "apo_zero_unpaired"}),
     "grpo": (0.003, {}),
