@@ -4,17 +4,6 @@ import pytest
 
 from scripts.benchmark.studies import agreement
 from scripts.benchmark.studies.agreement import measure_agreement
-from tests.helpers.head_runs import prompts
-from tests.helpers.tiny import preference_data
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rows")
-    pairs = preference_data(24, 3).filter(lambda row: row["chosen"] != row["rejected"])
-    for name, rows in (("pairs", pairs), ("prompts", prompts(16, 3))):
-        rows.to_json(folder / f"{name}.jsonl")
-    return {name: str(folder / f"{name}.jsonl") for name in ("pairs", "prompts")}
 
 
 @pytest.mark.drawn(1)

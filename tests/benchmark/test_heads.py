@@ -5,18 +5,9 @@ from datasets import Dataset
 
 from scripts.benchmark.studies import heads
 from scripts.benchmark.studies.heads import ARRANGED, METHODS, measure_heads
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import preference_data
 
 SMALL = {"num_layers": 1, "batch_size": 8, "max_length": 64, "accumulation": 1}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rows")
-    pairs = preference_data(24, 3).filter(lambda row: row["chosen"] != row["rejected"])
-    for name, rows in (("pairs", pairs), ("conversations", conversations(8, 3))):
-        rows.to_json(folder / f"{name}.jsonl")
-    return {name: str(folder / f"{name}.jsonl") for name in ("pairs", "conversations")}
 
 
 @pytest.mark.parametrize(("task", "source"), [("kto", "pairs"), ("grpo", "conversations")])
