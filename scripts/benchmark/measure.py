@@ -259,10 +259,12 @@ class Runner:
     def profile(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """
         Where the time of a training step on the device goes: the largest `"operations"`, and the `"gather"` of keys and
-        values with its gradient, as shares. Empty where the profiler may not read the device's times.
+        values with its gradient, as shares; on a CPU, also `"bytes_above"`, as in [`Step`]. Empty where the profiler
+        may not read the device's times.
         """
-        device = "device_" if self.settings.on_accelerator else "cpu_"
-        with profile() as profiler:  # of the CPU, and of what accelerator there is
+        on_accelerator = self.settings.on_accelerator
+        device = "device_" if on_accelerator else "cpu_"
+        with profile(profile_memory=not on_accelerator) as profiler:  # of the CPU, and of what accelerator there is
             self.step(examples)
         # Kernels are listed too, but their time already counts for the operations that launched them
         events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CPU]
@@ -272,7 +274,15 @@ class Runner:
             return {}
         ranked = sorted(own, key=lambda key: -own[key])[:LONGEST]
         gather = sum(getattr(event, f"{device}time_total") for event in events if event.key in GATHER)
-        return {"operations": {key: own[key] / total for key in ranked}, "gather": gather / total}
+        found = {"operations": {key: own[key] / total for key in ranked}, "gather": gather / total}
+        return found if on_accelerator else {**found, "bytes_above": most_allocated(profiler)}
+
+
+def most_allocated(profiler: profile) -> int:
+    """Most memory on the CPU that was allocated while a profiler watched it, above what was before."""
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    return int(np.cumsum([0, *changes]).max())
 
 
 @contextmanager

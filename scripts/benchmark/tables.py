@@ -6,10 +6,18 @@ from typing import Any
 
 from .environment import machine_name
 from .report import flag
+from .tasks import BASELINE
 from .trainers import display_name
 
-# What the README shows: by task and rows
-HEADLINE = (("dpo", "ultrafeedback_1000"), ("dpo", "hh_harmless_1500"), ("sft", "p3_flanlike_clear_5000"))
+# What the README shows: by task and rows, and what people call these
+HEADLINE = {
+    ("dpo", "ultrafeedback_1000"): "DPO, UltraFeedback",
+    ("dpo", "hh_harmless_1500"): "DPO, Anthropic HH",
+    ("sft", "p3_flanlike_clear_5000"): "SFT, P3",
+    ("sft", "gsm8k_train_3000"): "SFT, GSM8K",
+}
+# What a reader understands without a legend
+HEADLINE_HEADS = ("training", "times as fast", "with `memory_budget`", "memory", "loss, padded", "loss, ours")
 HEADS = (
     *("machine, model", "rows", "padding-free", "with shared prefixes", "with `memory_budget`"),
     *("FLOPs", "FLOPs / limit"),
@@ -109,10 +117,31 @@ def chart(folder: Path) -> list[str]:
 
 
 def headline(folder: Path) -> str:
-    """What the README shows: the newest result of each."""
-    by_date = sorted(rows(folder, "docs/benchmarks/"), key=lambda row: row[0])
-    found = {key: line for _, name, key, line in by_date if name in ("dpo", "sft")}
-    return "\n".join(table([found[key] for key in HEADLINE if key in found]))
+    """What the README shows: of each training the newest result."""
+    newest: dict[tuple[str, str], str] = {}
+    for path, result in sorted(results(folder), key=lambda each: each[1].get("date", "")):
+        if Path(path).stem in ("dpo", "sft"):
+            page, state = f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}", result["bytes_of_state"]
+            newest |= {
+                key: f"| [{HEADLINE[key]}]({page}) | {' | '.join(newcomer_cells(run, state))} |"
+                for run in result["runs"]
+                if (key := (result["settings"]["task"], run["rows"])) in HEADLINE
+            }
+    lines = [newest[key] for key in HEADLINE if key in newest]
+    return "\n".join([f"| {' | '.join(HEADLINE_HEADS)} |", "|-|-:|-:|-:|-:|-:|", *lines])
+
+
+def newcomer_cells(run: dict[str, Any], state: dict[str, int]) -> list[str]:
+    """Speed, memory and loss of shared prefixes, weights included in the memory; empty where it was not measured."""
+    methods = run["methods"]
+    ours = "shared" if "shared" in methods else "flat"
+    faster = [
+        f"{methods[name]['speedup']:.1f}x{flag(run, name)}" if name in methods else "" for name in (ours, "budget")
+    ]
+    above = {name: run["profile"].get(name, methods[name]).get("bytes_above", 0) for name in (BASELINE, ours)}
+    peaks = [state[name] + above[name] for name in (ours, BASELINE)]
+    memory = f"{peaks[0] / peaks[1]:.0%}" if all(above.values()) else ""
+    return [*faster, memory, *(f"{methods[name]['loss']:.5f}" for name in (BASELINE, ours))]
 
 
 def everything(folder: Path) -> str:

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.benchmark.studies.casts import Launches
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import varlen_on
 from trl_paddingfree import FlatBatch, upstream
@@ -16,21 +16,6 @@ from trl_paddingfree.model.routes import Route
 MODELS = {"llama": None, "qwen3": "full_attention", "gemma3_text": "sliding_attention"}
 # Two rows with a prefix in common, and one without
 ROWS = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 2], [4, 3, 3]]
-
-
-class Launches(TorchDispatchMode):
-    """Operations that compute or copy something: neither views nor memory without content."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
-        name = function.name().split("::")[1].split(".")[0]
-        if not is_view and name not in ("empty", "empty_like", "_unsafe_view"):
-            self.names.append(name)
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,126 @@
+"""LoRA under autocast with inputs that are cast once, beside PEFT's way, which casts them there and back."""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_paddingfree import FlatBatch, upstream
+from trl_paddingfree.cli.shapes import SHAPES, model_config
+from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.routes import choose_route
+
+from ..environment import machine_name
+
+MODEL, LAYERS = "smollm2-135m", (1, 4)  # what the second number has more than the first is that of layers
+CAST_TWICE, CAST_ONCE = "PEFT's: float32 and back", "ours: cast once"
+ROWS, LENGTH, ROUNDS = 4, 256, 15
+
+
+class Launches(TorchDispatchMode):
+    """Operations that compute or copy something: neither views nor memory without content."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
+        name = function.name().split("::")[1].split(".")[0]
+        if not is_view and name not in ("empty", "empty_like", "_unsafe_view"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Way:
+    """A flat model in bfloat16 with adapters in float32, whose inputs are cast once or twice."""
+
+    def __init__(self, num_layers: int, is_once: bool):
+        config = model_config(MODEL)
+        config.num_hidden_layers = num_layers
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        add_fused_lm_head(model)
+        self.route = choose_route(model)
+        FlatModel.install(model, self.route)
+        self.model = model
+        self.adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+        self.adapted.enable_input_require_grads()
+        if is_once:
+            upstream.cast_inputs_once(self.adapted, "cpu")
+        rows = np.random.default_rng(0).integers(0, SHAPES[MODEL]["vocab_size"], (ROWS, LENGTH)).tolist()
+        ids = torch.tensor(rows)
+        self.inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        self.inputs["flat_batch"] = FlatBatch.from_rows(rows, rows)
+
+    def step(self) -> None:
+        """A forward and backward pass, as `bf16` has it."""
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.adapted(**self.inputs, fused_lm_head=True, use_cache=False).log_probs.sum()
+        loss.backward()
+
+    def launches(self) -> int:
+        """Kernels of a step, forward and backward."""
+        with Launches() as counted:
+            self.step()
+        return len(counted.names)
+
+    def kept(self) -> float:
+        """Bytes that a token keeps for the backward pass in the last layer."""
+        with torch.autocast("cpu", torch.bfloat16):
+            kept = count_kept_bytes(self.model, self.route).kept[-1]
+        return float(kept[LOADS.index("tokens")] + kept[LOADS.index("keys")])
+
+    def core_seconds(self) -> float:
+        """Core time of a step."""
+        started = time.process_time()
+        self.step()
+        return time.process_time() - started
+
+
+def measure() -> dict[str, Any]:
+    """Kernels and bytes of a layer, counted, and the core time of steps that take turns."""
+    ways = {name: [Way(n, name == CAST_ONCE) for n in LAYERS] for name in (CAST_TWICE, CAST_ONCE)}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):
+        for name, (_, deep) in ways.items():
+            times[name].append(deep.core_seconds())
+    measured = [
+        {
+            "way": name,
+            "kernels": (deep.launches() - shallow.launches()) / (LAYERS[1] - LAYERS[0]),
+            "bytes_per_token": deep.kept(),
+            "core_seconds": statistics.median(times[name][1:]),
+        }
+        for name, (shallow, deep) in ways.items()
+    ]
+    return {"model": MODEL, "layers": LAYERS[1], "rows": ROWS, "length": LENGTH, "measured": measured}
+
+
+def report(result: dict[str, Any]) -> str:
+    """The counts and times as a Markdown table."""
+    first = result["measured"][0]
+    lines = [
+        "# Inputs of adapters cast once",
+        "",
+        f"{result['layers']} layers of {result['model']} in bfloat16 under autocast, flat, with LoRA of rank 16 on all "
+        f"linear layers in float32; {result['rows']} rows of {result['length']} tokens. Kernels and bytes are of one "
+        f"layer, forward and backward, and counted. Core time is of a whole step, the median of {ROUNDS} that took "
+        f"turns. {machine_name(result['environment'])}.",
+        "",
+        "| inputs of adapters | kernels per layer | bytes kept per token and layer | core time of a step |",
+        "|-|-:|-:|-:|",
+    ]
+    for one in result["measured"]:
+        share = one["bytes_per_token"] / first["bytes_per_token"]
+        seconds = one["core_seconds"] / first["core_seconds"]
+        lines.append(
+            f"| {one['way']} | {one['kernels']:.0f} | {one['bytes_per_token']:,.0f} ({share:.0%}) | {seconds:.0%} |"
+        )
+    return "\n".join(lines)
