@@ -15,16 +15,16 @@ COMPUTED, SHARED, PADDING = "#0072B2", "#56B4E9", "#D9D9D9"
 MOST_BATCHES = 64
 
 
-def figure(columns: int) -> tuple[Any, Any]:
-    """A figure with one row of plots, drawn without a display."""
+def figure() -> tuple[Any, Any]:
+    """A figure with two plots side by side, drawn without a display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             'Charts need matplotlib, which is not installed: `pip install "trl-paddingfree[plot]"`.'
         ) from error
-    drawing = Figure(figsize=(5.5 * columns, 4), layout="constrained")
-    axes = drawing.subplots(1, columns, squeeze=False)[0]
+    drawing = Figure(figsize=(11, 4), layout="constrained")
+    axes = drawing.subplots(1, 2)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return drawing, axes
@@ -41,7 +41,7 @@ def drawn(draw: Callable[[], None], path: str | Path, console: Console) -> None:
 
 def plot_waste(report: WasteReport, path: str | Path) -> None:
     """Draw the lengths of the sequences, and what fills the slots of each padded batch."""
-    drawing, (left, right) = figure(2)
+    drawing, (left, right) = figure()
     lengths = np.asarray(report.lengths)
     left.hist(np.minimum(lengths, np.percentile(lengths, 99.5)), bins=50, color=COMPUTED)
     if report.max_length is not None and report.max_length < lengths.max():
@@ -75,7 +75,7 @@ def plot_runs(
     losses: dict[str, Sequence[float]], figures: dict[str, dict[str, float]], title: str, path: str | Path
 ) -> None:
     """Draw the losses of two runs over each other, and their figures side by side, relative to the first."""
-    drawing, (left, right) = figure(2)
+    drawing, (left, right) = figure()
     for (name, values), (width, color) in zip(losses.items(), ((5, "#CCCCCC"), (1.5, COMPUTED)), strict=True):
         left.plot(np.arange(1, len(values) + 1), values, label=name, linewidth=width, color=color)
     left.legend(frameon=False)

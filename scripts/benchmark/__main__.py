@@ -11,6 +11,7 @@
     python -m scripts.benchmark --vision results            # a small model learns to read pictures
     python -m scripts.benchmark --parts results             # a memory budget that splits, beside padded TRL
     python -m scripts.benchmark --render results/dpo.json   # write the table and draw the chart again
+    python -m scripts.benchmark --beside REVISION           # results beside those of an earlier revision, printed
     python -m scripts.benchmark --readme [--check]          # write the documentation's tables from docs/benchmarks
 
 Methods step in turn in one process, on the same rows, with the same model and seed. The command fails if figures
@@ -35,14 +36,14 @@ import datasets
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.cli.shapes import SHAPES
 from trl_paddingfree.quickstart.side_by_side import has_accelerator
 from trl_paddingfree.trainers.configs import silence
 
-from . import report, tables
+from . import beside, report, tables
 from .environment import ROOT, environment, keep_pages, provenance
 from .rows import dataset_rows, make_rows
 from .run import Benchmark
+from .shapes import SHAPES
 from .tasks import BENCHMARKED, Settings
 
 COMMAND = ("python", "-m", "scripts.benchmark")
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     for kind in OF_MODEL:
         what.add_argument(f"--{kind}", nargs="+", metavar="TASK=DATA")
     what.add_argument("--render", type=Path, metavar="RESULT")
+    what.add_argument("--beside", metavar="REVISION")
     what.add_argument("--readme", action="store_true")
     parser.add_argument("--check", action="store_true", help="with --readme: fail if a table is not fresh")
     rows = parser.add_argument_group("rows")
@@ -132,6 +134,9 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if options.readme:
         return tables.update(ROOT, options.check)
+    if options.beside:
+        print(beside.page(ROOT, options.beside), end="")
+        return 0
     if options.render:
         write(json.loads(options.render.read_text()), options.render.parent, options.render.stem)
         return 0

@@ -11,9 +11,9 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from trl_paddingfree import upstream
-from trl_paddingfree.cli.shapes import SHAPES
 from trl_paddingfree.quickstart import side_by_side
 
+from .shapes import SHAPES
 from .tasks import PACKED, Method, Settings
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.benchmark import baseline, measure, report, tables
+from scripts.benchmark import baseline, beside, measure, report, tables
 from scripts.benchmark.__main__ import BENCHMARKS, main, only_too_large, page
 from scripts.benchmark.flops import StepCost, Work, count_flops
 from scripts.benchmark.measure import Runner, interleave
@@ -403,6 +404,30 @@ def test_the_documentation_is_checked_against_the_results(tmp_path):
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.stem)
 def test_the_pages_of_results_say_what_their_figures_say(path):
     assert path.with_suffix(".md").read_text() == page(json.loads(path.read_text()), path.stem)
+
+
+def test_results_stand_beside_those_of_an_earlier_revision(tmp_path):
+    folder = tmp_path / "docs" / "benchmarks" / "machine"
+    folder.mkdir(parents=True)
+    result = json.loads((BENCHMARKS / "epyc-2-cores" / "sft.json").read_text())
+    (folder / "sft.json").write_text(json.dumps(result))
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "before"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    methods = result["runs"][0]["methods"]
+    methods["shared"]["core_speedup"] *= 0.9
+    methods["flat"]["flops"] *= 2
+    (folder / "sft.json").write_text(json.dumps(result))
+    (folder / "new.json").write_text(json.dumps(result))  # which was not there before
+    flat, shared, *others = beside.page(tmp_path, "HEAD").splitlines()[2:]
+    assert "| **-10%** |" in shared
+    shares = [float(cell.strip(" %|")) for cell in flat.split(" | ")[-2:]]
+    assert shares[1] == pytest.approx(2 * shares[0], abs=0.02)
+    assert others
+    assert all("| +0% |" in line and line.startswith("| machine/sft |") for line in others)
 
 
 @pytest.mark.parametrize("newest", ["a", "b"])

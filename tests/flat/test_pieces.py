@@ -47,7 +47,7 @@ def test_each_token_has_one_slot_and_each_piece_starts_where_its_parent_ends(dra
         for call in level:
             part = next(parts)
             rows = part.view(call.shape) if step_cost is not None else part.tensor_split(call.boundaries[1:-1].long())
-            starts = [None] * call.number if call.parents is None else call.parents.index.tolist()
+            starts = [None] * len(rows) if call.parents is None else call.parents.index.tolist()
             for row, start in zip(rows, starts, strict=True):
                 own = row[row >= 0].tolist()
                 assert row[: len(own)].tolist() == own  # padded on the right

@@ -37,9 +37,14 @@ on the model that you train, and train nothing that it refuses.
 - The tiny models have 512 positions, and windows of 8 tokens: a model that is refused for either may train with longer
   ones, as far as the check on it reaches.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
-- Layers that carry state (convolutions, recurrences) see rows, each with its whole prefix, while all other layers stay
-  flat and shared. The figures are those of plain PyTorch; where `causal-conv1d`, and `flash-linear-attention` or
-  `mamba-ssm`, are installed, such a layer computes all rows in one call.
+- Layers that carry state run flat and go along the tree: gated delta nets (Qwen3.5, Qwen3-Next, OLMo-hybrid), Kimi's
+  delta attention (Kimi Linear, Bailing), Mamba and Mamba 2 (Jamba, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba) and
+  short convolutions (LFM2). Their convolution sees the tokens before a segment on its path, and their recurrence starts
+  each branch from the state at its fork. `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, are called where
+  they are installed; the figures are those of plain PyTorch.
+- Layers with other recurrences (RWKV, xLSTM, RecurrentGemma, MiniMax, DeepSeek V4, Zaya, Qwen 4's n-gram features) see
+  rows, each with its whole prefix, while all other layers stay flat and shared. So do the layers above if the start-up
+  check fails along the tree, as it does for recurrences in float32 within models in float64.
 
 Defects elsewhere that a setting gets around, with padding and without:
 

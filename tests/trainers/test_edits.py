@@ -24,7 +24,7 @@ from trl_paddingfree import (
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
-from trl_paddingfree.model.answers import EditedRowsError, edits
+from trl_paddingfree.model.edits import EditedRowsError, edits
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 

@@ -105,6 +105,22 @@ def test_parts_have_the_loss_of_the_whole(data, options, reentrant, with_room, p
     assert_same(whole, parts)
 
 
+@pytest.mark.parametrize(("task", "loss_type"), [("grpo", "bnpo"), ("rloo", None)], ids=["grpo", "rloo"])
+def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, task, loss_type, parts_made):
+    def make():
+        return {**plain(), "peft_config": lora()}
+
+    options = {} if loss_type is None else {"loss_type": loss_type}
+    padded = train(task, "padded", make, data, **options)
+    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
+    parts = train(task, "shared", make, data, **options, **limited)
+    assert max(parts_made) > 1
+    assert_same(padded, parts)
+    # Rows are known once they are generated: of those that may come, the longest has to fit
+    with pytest.raises(ValueError, match="=25` is less than .*, lower `max_completion_length`"):
+        train(task, "shared", make, data, max_tokens_per_micro_batch=25, max_completion_length=30)
+
+
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_parts_have_the_frequencies_of_the_whole(data, kind, parts_made, monkeypatch):
     def make():

@@ -27,8 +27,8 @@ from tests.helpers.vision import (
 from tests.helpers.vision_runs import train
 from tests.helpers.vision_table import refused_model
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.data.vision import VisionPreferenceCollator, take_images, take_rows
-from trl_paddingfree.model.answers import EditedRowsError
+from trl_paddingfree.data.vision import CollatedImageRows, VisionPreferenceCollator, take_images
+from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.model.vision import vision_rules, why_no_images
 from trl_paddingfree.trainers import TRAINERS
 from trl_paddingfree.trainers.refusals import refuse_blind
@@ -143,7 +143,8 @@ def test_images_whose_owners_lengths_do_not_tell_are_processed_again():
     rows = {"input_ids": torch.zeros(2, 3), "pixel_values": torch.arange(2.0)[:, None]}
     assert take_images(rows, [0], [1, 1])["pixel_values"].tolist() == [[0.0]]
     assert take_images(rows, [1], [2, 0]) is None  # two images, or two examples
-    assert take_rows({"input_ids": torch.arange(4)[:, None]}, [1], 2)["input_ids"].tolist() == [[1], [3]]
+    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], ["", ""])
+    assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
 
 
 def tensors_of(value):

@@ -137,12 +137,12 @@ class RowsInTraining:
         moved, small = [], []
         for rows in _GROUPS:
             inputs = row_inputs(self.model, [self.rows[row] for row in rows])
-            _, (embedded, *found) = self.differentiate(inputs, rows, of=tuple(range(len(rows))))
+            _, (embedded, *found) = self.differentiate(inputs, rows, of=(0, 1))
             if embedded is None or self.embedded is None:
                 return 0.0
             moved += [_relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
             small.append(found)
-        return max(*moved, _of_parameters(_summed(small), self.small))
+        return max(*moved, _of_parameters(small, self.small) or 0.0)
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
@@ -178,9 +178,9 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     draws = root_mean_square(answers[0] - answers[1]) > reference.unit * root_mean_square(answers[0])
     if failure := _beyond_positions(reference, batch.counts.computed, draws):
         return GradientResult(failure=failure)
-    errors["small parameters"] = _of_parameters(_summed(small), reference.small)
-    pairs = zip(_summed(small), reference.small, strict=True)
-    if reference.small and all(a is None or b is None for a, b in pairs):
+    if (of_parameters := _of_parameters(small, reference.small)) is not None:
+        errors["small parameters"] = of_parameters
+    elif reference.small:
         notes.append("gradients of parameters were out of sight")
     skipped = "not compared, as it draws at random in training, but none reaches another row" if draws else ""
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
@@ -190,16 +190,12 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     return GradientResult(errors[worst], worst, tolerance, skipped=skipped, notes=tuple(notes))
 
 
-def _summed(small: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-    """Gradients of parameters, summed over the groups of rows; `None` where there are none."""
-    return [None if a is None or b is None else a + b for a, b in zip(*small, strict=True)]
-
-
-def _of_parameters(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> float:
-    """Largest difference of the gradients of small parameters, relative to them."""
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None]
+def _of_parameters(small: list[list[torch.Tensor | None]], expected: list[torch.Tensor | None]) -> float | None:
+    """Largest difference of gradients of parameters, summed over the groups, relative to those expected, if any are."""
+    found = zip(*small, expected, strict=True)
+    pairs = [(a + b, c) for a, b, c in found if a is not None and b is not None and c is not None]
     least = _LEAST_PARAMETER * max((float(b.norm()) for _, b in pairs), default=0.0)
-    return max((float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs), default=0.0)
+    return max((float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs), default=None)
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

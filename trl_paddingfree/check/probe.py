@@ -29,13 +29,9 @@ Call = Callable[..., Any]
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Evaluation mode without gradients. Afterwards every module's training mode and the random state are as before.
-
-    Layers that carry state are in training mode, where some of them take another kernel, and draw nothing.
-    """
+    """Evaluation mode without gradients. Afterwards modes and the random state are as before."""
     with modes_restored(model.modules()), random_state_restored(model), torch.no_grad():
-        for module in model.modules():
+        for module in model.modules():  # layers that carry state may have a kernel for training, and draw nothing
             module.training = upstream.spoilt_by_evaluation(module) or is_state_layer(module)
         yield
 
@@ -83,8 +79,7 @@ def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 
     for padded, row in zip(input_ids, rows, strict=True):
         padded[: len(row)] = torch.from_numpy(row)
     attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
-    scored = torch.zeros_like(attention_mask) if pooled else attention_mask  # a pooled head reads rows, not tokens
-    labels = input_ids.masked_fill(scored == 0, IGNORE_INDEX)
+    labels = input_ids.masked_fill((attention_mask == 0) | pooled, IGNORE_INDEX)  # pooled heads read rows, not tokens
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
     if flat:
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
@@ -139,10 +134,7 @@ class RowsAlone:
             yield
 
     def answers(self, rows: Sequence[Any], width: int = 0, **flat: Any) -> list[torch.Tensor]:
-        """
-        Log-probability of every token of every row but its first, or what a pooled head says of every prefix of every
-        row: padded to `width`, or flat if told how.
-        """
+        """Log-probabilities of tokens but the first, or what a pooled head says of prefixes, by [`row_inputs`]."""
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
             logits = self.call(**row_inputs(self.model, prefixes, width, **flat)).logits.double().cpu()

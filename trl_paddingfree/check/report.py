@@ -74,16 +74,16 @@ def try_backends(
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
     found: dict[str, tuple[list[CheckResult], str]] = {}
     for backend in BACKENDS:
+        results: list[CheckResult] = []
         try:
-            routes = routes_to_try(model, choose_route(model, backend), fallback=False)
+            routes, reasons = routes_to_try(model, choose_route(model, backend), fallback=False), ""
         except ValueError as error:
-            found[backend] = [], str(error)
-        else:
-            found[backend] = [], ""
-            for route in routes:
-                tell(f"Trying {route} ...")
-                found[backend][0].append(check_flat(model, route, reference, in_training))
-                tell(str(found[backend][0][-1]))
+            routes, reasons = [], str(error)
+        for route in routes:
+            tell(f"Trying {route} ...")
+            results.append(check_flat(model, route, reference, in_training))
+            tell(str(results[-1]))
+        found[backend] = results, reasons
     return found
 
 

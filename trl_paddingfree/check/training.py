@@ -1,7 +1,7 @@
 """A model as training will have it, for a moment, and afterwards bit for bit as it was."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -64,24 +64,20 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     """
     skipped: list[tuple[Any, str, Any]] = []
     outputs: dict[tuple, Any] = {}
-    handles = []
     # DTensors are FSDP's; DeepSpeed marks parameters as its own
     is_sharded = any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
-    for stack in () if is_sharded else stacks:
-        kinds = [_kind(layer) for layer in stack]
-        for i, (layer, kind) in enumerate(zip(stack, kinds, strict=True)):
-            if kind not in kinds[:i]:
-                note = partial(outputs.__setitem__, kind)
-                handles.append(layer.register_forward_hook(lambda _, args, output, note=note: note(output)))
-            elif kind in kinds[i + 1 :]:
-                skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
-    try:
+    with ExitStack() as hooks:
+        for stack in () if is_sharded else stacks:
+            kinds = [_kind(layer) for layer in stack]
+            for i, (layer, kind) in enumerate(zip(stack, kinds, strict=True)):
+                if kind not in kinds[:i]:
+                    note = partial(outputs.__setitem__, kind)
+                    hooks.enter_context(layer.register_forward_hook(lambda _, args, output, note=note: note(output)))
+                elif kind in kinds[i + 1 :]:
+                    skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
         with attributes_set(skipped):
             yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _passed_on(outputs: dict[tuple, Any], kind: tuple, *args: Any, **kwargs: Any) -> Any:
@@ -150,11 +146,8 @@ def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         return found[0]
 
     embeddings: Any = model.get_input_embeddings()
-    handle = embeddings.register_forward_hook(watch)
-    try:
+    with embeddings.register_forward_hook(watch):
         yield found
-    finally:
-        handle.remove()
 
 
 def gradients(
@@ -170,21 +163,15 @@ def gradients(
         if "use_reentrant" not in str(error):
             raise
     # Reentrant checkpointing runs whole backward passes only: each gradient is dropped as soon as it is there
-    wanted, kept = {id(x) for x in inputs}, [(p, p.grad) for p in parameters]
-    handles = [
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        for p in parameters
-        if id(p) not in wanted and p.requires_grad
-    ]
+    wanted = {id(x) for x in inputs}
     for tensor in inputs:
         tensor.retain_grad()
-    for parameter in parameters:
-        parameter.grad = None
-    try:
+    with ExitStack() as after:
+        for parameter in parameters:
+            after.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+            if id(parameter) not in wanted and parameter.requires_grad:
+                drop = parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+                after.enter_context(drop)
         loss.backward()
         return [x.grad for x in inputs]
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, gradient in kept:
-            parameter.grad = gradient

@@ -160,8 +160,7 @@ def _memory(args: argparse.Namespace, report: Any) -> dict[str, Any] | None:
         return None
     from .memory import memory_report
 
-    batches = [*report.batches.items()]
-    make = partial(memory_report, report.task.name, batches, args.model, args.tuning, args.memory_gib)
+    make = partial(memory_report, report.task.name, [*report.batches.items()], args.model, args.tuning, args.memory_gib)
     return loaded(args.model, make)
 
 

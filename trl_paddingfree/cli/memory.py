@@ -32,15 +32,10 @@ COPIES = 3
 VOCABULARY = 512
 # Tasks that have a reference model
 _WITH_REFERENCE = ("dpo", "kto")
+# Where a configuration says what each layer is
+_TYPES = ("layer_types", "mlp_layer_types")
 # The attention that keeps what the kernels keep
 KEPT_BY_KERNELS = "kept_by_kernels"
-
-
-def layer_kinds(config: Any) -> list[Any]:
-    """What kind each layer is of: layers of one kind need the same memory."""
-    text = config.get_text_config()
-    kinds = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in ("layer_types", "mlp_layer_types")]
-    return list(zip(*kinds, strict=True))
 
 
 def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
@@ -49,9 +44,11 @@ def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bo
     linear layers): beside reference models, and with attention that keeps what flash attention does on GPUs, or, unless
     `as_kernels`, what PyTorch's attention does here.
     """
-    kinds = layer_kinds(config)
-    number = 1 + max(kinds.index(kind) for kind in kinds)
-    model = _first_layers(config, number)
+    text = config.get_text_config()
+    types = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES]
+    kinds = list(zip(*types, strict=True))
+    which = [kinds.index(kind) for kind in kinds]  # layers of one kind need the same memory: the first stands for them
+    model = _first_layers(config, 1 + max(which))
     if as_kernels:
         keep_as_kernels(model)
     route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
@@ -65,14 +62,12 @@ def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bo
     with torch.autocast("cpu", DTYPE):  # as `bf16`, TRL's default, has it: adapters are float32, products are not
         kept = count_kept_bytes(model, route)
     layers = recomputable_layers(model)
-    which = [kinds.index(kind) for kind in kinds]
-    own = [sum(p.numel() for p in layer.parameters() if _is_weight(p, tuning)) for layer in layers]
-    added = [sum(p.numel() * p.element_size() for p in x.parameters() if not _is_weight(p, tuning)) for x in layers]
-    text = config.get_text_config()
+    parameters = [p for i in which for p in layers[i].parameters()]
+    own = sum(p.numel() for p in parameters if tuning == "full" or not p.requires_grad)
+    adapters = sum(p.numel() * p.element_size() for p in parameters if tuning != "full" and p.requires_grad)
     embeddings = (1 if config.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * BYTES
     per_weight = BYTES_IN_4_BITS if tuning == "qlora" else BYTES
-    weights = embeddings + per_weight * sum(own[i] for i in which)
-    adapters = sum(added[i] for i in which)
+    weights = embeddings + per_weight * own
     changed = weights if tuning == "full" else adapters
     fixed = round(weights * (1 + num_references * (tuning == "full")) + adapters + COPIES * changed)
     every = kept.of(which)
@@ -88,7 +83,7 @@ def _first_layers(config: Any, number: int) -> Any:
     """A model of the first layers, with a small vocabulary."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    for name in ("layer_types", "mlp_layer_types"):
+    for name in _TYPES:
         if getattr(text, name, None):
             setattr(text, name, getattr(text, name)[:number])
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = number, VOCABULARY, None
@@ -124,11 +119,6 @@ def keep_as_kernels(model: PreTrainedModel) -> None:
         upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
 
 
-def _is_weight(parameter: torch.nn.Parameter, tuning: str) -> bool:
-    """Whether a parameter is the model's own, and no adapter's."""
-    return tuning == "full" or not parameter.requires_grad
-
-
 def loads(counts: BatchCounts) -> dict[str, np.ndarray]:
     """The load of a batch with padding, without, and with shared prefixes. Attention keeps no scores, as on GPUs."""
 
@@ -151,10 +141,7 @@ def step_units(task: str, tuning: str) -> int:
 def memory_report(
     task: str, batches: Sequence[tuple[int, Sequence[BatchCounts]]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
-    """
-    Memory of the largest batch of each size, by layout, of a named shape, a folder or a model id. With `memory_gib` of
-    a device also the largest batches that fit, and the speed-up of a `memory_budget`.
-    """
+    """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits, and what budgets save."""
     needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     budget = None if memory_gib is None else int(memory_gib * GIB)
     sizes = []
@@ -180,14 +167,8 @@ def _largest_batches(needs: MemoryNeeds, load: np.ndarray, batch_size: int, budg
     def share(tokens: int) -> np.ndarray:
         return np.array([1, *(load[1:] * tokens / load[1])])
 
-    found = {}
-    for name, place in (("recomputed_batch", -1), ("kept_batch", 0)):
-        low, high = 0, 2**30
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if needs.peaks(share(middle))[place] <= budget else (low, middle)
-        found[name] = int(low * batch_size // load[1])
-    return found
+    most = {"recomputed_batch": needs.most_tokens(share, budget, -1), "kept_batch": needs.most_tokens(share, budget, 0)}
+    return {name: int(tokens * batch_size // load[1]) for name, tokens in most.items()}
 
 
 def _speed_up(needs: MemoryNeeds, every: Sequence[np.ndarray], units: int, budget: int) -> float:

@@ -28,11 +28,7 @@ from .options import LOADING, TRACEBACK, refuse
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
-    """
-    TRL's script arguments, one switch over the ways to batch, and one that cuts conversations into turns: those to
-    train on are shuffled, and their turns come one after the other in every epoch. Without packing,
-    `train_sampling_strategy` becomes `"sequential"` for that, and `prefix_sharing` `True`.
-    """
+    """TRL's script arguments, one switch over the ways to batch, and one that cuts conversations into turns."""
 
     batch_method: str | None = field(
         default=None,
@@ -47,7 +43,7 @@ class SFTScriptArguments(ScriptArguments):
     )
 
     def settle(self, training_args: Any) -> None:
-        """Set what the switches stand for, unless another option contradicts one."""
+        """Set what the switches stand for, unless another option contradicts one; turns stay side by side."""
         if training_args.packing and self.batch_method not in (None, "packing"):
             raise ValueError(
                 f"`--packing true` and `--batch_method {self.batch_method}` contradict each other: leave one out."
@@ -55,18 +51,15 @@ class SFTScriptArguments(ScriptArguments):
         if self.batch_method is not None:
             training_args.packing = self.batch_method == "packing"
             training_args.padding_free = self.batch_method != "padding"
-        if self.one_sample_per_turn:
-            self._settle_turns(training_args)
-
-    def _settle_turns(self, training_args: Any) -> None:
-        """Keep the turns of a conversation together, so that they share; in packed rows they end up anywhere."""
+        if not self.one_sample_per_turn:
+            return
         if training_args.assistant_only_loss:
             raise ValueError(
                 "`--assistant_only_loss true` beside `--one_sample_per_turn`: the loss of a sample is that of its turn "
                 "alone, and TRL may change the chat template for `assistant_only_loss`. Leave one of them out."
             )
         if training_args.packing:
-            return
+            return  # in packed rows, turns end up anywhere
         if (strategy := training_args.train_sampling_strategy) not in ("random", "sequential"):
             raise ValueError(
                 f"`--train_sampling_strategy {strategy}` takes the turns of a conversation apart, which "
@@ -152,14 +145,9 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
 
 def check_names(script_args: Any, model_args: Any, dataset_args: Any) -> None:
     """Refuse a model or data that is not named or not there, before anything is launched or loaded."""
-    if not model_args.model_name_or_path:
-        raise ValueError("Name the model: `--model_name_or_path` (hub name or folder).")
-    refuse_missing(model_args.model_name_or_path)
-    if dataset_args.datasets:
-        return
-    if not script_args.dataset_name:
-        raise ValueError(NAME_THE_DATA)
-    refuse_missing(script_args.dataset_name)
+    refuse_missing(model_args.model_name_or_path, "Name the model: `--model_name_or_path` (hub name or folder).")
+    if not dataset_args.datasets:
+        refuse_missing(script_args.dataset_name, NAME_THE_DATA)
 
 
 def load_rewards(script_args: Any) -> list[Any]:

@@ -79,10 +79,7 @@ def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int
 def by_tokens(
     costs: Sequence[float] | np.ndarray, batch_size: int, num_processes: int
 ) -> Callable[[list[int]], list[int]]:
-    """
-    An arrangement of a step in which micro-batches of `batch_size` examples, and processes, which take them in turn,
-    have about the same work; `costs` is that of each example of the data set.
-    """
+    """An arrangement of a step in which micro-batches, and processes, have about the same work, by their `costs`."""
 
     def arrange(step: list[int]) -> list[int]:
         bins = balance([costs[index] for index in step], len(step) // batch_size)
@@ -96,10 +93,7 @@ def by_tokens(
 
 
 def by_prefix(keys: Sequence[Any]) -> Callable[[list[int]], list[int]]:
-    """
-    An arrangement of a step in which examples that start alike stand side by side; those of a data set sort by their
-    `keys`, equal ones in their order.
-    """
+    """An arrangement of a step in which examples that start alike stand side by side, sorted by their `keys`."""
     ranks = np.empty(len(keys), dtype=np.int64)  # the keys of a large data set are large, and not kept
     ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
     return lambda step: sorted(step, key=ranks.__getitem__)

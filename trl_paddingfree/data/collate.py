@@ -11,6 +11,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.images import RowImages
 
 
 @dataclass
@@ -48,13 +49,15 @@ class FlatCollator(DataCollatorMixin):
 
     # Rows of each example, all first ones before all second ones; `None`: as many as there are
     rows_per_example: ClassVar[int | None] = None
+    # Arguments of TRL's collator that flat batches are padded by, too
+    padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")
 
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
-    def flatten(self, rows: dict[str, Any], reach: int | None = None) -> FlatBatch:
-        """The flat batch of padded rows, with positions that tell of `reach` tokens."""
+    def flatten(self, rows: dict[str, Any], reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+        """The flat batch of padded rows, with positions that tell of `reach` tokens; `images` are those of the rows."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
         mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
@@ -63,24 +66,27 @@ class FlatCollator(DataCollatorMixin):
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
-        own: Any = self  # the collator that this is mixed into
         return FlatBatch.from_padded(
             rows["input_ids"],
             self.row_labels(rows),
             lengths[:, 0].tolist(),
             prefix_sharing=self.prefix_sharing,
-            pad_to_multiple_of=own.pad_to_multiple_of,
-            pad_token_id=own.pad_token_id,
             reach=reach,
+            images=images,
+            **{name: getattr(self, name) for name in self.padded_by},
         )
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         rows = super().__call__(features, return_tensors)
         if not self.padding_free:
             return rows
-        per_example = self.rows_per_example or len(rows["input_ids"]) // len(features)
-        on_host = CollatedRows(self, rows, len(rows["input_ids"]) // per_example)
-        return {**rows, "flat_batch": self.flatten(rows), **({"rows": on_host} if self.keeps_rows else {})}
+        on_host = self.on_host(rows, len(features))
+        return on_host.batch() if self.keeps_rows else on_host.with_flat()
+
+    def on_host(self, rows: dict[str, Any], num_features: int) -> "CollatedRows":
+        """What batches are made of: the rows of so many features."""
+        per_example = self.rows_per_example or len(rows["input_ids"]) // num_features
+        return CollatedRows(self, rows, len(rows["input_ids"]) // per_example)
 
 
 @dataclass(frozen=True)
@@ -110,16 +116,19 @@ class CollatedRows:
 
     def tokens(self) -> list[int]:
         """Tokens to compute of each example alone."""
-        alone = [self.take([i]).rows for i in range(self.num_examples)]
-        return [self.collator.flatten(rows).counts.computed for rows in alone]
+        return [self.take([i]).with_flat()["flat_batch"].counts.computed for i in range(self.num_examples)]
 
     def images(self) -> dict[str, Any]:
         """What belongs to images, of those of these rows."""
         return {}
 
+    def with_flat(self, reach: int | None = None) -> dict[str, Any]:
+        """The batch of these rows, with positions that tell of `reach` tokens."""
+        return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach)}
+
     def batch(self, reach: int | None = None) -> dict[str, Any]:
         """The batch of these rows, with them under `"rows"`."""
-        return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach), "rows": self}
+        return {**self.with_flat(reach), "rows": self}
 
 
 @dataclass
@@ -146,12 +155,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     """
 
     rows_per_example: ClassVar[int | None] = 2
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        names = ("pad_token_id", "max_length", "truncation_mode", "pad_to_multiple_of")
-        rows = concatenated_inputs(examples, padding_free=False, **{name: vars(self)[name] for name in names})
-        del rows["position_ids"], rows["labels"]  # beside TRL's rows
-        return rows
 
 
 @dataclass
@@ -247,20 +250,14 @@ def concatenated_inputs(
     >>> concatenated_inputs([pair], prefix_sharing=False)["input_ids"]
     tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6]])
     """
-    trl = DataCollatorForPreference(pad_token_id, max_length, truncation_mode, pad_to_multiple_of)
-    rows = trl(examples)
-    labels = rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
+    collator = PreferenceCollator(
+        pad_token_id, max_length, truncation_mode, pad_to_multiple_of, prefix_sharing=prefix_sharing
+    )
+    rows = collator(examples)
     if not padding_free:
         position_ids = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        return {**rows, "position_ids": position_ids, "labels": labels}
-    batch = FlatBatch.from_padded(
-        rows["input_ids"],
-        labels,
-        rows["attention_mask"].sum(1).tolist(),
-        prefix_sharing=prefix_sharing,
-        pad_to_multiple_of=pad_to_multiple_of,
-        pad_token_id=pad_token_id,
-    )
+        return {**rows, "position_ids": position_ids, "labels": collator.row_labels(rows)}
+    batch = collator.flatten(rows)
     layout, shift_labels = batch.layout, torch.full_like(batch.input_ids, IGNORE_INDEX)
     shift_labels[0, batch.scored_index] = batch.shift_labels[0]
     return {

@@ -55,14 +55,12 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
 
     rows_per_example: ClassVar[int | None] = 1
 
-    def flatten(self, rows: dict[str, Any], reach: int | None = None) -> FlatBatch:
-        batch = super().flatten(rows, reach)
-        return replace(batch, companion=super().flatten(mismatched(rows))) if "KL_input_ids" in rows else batch
-
-
-def mismatched(rows: dict[str, Any]) -> dict[str, Any]:
-    """The mismatched rows of a batch, under the names of its own."""
-    return {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
+    def flatten(self, rows: dict[str, Any], *args: Any, **kwargs: Any) -> FlatBatch:
+        batch = super().flatten(rows, *args, **kwargs)
+        if "KL_input_ids" not in rows:
+            return batch
+        mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
+        return replace(batch, companion=super().flatten(mismatched))
 
 
 @dataclass

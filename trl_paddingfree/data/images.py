@@ -125,7 +125,8 @@ class ImageProbe:
         examples = [self.examples[name] for name in names]
         rows = _scoring_all(self.collator.rows(examples))
         collator: Any = replace(self.collator, prefix_sharing=prefix_sharing)  # type: ignore[type-var]
-        return collator.with_flat(rows, list(map(images_key, examples)))
+        images = collator.images(rows, list(map(images_key, examples)))
+        return {**rows, "flat_batch": collator.flatten(rows, images=images)}
 
 
 def _scoring_all(rows: dict[str, Any]) -> dict[str, Any]:

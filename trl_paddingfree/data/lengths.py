@@ -59,11 +59,9 @@ def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
     `(examples, 1 + completions)`, or those of its row, `(examples, 1)`. A shared prompt is computed once, all but its
     last token.
     """
-    if lengths.shape[1] == 1:
-        return lengths[:, 0]
-    prompt, *completions = lengths.T
-    inherited = np.maximum(prompt - 1, 0) if prefix_sharing else 0
-    return prompt + sum(completions) + (len(completions) - 1) * (prompt - inherited)
+    rows = row_lengths(lengths)
+    inherited = np.maximum(lengths[:, 0] - 1, 0) if prefix_sharing else 0
+    return rows.sum(1) - (rows.shape[1] - 1) * inherited
 
 
 def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) -> np.ndarray:
@@ -73,10 +71,7 @@ def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) ->
     A transformer layer has about `12 h^2` weights, `24 h^2` operations per token; causal attention of a sequence of `n`
     tokens adds `2 h n^2`, so `n^2 / 12 h` in these units (Kaplan et al., 2020, table 1).
     """
-    if lengths.shape[1] == 1:
-        squares = lengths[:, 0] ** 2
-    else:
-        prompt, *completions = lengths.T
-        inherited = prompt**2 if prefix_sharing else 0
-        squares = sum((prompt + x) ** 2 for x in completions) - (len(completions) - 1) * inherited
+    rows = row_lengths(lengths)
+    inherited = lengths[:, 0] ** 2 if prefix_sharing else 0
+    squares = (rows**2).sum(1) - (rows.shape[1] - 1) * inherited
     return example_tokens(lengths, prefix_sharing) + squares / (12 * hidden_size)

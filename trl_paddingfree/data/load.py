@@ -11,8 +11,10 @@ LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 NAME_THE_DATA = "Name the data: `--dataset_name` (hub name, folder or file), or `datasets` in the YAML file."
 
 
-def refuse_missing(name: str) -> None:
-    """Refuse what can only be the path of a data file or of a folder and is not here: the hub is not asked for it."""
+def refuse_missing(name: str | None, advice: str) -> None:
+    """Refuse no name, with `advice`, and a file's or folder's path that is not here: the hub is not asked for it."""
+    if not name:
+        raise ValueError(advice)
     path = Path(name)
     is_data_file = any(suffix in LOADERS for suffix in path.suffixes) and path.parent.is_dir()
     if (is_data_file or name.startswith(("/", ".", "~"))) and not path.exists():
@@ -27,9 +29,7 @@ def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
     if dataset_args.datasets:
         return get_dataset(dataset_args)
     name, streaming = script_args.dataset_name, script_args.dataset_streaming
-    if not name:
-        raise ValueError(NAME_THE_DATA)
-    refuse_missing(name)
+    refuse_missing(name, NAME_THE_DATA)
     file = Path(name)
     if file.is_file():
         loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)

@@ -76,7 +76,7 @@ def measure(
     seed: int = 0,
     in_order: bool = False,
     image_token_id: int | None = None,
-    track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] | None = None,
+    track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] = lambda batches, total, what: batches,
     **options: Any,
 ) -> WasteReport:
     """
@@ -90,7 +90,6 @@ def measure(
     if sample is not None and sample < num_rows:
         drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
         dataset = dataset.select(drawn[:sample])
-    count: Callable[[np.ndarray], BatchCounts]
     if image_token_id is not None:
         num_left, lengths, count = _image_counts(dataset, tokenizer, task, max_length, image_token_id)
     else:
@@ -107,10 +106,7 @@ def measure(
         if found and batch_size > num_left:
             break
         batches = np.split(order, range(batch_size, num_left, batch_size))
-        counts: Iterable[BatchCounts] = map(count, batches)
-        if track is not None:
-            counts = track(counts, len(batches), f"Batches of {batch_size}")
-        found[batch_size] = tuple(counts)
+        found[batch_size] = tuple(track(map(count, batches), len(batches), f"Batches of {batch_size}"))
     num_dropped = len(dataset) - num_left
     num_long = 0 if max_length is None else sum(max(row) > max_length for row in lengths)
     return WasteReport(
@@ -170,10 +166,7 @@ def _text_counts(rows: Dataset, task: Task, options: dict[str, Any]) -> Callable
 def _image_counts(
     dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int
 ) -> tuple[int, list[list[int]], Callable[[np.ndarray], BatchCounts]]:
-    """
-    Examples with images, whose tokens only the model's processor can count: how many are left once TRL's collator has
-    processed each, the lengths of all their rows before truncation, and the counts of a batch of some that are left.
-    """
+    """Of examples with images, by the model's processor: how many TRL keeps, the lengths of all, counts of a batch."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)

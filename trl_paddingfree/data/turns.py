@@ -89,18 +89,15 @@ def _cut(batch: dict[str, list[Any]], indices: list[int], kept: list[str]) -> di
                 f"Row {index}: `messages` is {problem}, and is to be cut into turns. A conversation is a list of "
                 "messages, each with a `role` and a `content`. Correct the row, or leave it out with `dataset.filter`."
             )
-        for turn in turns_of(messages):
+        for turn, message in enumerate(messages):
+            if not turn or message["role"] != "assistant":  # no model is asked for one that opens a conversation
+                continue
             rows["prompt"].append(messages[:turn])
-            rows["completion"].append([messages[turn]])
+            rows["completion"].append([message])
             rows[PLACE].append(index)
             for column in kept:
                 rows[column].append(batch[column][i])
     return rows
-
-
-def turns_of(messages: list[dict[str, Any]]) -> list[int]:
-    """Places of the assistant's messages. One that opens a conversation has no prompt: no model is asked for it."""
-    return [turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"]
 
 
 def _refuse_other_data(columns: list[str]) -> None:

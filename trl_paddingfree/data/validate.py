@@ -133,10 +133,7 @@ def _is_empty(text: str | list[dict[str, Any]]) -> bool:
 
 
 def refuse_bad_tokens(dataset: Any, name: str) -> None:
-    """
-    Refuse tokenized data whose columns do not fit each other, in one pass over the lengths of the rows. Streaming data
-    is looked at by the collator, batch by batch.
-    """
+    """Refuse tokenized data whose columns do not fit each other. The collator looks at streaming data, by the batch."""
     if not (columns := _token_columns(dataset)):
         return
     for column in columns:
@@ -196,10 +193,7 @@ def log_dropped(
     reason: str = "leaves nothing to learn from",
     examples_of_row: int = 1,
 ) -> None:
-    """
-    Say how many examples of the `name` data, of which it makes `examples_of_row` of each row, TRL left out for the
-    `reason` of their length. Refuses data of which none is left.
-    """
+    """Say how many examples TRL left out for the `reason` of their length; refuse data of which none is left."""
     if not isinstance(before, Dataset) or len(after) == (examples := examples_of_row * len(before)):
         return
     dropped = (

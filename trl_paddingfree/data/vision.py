@@ -6,11 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from transformers.data.data_collator import DataCollatorMixin
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..flat.batch import FlatBatch
 from ..flat.images import COUNTED_ROWS, RowImages, VisionRules
 from .collate import CollatedRows, FlatCollator
 from .images import images_key, images_of
@@ -23,10 +21,7 @@ _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_
 
 
 class ImagesOnce:
-    """
-    A processor that processes each image once, though TRL gives it each prompt twice, for the chosen and for the
-    rejected row: it processes the first half of images and prompts, and doubles the rows only.
-    """
+    """A processor to which TRL gives each prompt twice, for chosen and rejected row: it doubles rows, not images."""
 
     def __init__(self, processor: Any):
         self.processor = processor
@@ -50,7 +45,7 @@ class ImagesOnce:
 class FlatVisionCollator(FlatCollator):
     """What the collators of this module add to TRL's: with `padding_free`, rows come with a `"flat_batch"`."""
 
-    copies: ClassVar[int]
+    padded_by: ClassVar[tuple[str, ...]] = ()
     rules: VisionRules | None = None  # what the model wants to know; needed if `padding_free`
 
     def rows(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -68,47 +63,33 @@ class FlatVisionCollator(FlatCollator):
         # A subclass may have changed which examples there are, and in which order
         return {**self.rows(examples), _EXAMPLES: examples}
 
-    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
-        rows = DataCollatorMixin.__call__(self, features, return_tensors)
-        if not self.padding_free:
-            return rows
-        refuse_other_media(rows)
+    def on_host(self, rows: dict[str, Any], num_features: int) -> "CollatedImageRows":
+        if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
+            raise ValueError(
+                f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "
+                "Leave them out of the messages, or set `padding_free=False`."
+            )
         examples = rows.pop(_EXAMPLES)
-        keys = list(map(images_key, examples))
-        on_host = CollatedImageRows(self, rows, len(examples), examples, keys)
-        return {**self.with_flat(rows, keys), **({"rows": on_host} if self.keeps_rows else {})}
+        return CollatedImageRows(self, rows, len(examples), examples, list(map(images_key, examples)))
 
     def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
         return rows["labels"] if "labels" in rows else super().row_labels(rows)
 
-    def with_flat(self, rows: dict[str, Any], keys: Sequence[str], reach: int | None = None) -> dict[str, Any]:
-        """TRL's rows of examples whose images have these `keys`, with a flat batch with positions of `reach` tokens."""
-        batch = FlatBatch.from_padded(
-            rows["input_ids"],
-            self.row_labels(rows),
-            rows["attention_mask"].sum(1).tolist(),
-            prefix_sharing=self.prefix_sharing,
-            images=self.images(rows, keys),
-            reach=reach,
-        )
-        # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
-        return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
-
     def images(self, rows: dict[str, Any], keys: Sequence[str]) -> RowImages | None:
-        """What the flat batch has to know of the rows' images; `None` if they have none."""
+        """What the flat batch has to know of the images of examples with these `keys`; `None` if rows have none."""
         rules = self.rules
         assert rules is not None
         if not (rows["input_ids"] == rules.token_id).any():
             return None
-        groups = np.unique(keys, return_inverse=True)[1].tolist() * self.copies
+        copies = len(rows["input_ids"]) // len(keys)
         blocks = rows.get(rules.block_row)
         grids = {}
         if rules.counts_grids and "mm_token_type_ids" in rows and "image_grid_thw" in rows:
             grids = {name: rows[name] for name in (*COUNTED_ROWS, "image_grid_thw")}
         return RowImages(
             token_id=rules.token_id,
-            groups=groups,
-            copies=self.copies,
+            groups=np.unique(keys, return_inverse=True)[1].tolist() * copies,
+            copies=copies,
             blocks=None if blocks is None else np.isin(blocks.numpy(), rules.block_types),
             grids=grids,
             num_pixels=sum(image.numel() for image in rows.get("pixel_values", ())),
@@ -119,8 +100,6 @@ class FlatVisionCollator(FlatCollator):
 class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreference):
     """Collator of preference pairs with images: TRL's. With `padding_free`, each image is there once."""
 
-    copies: ClassVar[int] = 2
-
     def rows(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         return dict(replace(self, processor=ImagesOnce(self.processor)).padded(examples))  # type: ignore[arg-type]
 
@@ -129,7 +108,6 @@ class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreferen
 class VisionLanguageModelingCollator(FlatVisionCollator, DataCollatorForVisionLanguageModeling):
     """Collator of instructions with images: TRL's."""
 
-    copies: ClassVar[int] = 1
     prefix_sharing: bool = False
 
 
@@ -145,35 +123,22 @@ class CollatedImageRows(CollatedRows):
         images = take_images(self.rows, examples, [len(images_of(example)) for example in self.examples])
         if images is None:  # of rows, those that were collated stay: a subclass may have edited them
             images = {name: x for name, x in self.collator.rows(chosen).items() if name not in _ROWS}
-        rows = {**take_rows(self.rows, examples, self.num_examples), **images}
-        return CollatedImageRows(self.collator, rows, len(chosen), chosen, keys)
+        numbers = self.row_numbers(examples)
+        rows = {name: x[numbers] for name, x in self.rows.items() if name in _ROWS}
+        return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, keys)
 
     def tokens(self) -> list[int]:
-        alone = [(take_rows(self.rows, [i], self.num_examples), [key]) for i, key in enumerate(self.keys)]
-        return [self.collator.with_flat(*each)["flat_batch"].counts.computed for each in alone]
+        text = {name: x for name, x in self.rows.items() if name in _ROWS}
+        return CollatedRows.tokens(replace(self, rows=text))
 
-    def batch(self, reach: int | None = None) -> dict[str, Any]:
-        return {**self.collator.with_flat(self.rows, self.keys, reach), "rows": self}
+    def with_flat(self, reach: int | None = None) -> dict[str, Any]:
+        batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.keys))
+        # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
+        return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
 
     def images(self) -> dict[str, Any]:
         """What belongs to the images."""
         return {name: value for name, value in self.rows.items() if name not in _ROWS}
-
-
-def refuse_other_media(rows: dict[str, Any]) -> None:
-    """Refuse videos and audio, which nothing here puts in order."""
-    if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
-        raise ValueError(
-            f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "
-            "Leave them out of the messages, or set `padding_free=False`."
-        )
-
-
-def take_rows(rows: dict[str, Any], examples: Sequence[int], num_examples: int) -> dict[str, Any]:
-    """The rows of some examples, of all their copies, without what belongs to images."""
-    copies = len(rows["input_ids"]) // num_examples
-    index = [i + copy * num_examples for copy in range(copies) for i in examples]
-    return {name: rows[name][index] for name in _ROWS if name in rows}
 
 
 def take_images(rows: dict[str, Any], examples: Sequence[int], counts: Sequence[int]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from .images import FlatImages, RowImages, flat_blocks
 from .layout import FlatLayout
 from .prefix_tree import num_distinct_tokens, share_prefixes
 from .segments import Segments
-from .transfer import HasTensors, moved, pinned
+from .transfer import HasTensors
 
 IGNORE_INDEX = -100
 
@@ -96,28 +96,22 @@ class FlatBatch(HasTensors):
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
 
         Args:
-            rows (`Sequence[Sequence[int]]`):
-                Token ids of the `R` rows, already truncated.
-            labels (`Sequence[Sequence[int]]`):
-                For every token of every row, the token itself if the row scores it, else -100.
+            rows, labels (`Sequence[Sequence[int]]`):
+                Token ids of the `R` rows, already truncated; each token again where its row scores it, else -100.
             prefix_sharing (`bool`, *optional*, defaults to `True`):
                 Whether to compute prefixes that rows share once.
-            pad_to_multiple_of (`int`, *optional*):
-                Pad `T` to a multiple of this value. The padding is one segment of its own, part of no row.
-            pad_token_id (`int`, *optional*, defaults to `0`):
-                Token to pad with.
-            width (`int`, *optional*):
-                `L`, if the padded rows that the batch stands for are wider than the longest row.
-            starts (`Sequence[int]`, *optional*):
-                Column in which each row begins, if the padded rows that the batch stands for have padding on the left.
+            pad_to_multiple_of, pad_token_id (`int`, *optional*, the latter defaults to `0`):
+                Pad `T` to a multiple of this value, with this token. The padding is one segment, part of no row.
+            width (`int`, *optional*), starts (`Sequence[int]`, *optional*):
+                `L` and the column in which each row begins, if the padded rows that the batch stands for are wider than
+                the longest row, or have padding on the left.
             reach (`int`, *optional*):
                 Length that positions tell of even if no row has it: rotary frequencies that follow the longest row
                 follow the padding of padded rows. Costs one token of padding.
             images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
-        tokens = [np.asarray(row, dtype=np.int64) for row in rows]
-        targets = [np.asarray(label, dtype=np.int64) for label in labels]
+        tokens, targets = ([np.asarray(row, dtype=np.int64) for row in given] for given in (rows, labels))
         # Labels of the user's own making may differ from the tokens: two rows could then want different predictions
         # of one token, so nothing is shared
         own_labels = all(((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True))
@@ -187,21 +181,16 @@ class FlatBatch(HasTensors):
         Flatten rows that are padded on the right, or on either side. `row_index` is as wide as `input_ids`.
 
         Args:
-            input_ids (`torch.Tensor` of shape `(R, L)`, int64):
-                Tokens of the rows, on the CPU.
-            labels (`torch.Tensor` of shape `(R, L)`, int64):
-                The token itself where it is scored, else -100.
-            lengths (`Sequence[int]`):
-                Length of each row, without its padding.
-            starts (`Sequence[int]`, *optional*):
-                Column in which each row begins, after the padding on its left. Defaults to 0.
+            input_ids, labels (`torch.Tensor` of shape `(R, L)`, int64):
+                Tokens of the rows, on the CPU; each token again where it is scored, else -100.
+            lengths, starts (`Sequence[int]`, the latter *optional*):
+                Length of each row, without its padding, and the column in which it begins, by default 0.
             **kwargs:
                 `prefix_sharing`, `pad_to_multiple_of`, `pad_token_id`, `reach` and `images` of [`FlatBatch.from_rows`].
         """
         starts = starts or [0] * len(lengths)
         spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        rows = [row[span] for row, span in zip(input_ids.numpy(), spans, strict=True)]
-        targets = [row[span] for row, span in zip(labels.numpy(), spans, strict=True)]
+        rows, targets = ([r[span] for r, span in zip(x.numpy(), spans, strict=True)] for x in (input_ids, labels))
         return cls.from_rows(rows, targets, width=input_ids.size(1), starts=starts, **kwargs)
 
     def to_rows(self) -> list[list[int]]:
@@ -226,14 +215,6 @@ class FlatBatch(HasTensors):
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """`(R, L, D)`: vectors `(1, T, D)` of tokens, on whatever device, in rows; 0 beyond the end of each."""
         return values.squeeze(0)[self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatBatch":
-        """The same batch on another device: to an accelerator in one copy, which the host does not wait for."""
-        return moved(self, torch.device(device), non_blocking)
-
-    def pin_memory(self) -> "FlatBatch":
-        """The same batch in page-locked memory, called by the data loader."""
-        return pinned(self)
 
 
 @dataclass(frozen=True)

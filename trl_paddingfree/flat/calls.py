@@ -45,7 +45,6 @@ class AttentionCalls:
         segments, calls = layout.segments, _calls(layout)
         lengths, key_lengths = np.array(segments.lengths), np.array(segments.key_lengths)
         queries, keys = ([int(sizes[call].max()) for call in calls] for sizes in (lengths, key_lengths))
-        parts = tuple(map(tuple, calls)), tuple(queries), tuple(keys)
 
         order, numbers = np.concatenate(calls), list(map(len, calls))
         query_slots, key_slots = np.repeat(queries, numbers), np.repeat(keys, numbers)
@@ -60,7 +59,7 @@ class AttentionCalls:
             index = _runs(segments.cu_seqlens_k[order], key_lengths[order], key_slots)
             kv_index = segments.kv_index
             key_rows = layout.row_index(index if kv_index is None else kv_index[index], segments.num_tokens)
-        return cls(*parts, query_rows, key_rows, answers)
+        return cls(tuple(map(tuple, calls)), tuple(queries), tuple(keys), query_rows, key_rows, answers)
 
 
 def _calls(layout: FlatLayout) -> list[list[int]]:

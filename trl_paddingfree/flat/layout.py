@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from .segments import Segments
-from .transfer import HasTensors, moved, on_device
+from .transfer import HasTensors, on_device
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,10 @@ class FlatLayout(HasTensors):
         """The device of the tensors."""
         return self.cu_seqlens_q.device
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "FlatLayout":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same layout on another device, copied there once."""
         key = torch.device(device)
-        if key == self.device:
-            return self
-        return self.derived(key, lambda: moved(self, key, non_blocking))
+        return self if key == self.device else self.derived(key, partial(super().to, key, non_blocking))
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
         """`values` on the layout's device. The host does not wait for the copy."""
@@ -80,7 +79,7 @@ class FlatLayout(HasTensors):
 
     def row_index(self, index: np.ndarray, num_rows: int) -> RowIndex:
         """A [`RowIndex`] on the layout's device, in one copy, which the host does not wait for."""
-        return moved(RowIndex.of(index, num_rows), self.device, non_blocking=True)
+        return RowIndex.of(index, num_rows).to(self.device, non_blocking=True)
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
@@ -90,9 +89,7 @@ class FlatLayout(HasTensors):
 
     def without_blocks(self) -> "FlatLayout":
         """The layout of layers in which image tokens see only what precedes them."""
-        if self.blocks is None:
-            return self
-        return self.derived("without blocks", lambda: replace(self, blocks=None))
+        return self if self.blocks is None else self.derived("without blocks", partial(replace, self, blocks=None))
 
     def chunked(self, size: int) -> "FlatLayout":
         """
@@ -101,7 +98,7 @@ class FlatLayout(HasTensors):
         """
 
         def make() -> FlatLayout:
-            return moved(FlatLayout.from_segments(_cut_at_chunks(self.segments, size)), self.device, non_blocking=True)
+            return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)
 
         return self.derived(("chunked", size), make)
 

@@ -26,7 +26,6 @@ from .segments import Segments
 class PieceCall:
     """Pieces of one level that are computed in one call."""
 
-    number: int  # `n`, how many
     shape: tuple[int, int]  # rows of the call, and tokens of each: `(n, L)`, padded on the right, or all as `(1, S)`
     parents: RowIndex | None  # the piece of the level before that each continues; `None`: all start from nothing
     boundaries: torch.Tensor | None  # (n + 1,) int32: of pieces one after the other; `None` if each has a row
@@ -60,37 +59,30 @@ class Pieces:
     @classmethod
     def _make(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
         firsts, lengths, parents, depths = cut_at_forks(layout.segments)
+        place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, in their calls' order
         slots: list[np.ndarray] = []
-        levels, earlier = [], np.empty(0, dtype=np.int64)
+        levels, earlier = [], 0
         for depth in range(depths.max() + 1):
-            level = np.flatnonzero(depths == depth)
-            groups = [range(len(level))] if step_cost is None else groups_of_like_length(lengths[level], step_cost)
-            calls = []
-            for group in groups:
-                members = level[list(group)]
-                call_slots, boundaries = _slots(firsts[members], lengths[members], padded=step_cost is not None)
-                starts = None
-                if depth:
-                    place = np.empty(len(parents), dtype=np.int64)
-                    place[earlier] = np.arange(len(earlier))
-                    starts = layout.row_index(place[parents[members]], len(earlier))
-                ends = None if step_cost is not None else layout.tensor(boundaries)
-                calls.append(PieceCall(len(members), call_slots.shape, starts, ends))
-                slots.append(call_slots.ravel())
+            level, calls = np.flatnonzero(depths == depth), []
+            alike = [] if step_cost is None else groups_of_like_length(lengths[level], step_cost)
+            groups = [level[group] for group in alike] or [level]
+            for members in groups:
+                places = np.arange(lengths[members].max())
+                rows = np.where(places < lengths[members, None], firsts[members, None] + places, -1)
+                boundaries = None
+                if step_cost is None:
+                    rows = rows[rows >= 0][None]
+                    boundaries = layout.tensor(np.concatenate([[0], lengths[members].cumsum()]).astype(np.int32))
+                starts = layout.row_index(place[parents[members]], earlier) if depth else None
+                calls.append(PieceCall(rows.shape, starts, boundaries))
+                slots.append(rows.ravel())
             levels.append(tuple(calls))
-            earlier = np.concatenate([level[list(group)] for group in groups])
+            place[np.concatenate(groups)] = np.arange(len(level))
+            earlier = len(level)
         tokens = np.concatenate(slots)
         own = np.empty(layout.segments.num_tokens, dtype=np.int64)
         own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
         return cls(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)))
-
-
-def _slots(firsts: np.ndarray, lengths: np.ndarray, padded: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Flat tokens of pieces as rows, -1 where they are padded, or one after the other; where each begins and ends."""
-    places = np.arange(lengths.max())
-    rows = np.where(places < lengths[:, None], firsts[:, None] + places, -1)
-    boundaries = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
-    return rows if padded else rows[rows >= 0][None], boundaries
 
 
 def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
@@ -144,8 +136,8 @@ def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float)
     >>> groups_of_like_length([100, 9, 104, 10], step_cost=2)
     [[1, 3], [0, 2]]
     """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    sorted_lengths = np.asarray([lengths[i] for i in order], dtype=np.float64)
+    order = np.argsort(lengths, kind="stable").tolist()
+    sorted_lengths = np.asarray(lengths, dtype=np.float64)[order]
     best, last_start = np.zeros(len(order) + 1), np.zeros(len(order), dtype=np.int64)
     for end in range(1, len(order) + 1):  # the last group holds the rows from some start on
         costs = best[:end] + sorted_lengths[end - 1] * (end - np.arange(end) + step_cost)

@@ -7,7 +7,7 @@ that can be paged out each of them is waited for.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -23,8 +23,34 @@ class HasTensors:
         """The same with `fn` of each tensor, in a fixed order."""
         return replace(self, **{f.name: _mapped(vars(self)[f.name], fn) for f in fields(self) if f.init})
 
+    def pin_memory(self) -> Self:
+        """The same in one buffer of page-locked memory, called by the data loader."""
+        tensors = self._tensors()
+        return self._with(tensors, _views(_packed(tensors), tensors))
 
-Holder = TypeVar("Holder", bound=HasTensors)
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """
+        The same on another device, or as it is if it is there: to an accelerator in one copy, which the host does not
+        wait for. Parts are made beside a batch that has been moved: what is not on `device` is all on one other.
+        """
+        to = torch.device(device)
+        tensors = [x for x in self._tensors() if x.device.type != to.type or to.index not in (None, x.device.index)]
+        if not tensors:
+            return self
+        if tensors[0].device.type != "cpu" or not _is_accelerator(to):
+            return self._with(tensors, [x.to(to, non_blocking=non_blocking) for x in tensors])
+        return self._with(tensors, _views(_pinned(tensors).to(to, non_blocking=True), tensors))
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The distinct tensors, in order."""
+        found: dict[int, torch.Tensor] = {}
+        self.map(lambda tensor: found.setdefault(id(tensor), tensor))
+        return list(found.values())
+
+    def _with(self, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> Self:
+        """The same with `others` in place of `tensors`."""
+        place = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
+        return self.map(lambda tensor: place.get(id(tensor), tensor))
 
 
 def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -45,54 +71,17 @@ def _is_accelerator(device: torch.device) -> bool:
     return accelerator is not None and device.type == accelerator.type
 
 
-def pinned(holder: Holder) -> Holder:
-    """The same in one buffer of page-locked memory."""
-    tensors = _tensors(holder)
-    return _replaced(holder, tensors, _views(_packed(tensors), tensors))
-
-
-def moved(holder: Holder, device: torch.device, non_blocking: bool) -> Holder:
-    """
-    The same on another device, or as it is if it is there. A copy from the CPU to an accelerator never waits.
-
-    Parts are made beside a batch that has been moved: what is not on `device` is all on one other.
-    """
-    tensors = [
-        x for x in _tensors(holder) if x.device.type != device.type or device.index not in (None, x.device.index)
-    ]
-    if not tensors:
-        return holder
-    if tensors[0].device.type != "cpu" or not _is_accelerator(device):
-        return _replaced(holder, tensors, [x.to(device, non_blocking=non_blocking) for x in tensors])
-    packed = _pinned_already(tensors)
-    packed = _packed(tensors) if packed is None else packed
-    return _replaced(holder, tensors, _views(packed.to(device, non_blocking=True), tensors))
-
-
-def _tensors(holder: HasTensors) -> list[torch.Tensor]:
-    """The distinct tensors of a holder, in order."""
-    found: dict[int, torch.Tensor] = {}
-    holder.map(lambda tensor: found.setdefault(id(tensor), tensor))
-    return list(found.values())
-
-
-def _replaced(holder: Holder, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> Holder:
-    """The holder with `others` in place of `tensors`, and the rest as it is."""
-    place = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
-    return holder.map(lambda tensor: place.get(id(tensor), tensor))
-
-
 def _sizes(tensors: list[torch.Tensor]) -> list[int]:
     """Bytes that each tensor takes of the buffer."""
     return [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors]
 
 
-def _pinned_already(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """The buffer that the data loader has made of `tensors`: views of other dtypes do not know their base."""
+def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The buffer that the data loader has made of `tensors`, or a new one: views of other dtypes do not know theirs."""
     sizes, storage = _sizes(tensors), tensors[0].untyped_storage()
     places = [x.data_ptr() - storage.data_ptr() for x in tensors]
     is_buffer = storage.nbytes() == sum(sizes) and places == [0, *accumulate(sizes)][:-1] and tensors[0].is_pinned()
-    return torch.empty(0, dtype=torch.uint8).set_(storage) if is_buffer else None
+    return torch.empty(0, dtype=torch.uint8).set_(storage) if is_buffer else _packed(tensors)
 
 
 def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:

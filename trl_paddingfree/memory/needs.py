@@ -88,14 +88,19 @@ class MemoryNeeds:
         peaks = self.peaks(load)
         return int((peaks <= budget).argmax() if peaks.min() <= budget else peaks.argmin())
 
-    def most_tokens(self, load_of: Callable[[int], np.ndarray], budget: int) -> int:
-        """The most tokens that fit, 0 if none do; `load_of` gives the load of so many tokens."""
+    def most_tokens(self, load_of: Callable[[int], np.ndarray], budget: int, number: int | None = None) -> int:
+        """The most tokens that fit, 0 if none do, loaded by `load_of`, if `number` layers recompute (default: any)."""
+
+        def fits(tokens: int) -> bool:
+            peaks = self.peaks(load_of(tokens))
+            return (peaks.min() if number is None else peaks[number]) <= budget
+
         low, high = 0, 1
-        while high < MOST_TOKENS and self.peaks(load_of(high)).min() <= budget:
+        while high < MOST_TOKENS and fits(high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.peaks(load_of(middle)).min() <= budget else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
 

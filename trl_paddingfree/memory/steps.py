@@ -84,7 +84,7 @@ class BudgetedSteps:
         # An allocation that failed has made the budget smaller than the data was measured by
         for part in parts:
             if memory is not None and not memory.has_shrunk and not memory.can_hold(part["flat_batch"]):
-                raise memory.too_small_for(part["flat_batch"], "an example of the training data")
+                raise memory.too_small_for(part["flat_batch"], *self.trainer.smallest_part)
         return parts
 
     def _agree_on_parts(self, batches: list[dict[str, Any]]) -> tuple[int, int | None]:
@@ -235,8 +235,7 @@ class BudgetedSteps:
         """The parts, each with how many layers recompute in it on top."""
         for part in () if memory.has_shrunk else parts:
             if not memory.can_hold(part.batch, beside):
-                name, lower = self.trainer.example_of(part.batch)
-                raise memory.too_small_for(part.batch, name, lower, beside)
+                raise memory.too_small_for(part.batch, *self.trainer.smallest_part, beside)
         numbers = [memory.num_recomputed(part.batch, beside) for part in parts]
         peaks = [memory.peak(part.batch, number) for part, number in zip(parts, numbers, strict=True)]
         most = peaks.index(max(peaks))

@@ -1,6 +1,4 @@
-"""
-Models by the public names of their layers and configurations: limits, rotary kinds, dropout, layers that recompute.
-"""
+"""Models by public names of their layers and configurations: limits, rotary kinds, dropout, layers that recompute."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,20 +23,15 @@ def position_limits(model: PreTrainedModel) -> list[int]:
 
 def scales_by_place(module: Any, length: int) -> bool:
     """
-    Whether a layer scales its queries by their place on an axis of `length` tokens, whatever their `position_ids`.
-
-    The layers of Llama 4 without rotary positions do (`attn_temperature_tuning`): they count `torch.arange` of their
-    input. Below `floor_scale` tokens the scale is 1.
+    Whether a layer scales its queries by their place on an axis of `length` tokens, whatever their `position_ids`:
+    those of Llama 4 without rotary positions do (`attn_temperature_tuning`). Below `floor_scale` tokens the scale is 1.
     """
     is_tuned = vars(module).get("attn_temperature_tuning") and not module.use_rope
     return bool(is_tuned) and length >= module.floor_scale
 
 
 def scale_of_rows(module: Any, position_ids: np.ndarray) -> np.ndarray:
-    """
-    `(T,)` float32: what turns the scale of such a layer by the place on the flat axis into that by the place in a row,
-    which is in `position_ids`, `(T,)` int64.
-    """
+    """`(T,)` float32: what makes the scale by places on the flat axis that by `position_ids`, `(T,)` int64."""
     places = np.stack([np.arange(len(position_ids)), position_ids]) + 1
     flat, row = np.log1p(places // module.floor_scale) * module.attn_scale + 1
     return (row / flat).astype(np.float32)
@@ -50,19 +43,11 @@ def attention_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def attention_dropout(model: torch.nn.Module) -> float:
-    """
-    The dropout that attention layers give to their kernel in training.
-
-    They hold it as a number or as a module, under names of their own (`attention_dropout`, `attn_dropout`, `dropout`).
-    """
-
-    def is_of_scores(name: str) -> bool:
-        return name == "dropout" or ("drop" in name and "att" in name)
-
+    """The dropout that attention layers give to their kernel in training: a number or a module, under many names."""
     layers = attention_layers(model)
     held = [(name, value) for layer in layers for name, value in vars(layer).items() if isinstance(value, float)]
     held += [(n, m.p) for layer in layers for n, m in layer.named_children() if isinstance(m, torch.nn.Dropout)]
-    return max((value for name, value in held if is_of_scores(name)), default=0.0)
+    return max((x for name, x in held if name == "dropout" or ("drop" in name and "att" in name)), default=0.0)
 
 
 def beyond_varlen(model: torch.nn.Module) -> list[str]:
@@ -71,10 +56,8 @@ def beyond_varlen(model: torch.nn.Module) -> list[str]:
     held = [{**vars(layer), **dict(layer.named_parameters(recurse=False))} for layer in attention_layers(model)]
     sizes: set[Any] = {values.get("head_dim") for values in held} - {None}
     beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
-    for attribute, word in (("attn_logit_softcapping", "soft-capping"), ("sinks", "sinks")):
-        if any(values.get(attribute) is not None for values in held):
-            beyond.append(word)
-    return beyond
+    others = {"attn_logit_softcapping": "soft-capping", "sinks": "sinks"}
+    return beyond + [word for name, word in others.items() if any(values.get(name) is not None for values in held)]
 
 
 def rotary_limits(config: Any) -> dict[str, int]:
@@ -97,28 +80,19 @@ def rotary_limits(config: Any) -> dict[str, int]:
 @contextmanager
 def rotary_state_restored(model: torch.nn.Module) -> Iterator[None]:
     """Frequencies of kind "dynamic" are kept, with their length, until a longer row comes, or a short one."""
-    found = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name.endswith("max_seq_len_cached")
-    ]
-    buffers = [(module, dict(module.named_buffers(recurse=False))) for module, _, _ in found]
+    before: list[tuple[torch.nn.Module, str, Any]] = []
+    for module in model.modules():
+        if lengths := [(module, name, x) for name, x in vars(module).items() if name.endswith("max_seq_len_cached")]:
+            before += lengths + [(module, name, x) for name, x in module.named_buffers(recurse=False)]
     try:
         yield
     finally:
-        for module, name, value in found:
+        for module, name, value in before:
             setattr(module, name, value)
-        for module, before in buffers:
-            for name, buffer in before.items():
-                setattr(module, name, buffer)
 
 
 def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
-    """
-    Dropout that is drawn by a function, by the name that modules hold it under: TRL's `disable_dropout` sets that of
-    `torch.nn.Dropout` modules only.
-    """
+    """Dropout drawn by a function, by the name that modules hold it under: TRL's `disable_dropout` leaves it on."""
     return {
         name: value
         for module in model.modules()
@@ -128,11 +102,7 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
 
 
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
-    """
-    The layers of `model` that can recompute their activations, in the order in which they are computed.
-
-    With images, those of the vision tower come first.
-    """
+    """Layers of `model` that can recompute their activations, in their order: with images, the vision tower's first."""
     decoder = dict.fromkeys(model.get_decoder().modules())
     tower = [module for module in model.base_model.modules() if module not in decoder] if with_images else []
     found = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]

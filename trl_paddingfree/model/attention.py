@@ -21,7 +21,7 @@ from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout, RowIndex
 from . import architecture, backends
 from .backends import BackendName
-from .masks import BOUNDARIES, FlatMask, segment_mask
+from .masks import BOUNDARIES, FlatMask, boundaries, segment_mask
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -63,11 +63,7 @@ def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | Non
 
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
-    """
-    The model's own attention function, called for one segment after another: exact on every device and dtype.
-
-    Short segments of about one shape are one call, see [`AttentionCalls`].
-    """
+    """The model's own attention function, in [`AttentionCalls`] of like segments: exact on every device and dtype."""
     attend = upstream.attention_function(previous, module)
     window, outputs, calls = kwargs.pop("sliding_window", None), [], AttentionCalls.of(layout)
     query, key, value = _in_rows(query, calls.query_rows), *(_in_rows(x, calls.key_rows) for x in (key, value))
@@ -88,26 +84,20 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
 
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
-    value_dim = value.size(-1)
-    query, key, value = _flat_states(query, key, value, layout, upstream.flash_target_dtype(query, module))
+    states = _flat_states(query, key, value, layout, upstream.flash_target_dtype(query, module))
     kwargs = {**kwargs, "is_causal": True}
     if kwargs.get("s_aux") is not None:
-        kwargs["s_aux"] = kwargs["s_aux"].to(query.dtype)
+        kwargs["s_aux"] = kwargs["s_aux"].to(states[0].dtype)
     output = upstream.flash_attention_forward(
-        query[None],
-        key[None],
-        value[None],
+        *(x[None] for x in states),
         attention_mask=None,
-        query_length=query.size(0),
+        query_length=len(states[0]),
         softmax_scale=scaling,
-        cu_seq_lens_q=layout.cu_seqlens_q,
-        cu_seq_lens_k=layout.cu_seqlens_k,
-        max_length_q=layout.segments.max_seqlen_q,
-        max_length_k=layout.segments.max_seqlen_k,
         attn_implementation=previous,
+        **{name: told for name, told in boundaries(layout).items() if name != "seq_idx"},
         **kwargs,
     )
-    return output[..., :value_dim], None
+    return output[..., : value.size(-1)], None
 
 
 @cache
@@ -133,42 +123,28 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if is_cast else query.dtype
 
 
-def varlen_reasons(query: torch.Tensor, kwargs: dict[str, Any]) -> list[str]:
-    """Why PyTorch's varlen kernel cannot take this call; empty if it can."""
-    reasons, dtype = [], sdpa_dtype(query)
-    if not backends.has_varlen_kernel(query.device):
-        reasons.append(f"the tensors are on {query.device.type}, the kernel needs CUDA")
-    if dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"the dtype is {dtype}, the kernel needs float16 or bfloat16")
-    if query.size(-1) > 256 or query.size(-1) % 8:
-        reasons.append(f"the head size is {query.size(-1)}, the kernel needs a multiple of 8 up to 256")
-    reasons += [f"it has no `{name}`" for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if kwargs.get("dropout"):
-        reasons.append("it has no dropout")
-    return reasons
+def takes_varlen(query: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether PyTorch's varlen kernel can take this call."""
+    return (
+        backends.has_varlen_kernel(query.device)
+        and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
+        and query.size(-1) % 8 == 0
+        and query.size(-1) <= 256
+        and all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+        and not kwargs.get("dropout")
+    )
 
 
 def varlen_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
     """The flash attention kernel that ships in PyTorch. Calls that it cannot take go to [`segment_attention`]."""
-    if varlen_reasons(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
+    if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
-    value_dim = value.size(-1)
-    query, key, value = _flat_states(query, key, value, layout, sdpa_dtype(query))
-    boundaries_k = layout.cu_seqlens_k
+    states = _flat_states(query, key, value, layout, sdpa_dtype(query))
+    cu_q, cu_k, *longest, _ = boundaries(layout).values()
     if torch.are_deterministic_algorithms_enabled():  # cuDNN's kernel, for boundaries that are one tensor, is not
-        boundaries_k = boundaries_k.view_as(boundaries_k)
-    output = torch_varlen()(
-        query,
-        key,
-        value,
-        layout.cu_seqlens_q,
-        boundaries_k,
-        layout.segments.max_seqlen_q,
-        layout.segments.max_seqlen_k,
-        kwargs.get("scaling"),
-        kwargs.get("sliding_window"),
-    )
-    return output[None, ..., :value_dim], None
+        cu_k = cu_k.view_as(cu_k)
+    output = torch_varlen()(*states, cu_q, cu_k, *longest, kwargs.get("scaling"), kwargs.get("sliding_window"))
+    return output[None, ..., : value.size(-1)], None
 
 
 ATTENTION: dict[BackendName, AttentionFunction] = {
@@ -224,11 +200,6 @@ class StandIn(str):
 
     def __ne__(self, other: object) -> bool:
         return not self == other
-
-
-def replaced_attention(name: str) -> str:
-    """The attention implementation that `name` stands in for, or `name` if it is not one of ours."""
-    return name.key[0] if isinstance(name, StandIn) else name
 
 
 def register_attention(previous: str, backend: BackendName) -> StandIn:

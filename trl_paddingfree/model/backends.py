@@ -48,10 +48,7 @@ def slower_backends(backend: BackendName, previous: str) -> list[BackendName]:
 def reasons_against(
     model: PreTrainedModel, previous: str, dtype: torch.dtype, device: torch.device
 ) -> dict[BackendName, list[str]]:
-    """
-    Why each backend, fastest first, cannot serve a model that was loaded with the attention implementation `previous`
-    and whose attention will run in `dtype` on `device`.
-    """
+    """Why each backend cannot serve a model loaded with `previous` whose attention runs in `dtype` on `device`."""
     reasons: dict[BackendName, list[str]] = {name: [] for name in BACKENDS}
     if not upstream.takes_attention_function(model):
         for name in ATTENTION_BACKENDS:
@@ -61,12 +58,11 @@ def reasons_against(
         for name in ("segment", "mask"):
             reasons[name].append(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'")
     else:
-        takes_none = (
-            f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
-            "install flash-attn`), 'flash_attention_3' or a hub kernel"
-        )
-        reasons["flash"].append(takes_none)
-        reasons["positions"].append(takes_none)
+        for name in ("flash", "positions"):
+            reasons[name].append(
+                f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
+                "install flash-attn`), 'flash_attention_3' or a hub kernel"
+            )
     if previous != "sdpa":
         reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
     if not has_varlen_kernel(device):

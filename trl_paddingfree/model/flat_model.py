@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import FlatBatch
-from .answers import EditsFound
 from .architecture import recompute_first
-from .attention import register_attention, replaced_attention
+from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
+from .edits import EditsFound
 from .forward import flat_forward, forward_in_parts
 from .routes import Route
 from .state_layers import carries_state, install_state_layers, remove_state_layers, repeats_prefixes
@@ -144,7 +144,7 @@ class FlatModel:
     def attention_as_before(self) -> Iterator[None]:
         """Within this context, the model has the attention implementation that it was loaded with."""
         ours = upstream.attn_implementation(self.model)
-        upstream.set_attn_implementation(self.model, replaced_attention(ours))
+        upstream.set_attn_implementation(self.model, str(ours))  # of ours, what it stands in for
         try:
             yield
         finally:

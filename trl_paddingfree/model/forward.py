@@ -8,7 +8,7 @@ model computes the flat tokens instead, and the answer is the same rows.
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
 from . import architecture
-from .answers import refuse_unanswerable
 from .masks import backbone_mask, boundaries
 from .restored import attributes_set
 from .state_layers import state_arguments
@@ -31,6 +30,26 @@ if TYPE_CHECKING:
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
 _ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin", *TYPE_ROWS)
+# Arguments of a forward that only rows have an answer to
+_OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
+_OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
+_WITHOUT = "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})` computes padded rows"
+
+
+def refuse_unanswerable(config: Any, inputs: dict[str, Any], *, fused_lm_head: bool) -> None:
+    """Refuse, by name, what a flat batch has no answer to: arguments of a forward, and outputs that `config` wants."""
+    for name in _OF_ROWS:
+        if (value := inputs.get(name)) is not None and (torch.is_tensor(value) or value):
+            raise ValueError(
+                f"`{name}` was given to the model beside a `flat_batch`, which has one row and positions of its own: "
+                f"leave it out, or leave `flat_batch` out ({_WITHOUT})."
+            )
+    for argument, output in _OUTPUTS.items():  # TRL's fused head gives none of these, with padding either
+        if inputs.get(argument, not fused_lm_head and getattr(config, argument, False)):
+            raise ValueError(
+                f"`{argument}=True`: a flat batch has no `{output}` of rows. Leave it out, or leave `flat_batch` out "
+                f"({_WITHOUT})."
+            )
 
 
 def is_pooled(model: Any) -> bool:
@@ -144,11 +163,7 @@ def forward_in_parts(
 
 
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:
-    """
-    The model's own output: its logits of rows, and its loss if there are labels.
-
-    For the loss, the model's head and loss are given the hidden states of rows, so that both are the model's own code.
-    """
+    """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
     flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": flat_positions(flat.model, batch)}
     if labels is None:
         with _flat_backbone(flat, batch, calls_decoder=True):
@@ -208,7 +223,7 @@ def _flat_backbone(
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
-    # A vision tower has boundaries of its own, and would take these for them
+    # By transformers' own arguments, in place of a mask. A vision tower has boundaries of its own, and would take these
     told_boundaries = [model.get_decoder()] if takes_images(model) else backbones
     given: list[Any] = []
 
@@ -226,16 +241,13 @@ def _flat_backbone(
         given.append(outputs)
         return outputs
 
-    handles = [backbone.register_forward_pre_hook(give_layout, with_kwargs=True) for backbone in backbones]
-    handles += [backbone.register_forward_hook(give_head) for backbone in backbones]
-    if backend == "positions":  # transformers' own arguments, in place of a mask
-        handles += [part.register_forward_pre_hook(give_boundaries, with_kwargs=True) for part in told_boundaries]
-    try:
-        with features_in_order(model, batch):
-            yield given
-    finally:
-        for handle in handles:
-            handle.remove()
+    with features_in_order(model, batch), ExitStack() as hooks:
+        for backbone in backbones:
+            hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
+            hooks.enter_context(backbone.register_forward_hook(give_head))
+        for part in told_boundaries if backend == "positions" else ():
+            hooks.enter_context(part.register_forward_pre_hook(give_boundaries, with_kwargs=True))
+        yield given
     if not given:
         raise ValueError(
             f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
@@ -261,13 +273,10 @@ def _explained_if_long(model: Any, batch: FlatBatch) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _noise_of_rows(model: Any, batch: FlatBatch) -> Iterator[None]:
+def _noise_of_rows(model: Any, batch: FlatBatch) -> AbstractContextManager[None]:
     """Within this context, NEFTune's noise has the size that it has in rows: it shrinks with the length of an axis."""
     embeddings = model.get_input_embeddings()
     if (alpha := vars(embeddings).get("neftune_noise_alpha")) is None:
-        yield
-        return
+        return nullcontext()
     in_rows = alpha * math.sqrt(batch.input_ids.size(1) / batch.row_index.size(1))
-    with attributes_set([(embeddings, "neftune_noise_alpha", in_rows)]):
-        yield
+    return attributes_set([(embeddings, "neftune_noise_alpha", in_rows)])

@@ -102,12 +102,9 @@ def _make_segment_mask(
         mask = mask | ((blocks[first:, None] == blocks[None]) & (blocks[first:, None] >= 0))
     if window is not None:
         mask = mask & (k > q - window)
-    return (mask if dtype is None else _to_add(mask, dtype))[:, None]
-
-
-def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean mask as one to add to the scores."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    if dtype is not None:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask[:, None]
 
 
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -128,13 +125,7 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
 
 def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """`(rows, 1, length, length)` mask to add to the scores of ordinary rows, made once per batch."""
-
-    def make() -> torch.Tensor:
-        places = torch.arange(length, device=layout.device)
-        behind = places[:, None] - places
-        hidden = (behind < 0) | (behind >= (length if window is None else window))
-        return _to_add(~hidden, dtype)
-
+    make = partial(_make_segment_mask, layout.without_blocks(), (), [(0, length)], window, dtype)
     return layout.derived(("causal mask", length, window, dtype), make).expand(rows, 1, length, length)
 
 

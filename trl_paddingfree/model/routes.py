@@ -73,10 +73,7 @@ def why_not_to_share(backend: BackendName, previous: str) -> str:
 
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
-    """
-    `route`, the same without sharing, and then, with `fallback`, those of slower backends, which ask less of a model.
-    Each along the tree first.
-    """
+    """`route`, with and without sharing, then, with `fallback`, those of slower backends; along the tree first."""
     backends = [route.backend, *(slower_backends(route.backend, route.previous) if fallback else ())]
     routes: list[Route] = []
     for backend in backends:

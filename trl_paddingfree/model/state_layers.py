@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,21 +78,20 @@ def _installed(layer: Any) -> "StateForward | None":
     return getattr(layer.forward, "state", None)  # attributes of methods are their functions'; partials have none
 
 
-def _why_not_along_tree(layer: torch.nn.Module) -> str:
-    """Why a layer has to see rows; empty if it can go along the tree."""
+def _can_go_along_tree(layer: torch.nn.Module) -> bool:
+    """Whether a layer calls functions that can be given the state at a fork, and that ours can stand in for."""
     forward = _own_forward(layer)
     if not is_state_layer(layer) or not upstream.state_functions(forward):
-        return "it calls no function that can be given the state at a fork"
-    try:
+        return False
+    with suppress(TypeError):
         with_functions(forward, {})
-    except TypeError as error:
-        return str(error)
-    return ""
+        return True
+    return False
 
 
 def goes_along_tree(model: PreTrainedModel) -> bool:
     """Whether any layer of `model` that carries state can go along the tree."""
-    return not all(map(_why_not_along_tree, state_layers(model)))
+    return any(map(_can_go_along_tree, state_layers(model)))
 
 
 def repeats_prefixes(model: PreTrainedModel) -> bool:
@@ -101,7 +101,7 @@ def repeats_prefixes(model: PreTrainedModel) -> bool:
 
 def _is_along_tree(layer: torch.nn.Module) -> bool:
     installed = _installed(layer)
-    return not _why_not_along_tree(layer) if installed is None else installed.along_tree
+    return _can_go_along_tree(layer) if installed is None else installed.along_tree
 
 
 def describe_state_layers(model: PreTrainedModel) -> str:
@@ -144,7 +144,7 @@ def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
             state = StateForward(weakref.ref(layer), previous)
             _install(layer, state)
         missing = upstream.missing_state_kernels(_own_forward(layer))
-        state.along_tree = along_tree and not _why_not_along_tree(layer)
+        state.along_tree = along_tree and _can_go_along_tree(layer)
         state.kernels = frozenset(name for name, package in missing.items() if package is None)
         state.takes_boundaries = upstream.takes_state_boundaries(layer)
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, RowIndex
 from ..flat.pieces import groups_of_like_length
+from ..flat.segments import Segments
 from .attention import GatherRows
-from .masks import BOUNDARIES, FlatMask, causal_mask
+from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
 from .state_tree import step_cost
 
 
@@ -28,13 +29,12 @@ class PathRows:
     """
     One row per segment, its whole path, in groups of about equal length that are padded on the right.
 
-    `slots` of shape `(sum of n * L,)`, int64, is the key row, out of `S`, that stands in each slot of the groups, `S`
-    where padding does; `None` if these are the key rows as they are. `own` of shape `(T,)`, int64, is the slot of each
-    flat token, in the row of its own segment; `None` if the slots are the flat tokens.
+    `slots` is the flat token in each of `sum of n * L` slots of the groups, none where a row is padded. `own` of shape
+    `(T,)`, int64, is the slot of each flat token, in the row of its own segment. `None`: the slots are the flat tokens.
     """
 
     shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
-    slots: torch.Tensor | None
+    slots: RowIndex | None
     own: torch.Tensor | None
 
     @classmethod
@@ -43,38 +43,26 @@ class PathRows:
         The rows of a layout, made once for all layers; `step_cost` is that of [`groups_of_like_length`]. `None`: all
         paths one after the other, as one row, for what knows of boundaries.
         """
-        make = cls._joined if step_cost is None else partial(cls._grouped, step_cost=step_cost)
-        return layout.derived(("path rows", step_cost), partial(make, layout))
+        return layout.derived(("path rows", step_cost), partial(cls._make, layout, step_cost))
 
     @classmethod
-    def _joined(cls, layout: FlatLayout) -> "PathRows":
-        segments = layout.segments
-        own = _own_slots(layout, segments.cu_seqlens_k[:-1]) if segments.is_shared else None
-        return cls(((1, sum(segments.key_lengths)),), None, own)
-
-    @classmethod
-    def _grouped(cls, layout: FlatLayout, step_cost: float) -> "PathRows":
-        segments, keys = layout.segments, layout.segments.cu_seqlens_k
+    def _make(cls, layout: FlatLayout, step_cost: float | None) -> "PathRows":
+        segments, total = layout.segments, layout.segments.num_tokens
+        if step_cost is None and not segments.is_shared:
+            return cls(((1, total),), None, None)
+        lengths, size = segments.key_lengths, 0
+        groups = [[*range(len(lengths))]] if step_cost is None else groups_of_like_length(lengths, step_cost)
         shapes: list[tuple[int, int]] = []
         slots: list[np.ndarray] = []
-        first_slots, num_slots = np.empty(len(segments.lengths), dtype=np.int64), 0
-        for group in groups_of_like_length(segments.key_lengths, step_cost):
-            longest = segments.key_lengths[group[-1]]
-            first_slots[group] = num_slots + longest * np.arange(len(group))
-            num_slots += longest * len(group)
-            rows = np.full((len(group), longest), keys[-1], dtype=np.int64)
-            for row, i in zip(rows, group, strict=True):
-                row[: segments.key_lengths[i]] = np.arange(keys[i], keys[i + 1])
-            shapes.append((len(group), longest))
-            slots.append(rows.ravel())
-        return cls(tuple(shapes), layout.tensor(np.concatenate(slots)), _own_slots(layout, first_slots))
-
-
-def _own_slots(layout: FlatLayout, first_slots: np.ndarray) -> torch.Tensor:
-    """`(T,)` int64: slot of each flat token, from the first slot of each segment's path."""
-    segments = layout.segments
-    begins = first_slots + np.array(segments.starts) - segments.offsets[:-1]  # less the tokens before each segment
-    return layout.tensor(np.repeat(begins, segments.lengths) + np.arange(segments.num_tokens))
+        own = np.empty(total, dtype=np.int64)
+        for group in groups:
+            longest = 0 if step_cost is None else lengths[group[-1]]
+            for i in group:
+                slots += [segments.path(i), np.full(max(longest - lengths[i], 0), -1)]
+                own[segments.offsets[i] : segments.offsets[i + 1]] = size + np.arange(segments.starts[i], lengths[i])
+                size += max(longest, lengths[i])
+            shapes.append((1, size) if step_cost is None else (len(group), longest))
+        return cls(tuple(shapes), layout.row_index(np.concatenate(slots), total), layout.tensor(own))
 
 
 def is_layout(value: Any) -> bool:
@@ -99,7 +87,12 @@ def on_rows(
     """
     layout = mask.flat_layout
     rows = PathRows.of(layout, None if takes_boundaries else step_cost(layout.device))
-    told = layout.derived("key boundaries", partial(_key_boundaries, layout)) if takes_boundaries else {}
+
+    def paths() -> FlatLayout:  # one after the other, as rows that share nothing
+        unshared = Segments.from_lengths(layout.segments.key_lengths)
+        return FlatLayout.from_segments(unshared).to(layout.device, non_blocking=True)
+
+    told = boundaries(layout.derived("paths", paths)) if takes_boundaries else {}
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     cut = _cut((args, kwargs), layout, rows)
     outputs = []
@@ -112,35 +105,20 @@ def on_rows(
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
 
 
-def _key_boundaries(layout: FlatLayout) -> dict[str, Any]:
-    """The boundaries of the keys of each segment, as transformers' own arguments: paths one after the other."""
-    numbers = np.repeat(np.arange(len(layout.segments.lengths), dtype=np.int32), layout.segments.key_lengths)
-    longest = layout.segments.max_seqlen_k
-    values = (layout.cu_seqlens_k, layout.cu_seqlens_k, longest, longest, layout.tensor(numbers)[None])
-    return dict(zip(BOUNDARIES, values, strict=True))
-
-
 def _cut(value: Any, layout: FlatLayout, rows: PathRows) -> list[Any]:
     """`value` for each group of rows: what has an entry per token is cut, what carries the layout is left out."""
     if isinstance(value, tuple | list):
         parts = [_cut(item, layout, rows) for item in value]
         return [type(value)(group) for group in zip(*parts, strict=True)] if parts else [value] * len(rows.shapes)
     if isinstance(value, dict):
-        parts = [_cut(item, layout, rows) for item in value.values()]
-        groups = zip(*parts, strict=True) if parts else [()] * len(rows.shapes)
-        return [dict(zip(value, group, strict=True)) for group in groups]
+        return [dict(zip(value, group, strict=True)) for group in _cut((*value.values(),), layout, rows)]
     if is_layout(value):
         return [None] * len(rows.shapes)
     if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, layout.segments.num_tokens):
         return [value] * len(rows.shapes)
-    keys = value.as_subclass(torch.Tensor).squeeze(0)
-    if layout.kv_rows is not None:
-        floating = keys.is_floating_point()
-        keys = GatherRows.apply(keys, layout.kv_rows) if floating else keys.index_select(0, layout.kv_rows.index)
-    if rows.slots is None:
-        return [keys[None]]
-    slots = torch.cat([keys, keys.new_zeros(1, *keys.shape[1:])]).index_select(0, rows.slots)
-    parts = slots.split([*map(prod, rows.shapes)])
+    states = value.as_subclass(torch.Tensor).squeeze(0)
+    states = states if rows.slots is None else GatherRows.apply(states, rows.slots)
+    parts = states.split([*map(prod, rows.shapes)])
     return [part.unflatten(0, shape) for part, shape in zip(parts, rows.shapes, strict=True)]
 
 

@@ -196,7 +196,7 @@ def _even_chunks(piece: PieceCall) -> tuple[int, int]:
 def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int]:
     """Of all calls of a layout on a device: slots that are padding, chunks, and pairs of tokens within chunks."""
     pieces = Pieces.of(layout, step_cost(device))
-    calls = [(call.number, *_even_chunks(call)) for level in pieces.levels for call in level]
+    calls = [(call.shape[0], *_even_chunks(call)) for level in pieces.levels for call in level]
     pairs = sum(rows * chunks * length**2 for rows, chunks, length in calls)
     return len(pieces.slots.index) - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
 

@@ -4,8 +4,7 @@ The model merges its images itself. It is given its features in the order of the
 that it counts itself over the rows, and the blocks of image tokens that see one another.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,10 +42,8 @@ def takes_images(model: Any) -> bool:
 
 def sees_both_ways(model: Any) -> bool:
     """Whether tokens of an image see one another in both directions."""
-    config = model.config
-    return config.model_type == "gemma3" or (
-        config_value(config.get_text_config(), "use_bidirectional_attention") == "vision"
-    )
+    says = config_value(model.config.get_text_config(), "use_bidirectional_attention")
+    return model.config.model_type == "gemma3" or says == "vision"
 
 
 def why_no_images(model: Any) -> str:
@@ -63,13 +60,11 @@ def why_no_images(model: Any) -> str:
     return ""
 
 
-@contextmanager
-def features_in_order(model: Any, batch: FlatBatch) -> Iterator[None]:
+def features_in_order(model: Any, batch: FlatBatch) -> AbstractContextManager[None]:
     """Within this context, the model gets the features of its images in the order of the flat row's placeholders."""
     images, backbone = batch.images, model.base_model
     if images is None:
-        yield
-        return
+        return nullcontext()
     features_of = backbone.get_image_features
 
     def get_image_features(*args: Any, **kwargs: Any) -> Any:
@@ -79,13 +74,11 @@ def features_in_order(model: Any, batch: FlatBatch) -> Iterator[None]:
             outputs.deepstack_features = [_ordered(level, images) for level in outputs.deepstack_features]
         return outputs
 
-    with attributes_set([(backbone, "get_image_features", get_image_features)]):
-        yield
+    return attributes_set([(backbone, "get_image_features", get_image_features)])
 
 
 def _ordered(features: Any, images: FlatImages) -> Any:
     """Features in the order of the placeholders, in the form that the model gave them: a tensor, a tuple or a list."""
-    form = type(features)
     parts = features if isinstance(features, list | tuple) else [features]
     flat = torch.cat([part.reshape(-1, part.size(-1)) for part in parts])
     if len(flat) != images.num_features:
@@ -96,8 +89,8 @@ def _ordered(features: Any, images: FlatImages) -> Any:
     if images.feature_index is None:
         return features
     flat = flat.index_select(0, images.feature_index.to(flat.device))
-    if form in (list, tuple):
-        return form([flat])
+    if type(features) in (list, tuple):
+        return type(features)([flat])
     return flat if features.dim() == 2 else flat[:, None]
 
 

@@ -1,7 +1,4 @@
-"""The quick start: padded TRL and this package train the same model on the same batches, side by side, anywhere.
-
-Without arguments: a small Llama from scratch, on text that every Python has. Or your own model and data.
-"""
+"""The runs of the quick start, and what it says of them: on a small Llama from scratch, or your own model and data."""
 
 import argparse
 import json
@@ -21,10 +18,9 @@ from ..charts import drawn, plot_runs
 from ..data.load import load_rows
 from ..data.task import Task, task_of
 from ..trainers import TRAINERS
-from ..trainers.sft import PaddingFreeSFTTrainer
 from .data import instruction_data, preference_data
 from .model import make_model, make_tokenizer
-from .side_by_side import Run, classes_of, differences, train_watched
+from .side_by_side import Trajectory, classes_of, differences, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
@@ -52,7 +48,7 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
     tokenizer = make_tokenizer(texts(data))
     model = make_model(tokenizer, args.seed)
     console.print(f"A Llama of {model.num_parameters() / 1e6:.1f} million parameters, from scratch.")
-    if task == PaddingFreeSFTTrainer.task:
+    if task.name == "sft":
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
@@ -66,8 +62,7 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
         "warmup_steps": args.sft_steps // 10,
     }
     run = train_watched(
-        PaddingFreeSFTTrainer,
-        PaddingFreeSFTTrainer.config_class,
+        *classes_of("sft", ours=True),
         console,
         "SFT, padding-free",
         model=model,
@@ -91,7 +86,7 @@ def as_instructions(pairs: Dataset) -> Dataset:
     return pairs.select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
 
 
-def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, console: Console) -> dict[str, Run]:
+def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, console: Console) -> dict[str, Trajectory]:
     """Train `model` by this package and by padded TRL, on the same batches."""
     options = options_of(args, str(Path(args.output_dir) / task.name), args.steps, args.batch_size)
     num_rows = args.steps * args.batch_size
@@ -115,7 +110,7 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
     return runs
 
 
-def summarize(task: Task, runs: dict[str, Run]) -> dict[str, Any]:
+def summarize(task: Task, runs: dict[str, Trajectory]) -> dict[str, Any]:
     """What the comparison found, as plain numbers."""
     ours, padded = runs[OURS], runs[PADDED]
     counts = ours.trainer.total_counts()
@@ -162,12 +157,12 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(f"How: {summary['method']}.")
 
 
-def draw(runs: dict[str, Run], summary: dict[str, Any], path: Path) -> None:
+def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> None:
     """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
-    names = (PADDED, OURS)
     bars = {"time": "seconds", "tokens": "tokens_computed", "memory": "peak_memory_gib"}
-    figures = {title: {LABELS[name]: summary[key][name] for name in names} for title, key in bars.items()}
-    plot_runs({LABELS[name]: runs[name].losses for name in names}, figures, summary["task"].upper(), path)
+    figures = {title: {label: summary[key][name] for name, label in LABELS.items()} for title, key in bars.items()}
+    losses = {label: runs[name].losses for name, label in LABELS.items()}
+    plot_runs(losses, figures, summary["task"].upper(), path)
 
 
 def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, str]:

@@ -36,21 +36,19 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTo
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
     """A Llama with random weights: about 2 million, unless `sizes` set fields of [`~transformers.LlamaConfig`]."""
     set_seed(seed)
-    defaults: dict[str, Any] = {
+    fields: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "initializer_range": 0.06,  # 1 / sqrt(hidden_size): few steps have to do
+        **sizes,
     }
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **{**defaults, **sizes},
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**fields))

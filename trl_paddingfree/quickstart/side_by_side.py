@@ -33,18 +33,12 @@ class Trajectory:
     log_history: list[dict[str, Any]]
     weights: dict[str, torch.Tensor]
     trainer: Any
+    memory: float = 0.0  # GiB at the peak, above the level before the run, if it was watched
 
     @property
     def losses(self) -> list[float]:
         """The loss of each logged step."""
         return [entry["loss"] for entry in self.log_history if "loss" in entry]
-
-
-@dataclass
-class Run(Trajectory):
-    """A training run as it was watched. `memory` is GiB at the peak, above the level before the run."""
-
-    memory: float
 
     @property
     def seconds(self) -> float:
@@ -65,10 +59,7 @@ def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
 
 
 def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any], **arguments: Any) -> Any:
-    """
-    A trainer, TRL's or ours, that logs every step, and neither prints nor saves: with `options` of its configuration,
-    to which a machine without an accelerator adds those that TRL asks for, and `arguments` of the trainer.
-    """
+    """A trainer, TRL's or ours, with `options` of its configuration, that logs every step, prints and saves nothing."""
     defaults = {**_SILENT, **({} if has_accelerator() else ON_CPU), **options}
     defaults.setdefault("output_dir", tempfile.mkdtemp(prefix="trl_paddingfree_"))
     trainer = trainer_class(args=config_class(**defaults), **arguments)
@@ -130,12 +121,13 @@ class ShowSteps(TrainerCallback):
             self.progress.update(self.task, completed=state.global_step, description=description)
 
 
-def train_watched(trainer_class: Any, config_class: Any, console: Console, description: str, **arguments: Any) -> Run:
+def train_watched(trainer_class: Any, config_class: Any, console: Console, title: str, **arguments: Any) -> Trajectory:
     """[`train`] with these `arguments`, and watch."""
     with watch_memory() as memory, Progress(console=console) as progress:
-        callbacks = [ShowSteps(progress, description)]
+        callbacks = [ShowSteps(progress, title)]
         trained = train(trainer_class, config_class, callbacks=callbacks, **arguments)
-    return Run(**vars(trained), memory=memory())
+    trained.memory = memory()
+    return trained
 
 
 def difference(expected: Any, actual: Any, floor: float = 1.0) -> float:

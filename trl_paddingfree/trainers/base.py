@@ -67,24 +67,23 @@ class FlatTrainer(Trainer):
     config_class: Any  # our configuration class
     flat: Any = None  # its [`Flat`]; `None`: the trainer pads as TRL's does
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
-    names_differ = False  # between the last checkpoint that was loaded and the model
+    # What a part of a micro-batch that does not fit by itself is called, and what makes it smaller
+    smallest_part: ClassVar[tuple[str, str]] = ("an example of the training data", "`max_length`")
     train_dataset: Any
     model: Any
     ref_model: Any = None
     args: Any
     aux_loss_enabled: Any = False
+    router_aux_loss_coef: Any = 0.0
 
     # --- at the start -----------------------------------------------------------------------------------------------
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.start(args, kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "trl_trainer" in vars(cls):
             cls.__signature__ = inspect.signature(cls.trl_trainer)  # type: ignore[attr-defined]
 
-    def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, *args: Any, **kwargs: Any):
         """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
         silence()
         self.counts = TokenCounts()
@@ -131,6 +130,10 @@ class FlatTrainer(Trainer):
     def images_to_try(self) -> ImageProbe | None:
         """Examples with images for the check; `None` for text."""
         return None
+
+    def coupled_by(self) -> list[str]:
+        """Options under which an example's loss depends on which others share its micro-batch."""
+        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
 
     def refuse_micro_batches(self) -> None:
         """Refuse options that move examples between micro-batches where that would change the loss."""
@@ -287,14 +290,11 @@ class FlatTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.names_differ = False
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_by_name(resume_from_checkpoint, self.model if model is None else model)
+        if self.names_differ:
+            load_by_name(resume_from_checkpoint, self.model if model is None else model)
 
     def _load_best_model(self) -> None:
         self.names_differ = False
         super()._load_best_model()
-        self._load_by_name(self.state.best_model_checkpoint, self.model)
-
-    def _load_by_name(self, checkpoint: Any, model: Any) -> None:
-        """Load by name what transformers has just loaded, if the checkpoint has other names."""
         if self.names_differ:
-            load_by_name(checkpoint, model)
+            load_by_name(self.state.best_model_checkpoint, self.model)

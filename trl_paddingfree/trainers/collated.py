@@ -20,10 +20,17 @@ from ..flat.counts import BatchCounts
 from ..memory.parts import split_by_tokens
 from ..memory.plan import MemoryBudget
 from ..memory.steps import counts_in_parts
-from ..model.answers import refuse_lost_batch
+from ..model.edits import refuse_lost_batch
 from ..model.vision import vision_rules
 from .base import FlatTrainer
-from .refusals import refuse_blind, refuse_moving, refuse_oversized, refuse_rotary_padding, refuse_unseen
+from .refusals import (
+    refuse_blind,
+    refuse_oversized,
+    refuse_rotary_padding,
+    refuse_to_look_ahead,
+    refuse_to_move,
+    refuse_unseen,
+)
 
 # How many of the largest examples are looked at, by each measure
 _CANDIDATES = 16
@@ -48,7 +55,6 @@ class CollatedTrainer(FlatTrainer):
     _train_batch_size: int
     _total_train_tokens: int
     _is_vision_dataset: Any = False
-    router_aux_loss_coef: Any = 0.0
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
@@ -102,10 +108,6 @@ class CollatedTrainer(FlatTrainer):
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
-    def coupled_by(self) -> list[str]:
-        """Options under which an example's loss depends on which others share its micro-batch."""
-        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
-
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
         limit = self.args.max_length
@@ -131,12 +133,14 @@ class CollatedTrainer(FlatTrainer):
         if options.arrange_micro_batches != "none":
             reached = [(kind, length) for kind, length in limits.items() if self.exceeds(length)]
             rotary = [f"`rope_type={kind!r}` and rows of more than {length} tokens" for kind, length in reached]
-            reasons = [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()]
-            refuse_moving(options, self.train_dataset, self.args, reasons)
+            refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
+            refuse_to_look_ahead(options, self.train_dataset, self.args)
         refuse_rotary_padding(self.args.pad_to_multiple_of, limits, self.exceeds)
         limit = options.max_tokens_per_micro_batch
         if limit and options.oversized_examples == "error" and isinstance(self.train_dataset, Dataset):
-            refuse_oversized(self.example_lengths(), self.flat.route.prefix_sharing, limit)
+            tokens = example_tokens(self.example_lengths(), self.flat.route.prefix_sharing)
+            longest = int(tokens.argmax())
+            refuse_oversized(limit, tokens[longest], f"example {longest} of the training data")
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
@@ -198,10 +202,6 @@ class CollatedTrainer(FlatTrainer):
         worst = max(batches, key=lambda index: memory.least(batches[index]))
         if not memory.can_hold(batches[worst]):
             raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
-
-    def example_of(self, batch: FlatBatch) -> tuple[str, str]:
-        """What a part that does not fit by itself is called, and what makes it smaller."""
-        return "an example of the training data", "`max_length`"
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         step, flat = super().training_step, self.flat

@@ -15,6 +15,7 @@ from ..memory.plan import MemoryBudget
 from ..memory.steps import counts_in_parts
 from ..model.flat_model import FlatModel
 from .base import FlatTrainer
+from .refusals import refuse_oversized, refuse_to_move
 
 # Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
 _PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
@@ -26,9 +27,10 @@ class OnlineTrainer(FlatTrainer):
 
     Their batches come from no collator, so the models have a flattener: the passes of policy, old policy and reference
     become flat where each model is called, under whatever wrappers. Generation is untouched. The loss of a micro-batch
-    is TRL's, over all its rows: what does not fit into a memory budget is divided beneath it.
+    is TRL's, over all its rows: what does not fit into a budget is divided beneath it.
     """
 
+    smallest_part = ("a row", "`max_completion_length`")
     # What TRL's trainers set
     pad_to_multiple_of: Any = None
     max_completion_length: Any
@@ -53,7 +55,7 @@ class OnlineTrainer(FlatTrainer):
         """
         The flat batch of rows whose prompts are padded on the left and completions on the right.
 
-        Of rows that do not fit into the memory budget, with the parts in which they do.
+        Of rows that do not fit into a budget, with the parts in which they do.
         """
         # One copy: each waits for the device
         ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
@@ -118,31 +120,27 @@ class OnlineTrainer(FlatTrainer):
         with self.flat.models[0].attention_as_before():
             return trl._generate_single_turn(*args, **kwargs)
 
-    # --- a memory budget --------------------------------------------------------------------------------------------
+    # --- budgets ----------------------------------------------------------------------------------------------------
 
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
-        prompt, completion = self.longest_prompt(), self.max_completion_length
-        if completion is None:
+        if self.max_completion_length is None:
             return
-        row = [0] * (prompt + completion)
+        prompt, name = self.longest_row()
+        row = [0] * (prompt + self.max_completion_length)
         batch = FlatBatch.from_rows([row], [[IGNORE_INDEX] * prompt + row[prompt:]], prefix_sharing=False)
         beside = self.flat.steps.beside if self.args.per_device_train_batch_size > 1 else 0
         if not memory.can_hold(batch, beside):
-            name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
-            raise memory.too_small_for(batch, name, "`max_completion_length`", beside)
+            raise memory.too_small_for(batch, name, self.smallest_part[1], beside)
 
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, by its characters; 1 where prompts are not known before."""
-        data = self.train_dataset
-        if not isinstance(data, Dataset) or "prompt" not in data.column_names or self.environment_factories:
-            return 1
-        longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
-        return len(self._tokenize_prompts([longest])[0][0])
-
-    def example_of(self, batch: FlatBatch) -> tuple[str, str]:
-        """What a part that does not fit by itself is called, and what makes it smaller."""
-        return f"a row of {batch.counts.real} tokens", "`max_completion_length`"
+    def longest_row(self) -> tuple[int, str]:
+        """Tokens of the longest prompt, by its characters, or 1 where none is known before; and what its row is."""
+        data, prompt = self.train_dataset, 1
+        if isinstance(data, Dataset) and "prompt" in data.column_names and not self.environment_factories:
+            longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
+            prompt = len(self._tokenize_prompts([longest])[0][0])
+        limit = f"`max_completion_length={self.max_completion_length}`"
+        return prompt, f"a prompt of {prompt} tokens with a completion of {limit}"
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         step = super().training_step
@@ -167,29 +165,18 @@ class OnlineTrainer(FlatTrainer):
 
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
-    def coupled_by(self) -> list[str]:
-        """Options under which a row's loss depends on which others share its micro-batch."""
-        return ["a router loss"] if self.aux_loss_enabled else []
-
     def refuse_micro_batches(self) -> None:
-        options = self.flat.options
-        if options.max_tokens_per_micro_batch is not None:
-            raise ValueError(
-                f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}`: {self.trl_trainer.__name__} knows "
-                "its rows only once they are generated, and takes them in micro-batches of "
-                "`per_device_train_batch_size`. Lower that, and raise `gradient_accumulation_steps`."
-            )
-        arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
+        options, most = self.flat.options, self.max_completion_length
+        limit = options.max_tokens_per_micro_batch
+        if limit and options.oversized_examples == "error" and most is not None:
+            prompt, name = self.longest_row()
+            refuse_oversized(limit, prompt + most, name, self.smallest_part[1])
         if options.arrange_micro_batches == "tokens":
             raise ValueError(
-                f"{arranging} needs rows of known length, and {self.trl_trainer.__name__} generates them: set "
-                "'prefix', which brings the rows of one prompt together, or 'none'."
+                f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
+                "generates them: set 'prefix', which brings the rows of one prompt together, or 'none'."
             )
-        if options.arrange_micro_batches == "prefix" and (reasons := self.coupled_by()):
-            raise ValueError(
-                f"{arranging} changes which rows share a micro-batch, and with {', '.join(reasons)} the loss of a row "
-                "depends on the others: leave one of them out."
-            )
+        refuse_to_move(options, self.coupled_by())
 
     def _prepare_inputs(self, generation_batch):
         if self.attempted is not None:  # the same rows again

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptLearningConfig
@@ -13,7 +12,6 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 from trl import SFTConfig
 
-from ..data.lengths import example_tokens
 from ..data.validate import column_names, refuse_bad_tokens
 from ..model import architecture
 from ..model.vision import why_no_images
@@ -154,14 +152,18 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
             )
 
 
-def refuse_moving(options: PaddingFreeOptions, train_dataset: Any, config: Any, reasons: list[str]) -> None:
+def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
     """Refuse to move examples between micro-batches, for `reasons`: options under which that changes the loss."""
-    arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
-    if reasons:
+    if options.arrange_micro_batches != "none" and reasons:
         raise ValueError(
-            f"{arranging} changes which examples share a micro-batch, and with {', '.join(reasons)} the loss of an "
-            "example depends on the others: leave one of them out."
+            f"`arrange_micro_batches={options.arrange_micro_batches!r}` changes which examples share a micro-batch, "
+            f"and with {', '.join(reasons)} the loss of an example depends on the others: leave one of them out."
         )
+
+
+def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: Any, config: Any) -> None:
+    """Refuse to arrange examples of data that is not known as a whole, or that TRL arranges itself."""
+    arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if not isinstance(train_dataset, Dataset):
         raise ValueError(
             f"{arranging} needs a data set of known length to look ahead in, and a streaming one has none: leave it "
@@ -187,14 +189,12 @@ def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds:
             )
 
 
-def refuse_oversized(lengths: np.ndarray, prefix_sharing: bool, limit: int) -> None:
-    """Refuse data with an example that no part of at most `limit` tokens can hold, by its `lengths`."""
-    tokens = example_tokens(lengths, prefix_sharing)
-    longest = int(tokens.argmax())
-    if tokens[longest] > limit:
+def refuse_oversized(limit: int, tokens: int, example: str, lower: str = "`max_length`") -> None:
+    """Refuse an example of so many `tokens` that no part of at most `limit` can hold; `lower` makes it smaller."""
+    if tokens > limit:
         raise ValueError(
-            f"`max_tokens_per_micro_batch={limit}` is less than example {longest} of the training data needs "
-            f"({tokens[longest]} tokens). Raise it, lower `max_length`, or set `oversized_examples='alone'`."
+            f"`max_tokens_per_micro_batch={limit}` is less than {example} needs ({tokens} tokens). Raise it, lower "
+            f"{lower}, or set `oversized_examples='alone'`."
         )
 
 

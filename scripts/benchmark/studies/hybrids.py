@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.cli.shapes import SHAPES, model_config
+from trl_paddingfree.cli.shapes import model_config
 from trl_paddingfree.data.collate import PreferenceCollator
 from trl_paddingfree.model import state_tree
 from trl_paddingfree.model.flat_model import FlatModel
@@ -20,6 +20,7 @@ from trl_paddingfree.model.routes import choose_route
 
 from ..flops import StepCost, Work, count_flops
 from ..rows import make_rows
+from ..shapes import SHAPES
 
 MODELS = ("qwen3.5-narrow", "lfm2-350m-narrow")
 # Rows of so many tokens, whole chunks of a recurrence, and how many are scored: they tell the cost of a token, of a
@@ -37,7 +38,7 @@ class Counter:
     """
 
     def __init__(self, shape: str):
-        model = AutoModelForCausalLM.from_config(model_config(shape)).train()
+        model = AutoModelForCausalLM.from_config(model_config(shape, SHAPES)).train()
         add_fused_lm_head(model)
         self.flat = FlatModel.install(model, choose_route(model))
         model.to("meta")

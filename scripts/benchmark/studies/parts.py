@@ -18,6 +18,7 @@ from trl_paddingfree.quickstart.side_by_side import classes_of, differences, has
 
 from ..environment import machine_name
 from ..run import SMALL, TOLERANCES
+from ..shapes import SHAPES
 from ..trainers import make_model, make_tokenizer, same_weights
 
 STEPS, BATCH_SIZE, MAX_LENGTH = 3, 8, 1024
@@ -34,7 +35,7 @@ def measure(model: str | None = None) -> dict[str, Any]:
     base = make_model(model, dtype, str(device))
     pairs = [_pair(np.random.default_rng(i)) for i in range(BATCH_SIZE * STEPS)]
     tokens = sum(len(text.split()) for pair in pairs[:HELD] for text in pair.values())
-    needs, load = training_needs(model_config(model), "lora", 1), loads(BatchCounts(*[tokens] * 4))["shared"]
+    needs, load = training_needs(model_config(model, SHAPES), "lora", 1), loads(BatchCounts(*[tokens] * 4))["shared"]
     # The prediction is in bfloat16: in float32, weights and activations have twice the bytes
     budget = float(needs.peaks(load)[-1]) / GIB * dtype.itemsize / 2
     padded = _train(base, pairs, on_accelerator, {})

@@ -1,4 +1,4 @@
-"""What a flat forward is asked for: rows that somebody edited, and outputs that it cannot give, are refused by name."""
+"""Rows that somebody edited after their flat batch was made: found without waiting for the device, and refused."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +13,6 @@ _EDITS = {
     "attention_mask": "another `attention_mask`",
     "labels": "more or other tokens to score, or fewer where it runs in parts (`labels`, or `completion_mask`)",
 }
-# Arguments of a forward that only rows have an answer to
-_OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
-_OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
-_WITHOUT = "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})` computes padded rows"
 
 
 class EditedRowsError(ValueError):
@@ -76,10 +72,7 @@ def refuse_lost_batch(inputs: dict[str, Any]) -> None:
 
 @dataclass
 class EditsFound:
-    """
-    What the device says of edited rows. It is asked as a forward begins and read once it has answered: training never
-    waits for it.
-    """
+    """What the device says of edited rows: asked as a forward begins, read once it has answered. Nothing waits."""
 
     pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # on their way, with the event of arrival
 
@@ -103,23 +96,3 @@ class EditsFound:
         """Refuse edits that the device has answered of."""
         while self.pending and self.pending[0][1].query():
             refuse_edits(self.pending.pop(0)[0])
-
-
-def refuse_unanswerable(config: Any, inputs: dict[str, Any], *, fused_lm_head: bool) -> None:
-    """
-    Refuse, by name, arguments of a forward that a flat batch has no answer to.
-
-    The model's configuration may ask for outputs as well. TRL's fused head gives none of these, with padding either.
-    """
-    for name in _OF_ROWS:
-        if (value := inputs.get(name)) is not None and (torch.is_tensor(value) or value):
-            raise ValueError(
-                f"`{name}` was given to the model beside a `flat_batch`, which has one row and positions of its own: "
-                f"leave it out, or leave `flat_batch` out ({_WITHOUT})."
-            )
-    for argument, output in _OUTPUTS.items():
-        if inputs.get(argument, not fused_lm_head and getattr(config, argument, False)):
-            raise ValueError(
-                f"`{argument}=True`: a flat batch has no `{output}` of rows. Leave it out, or leave `flat_batch` out "
-                f"({_WITHOUT})."
-            )
