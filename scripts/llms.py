@@ -15,7 +15,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 def llms() -> str:
     """The text of docs/llms.txt."""
-    title, summary, details, *_ = (DOCS.parent / "README.md").read_text(encoding="utf-8").split("\n\n")
+    title, summary, *others = (DOCS.parent / "README.md").read_text(encoding="utf-8").split("\n\n")
+    details = next(text for text in others if text.startswith("TRL pads"))
     summary, details = (re.sub(r"\[(.+?)\]\(.+?\)", r"\1", text).replace("\n", " ") for text in (summary, details))
     items = [("README", "../README.md", "installation, use, options and limits.")]
     items += re.findall(r"^- \[(.+?)\]\((.+?)\): (.*)$", (DOCS / "README.md").read_text(encoding="utf-8"), re.MULTILINE)

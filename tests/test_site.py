@@ -39,3 +39,4 @@ def test_the_list_for_language_models_has_every_page():
     links = [f"(../{page})" if "/" not in page else f"({page.removeprefix('docs/')})" for page in pages]
     assert [link for link in links if link not in listed] == []
     assert listed.startswith("# trl-paddingfree\n\n> ")
+    assert "\n\nTRL pads every batch" in listed

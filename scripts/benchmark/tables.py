@@ -60,11 +60,11 @@ def speedups(names: tuple[str, ...], run: dict[str, Any], result: dict[str, Any]
     return cells
 
 
-def rows(folder: Path, link: str) -> list[tuple[str, str, tuple[str, str], str]]:
-    """For each measured set of rows: the date and the name of its result, its task and rows, its line of a table."""
+def rows(folder: Path) -> list[tuple[str, str]]:
+    """For each measured set of rows: the name of its result, its line of a table."""
     lines = []
     for path, result in results(folder):
-        settings, page = result["settings"], f"{link}{Path(path).with_suffix('.md').as_posix()}"
+        settings, page = result["settings"], Path(path).with_suffix(".md").as_posix()
         machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
         reference = ", precomputed reference" if settings["precomputed_reference"] else ""
         for run in result["runs"]:
@@ -77,16 +77,15 @@ def rows(folder: Path, link: str) -> list[tuple[str, str, tuple[str, str], str]]
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops_over_limit']:.3f}",
             ]
-            key = (settings["task"], run["rows"])
-            lines.append((result.get("date", ""), Path(path).stem, key, f"| {' | '.join(cells)} |"))
+            lines.append((Path(path).stem, f"| {' | '.join(cells)} |"))
     return lines
 
 
-def kept(folder: Path, link: str) -> list[str]:
+def kept(folder: Path) -> list[str]:
     """A table of the results that have the baseline without recomputation, or nothing."""
     lines = []
     for path, result in results(folder):
-        settings, page = result["settings"], f"{link}{Path(path).with_suffix('.md').as_posix()}"
+        settings, page = result["settings"], Path(path).with_suffix(".md").as_posix()
         for run in result["runs"]:
             methods = run["methods"]
             if not {"budget", "trl-kept"} <= methods.keys():
@@ -138,7 +137,7 @@ def newcomer_cells(run: dict[str, Any], state: dict[str, int]) -> list[str]:
     faster = [
         f"{methods[name]['speedup']:.1f}x{flag(run, name)}" if name in methods else "" for name in (ours, "budget")
     ]
-    above = {name: run["profile"].get(name, methods[name]).get("bytes_above", 0) for name in (BASELINE, ours)}
+    above = {name: (methods[name] | run["profile"].get(name, {}))["bytes_above"] for name in (BASELINE, ours)}
     peaks = [state[name] + above[name] for name in (ours, BASELINE)]
     memory = f"{peaks[0] / peaks[1]:.0%}" if all(above.values()) else ""
     return [*faster, memory, *(f"{methods[name]['loss']:.5f}" for name in (BASELINE, ours))]
@@ -148,7 +147,7 @@ def everything(folder: Path) -> str:
     """What the page of all results shows: the claim, and the rows where there is little to gain."""
     claim: list[str] = []
     crossover: list[str] = []
-    for _, name, _, line in rows(folder, ""):
+    for name, line in rows(folder):
         (crossover if name.startswith("crossover") else claim).append(line)
     return "\n".join(
         [
@@ -157,7 +156,7 @@ def everything(folder: Path) -> str:
             *table(claim),
             "",
             *chart(folder),
-            *((without_recomputation := kept(folder, "")) and [*without_recomputation, ""]),
+            *((without_recomputation := kept(folder)) and [*without_recomputation, ""]),
             "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
             "",
             *table(crossover),

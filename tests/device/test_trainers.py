@@ -76,7 +76,7 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in BUDGETS if name not in ("grpo", "rloo")])
+@pytest.mark.parametrize("name", BUDGETS)
 def test_a_token_budget_that_splits(name, parts_made):
     task, options = name.split("-")[0], {"max_tokens_per_micro_batch": 30, "oversized_examples": "alone"}
     assert_as_on_cpu(lambda: train(task, **options, **BUDGETS[name][1]))

@@ -43,6 +43,7 @@ RUNS = [
         {"max_tokens_per_micro_batch": 40},
     ),
     ("grpo", generating, prompts(16, 5), {"beta": 0.1, "num_iterations": 2}, {"memory_budget": 8}),
+    ("grpo", generating, prompts(16, 5), {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
 ]
 
 

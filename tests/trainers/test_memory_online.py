@@ -111,6 +111,7 @@ def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, task, l
         return {**plain(), "peft_config": lora()}
 
     options = {} if loss_type is None else {"loss_type": loss_type}
+    options |= {"num_iterations": 2, "gradient_checkpointing_kwargs": {"use_reentrant": task == "rloo"}}
     padded = train(task, "padded", make, data, **options)
     limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
     parts = train(task, "shared", make, data, **options, **limited)
@@ -119,6 +120,23 @@ def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, task, l
     # Rows are known once they are generated: of those that may come, the longest has to fit
     with pytest.raises(ValueError, match="=25` is less than .*, lower `max_completion_length`"):
         train(task, "shared", make, data, max_tokens_per_micro_batch=25, max_completion_length=30)
+
+
+def test_rows_of_a_prompt_share_a_part(data, parts_made):
+    """By themselves, rows of a long prompt need many times what they need together."""
+    words = " ".join(["word"] * 40)
+    long = data.map(lambda row: {"prompt": [{"role": "user", "content": f"{words} {row['prompt'][0]['content']}"}]})
+    whole = train("grpo", "shared", plain, long, steps=1).trainer.total_counts()
+    most = {"max_tokens_per_micro_batch": int(0.6 * whole.computed), "oversized_examples": "alone"}
+    parts = train("grpo", "shared", plain, long, steps=1, **most).trainer.total_counts()
+    assert parts.computed < 1.5 * whole.computed < whole.real
+    assert max(parts_made) <= 3
+
+
+def test_a_row_above_the_limit_is_refused_where_prompts_were_not_known(data):
+    stream = data.to_iterable_dataset()
+    with pytest.raises(ValueError, match=r"=35` is less than a row needs \(\d+ tokens\)"):
+        train("grpo", "shared", plain, stream, max_tokens_per_micro_batch=35, max_completion_length=30)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

@@ -209,8 +209,10 @@ class BudgetedSteps:
         items, and `split` says which share one, see [`~trl_paddingfree.memory.parts`].
         """
         memory = self.memory
+        # An item alone above the limit of tokens needs no parts
+        fits = self.fits(whole) or (len(tokens) == 1 and (memory is None or memory.can_hold(whole)))
         # Where weights are sharded, all processes recompute as often
-        number, fits = self._agree_on_whole(0 if memory is None else memory.num_recomputed(whole), self.fits(whole))
+        number, fits = self._agree_on_whole(0 if memory is None else memory.num_recomputed(whole), fits)
         if fits:
             if memory is None:
                 return whole
@@ -226,7 +228,9 @@ class BudgetedSteps:
             in_memory = memory is None or memory.keeps_all(part.batch, beside)
             return in_memory and (self.limit is None or part.batch.counts.computed <= self.limit)
 
-        parts = parts_that_fit(tokens, self._most_tokens(whole), split, make, keeps_all)
+        # Items that share prefixes need fewer tokens together than by themselves
+        most = self._most_tokens(whole) * max(sum(tokens) / whole.counts.computed, 1)
+        parts = parts_that_fit(tokens, int(most), split, make, keeps_all)
         if memory is not None:
             parts = self._start_parts(memory, parts, beside)
         return replace(whole, parts=tuple(parts))
@@ -262,6 +266,8 @@ class BudgetedSteps:
     def _cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
         if self.memory is not None and not self.memory.can_hold(batch):
             return self.memory.cannot_split(batch, reason)
+        if self.fits(batch):
+            return ValueError(f"A micro-batch of another process is above its budget, and {reason}: raise the budget.")
         return ValueError(
             f"`max_tokens_per_micro_batch={self.limit}` is less than the {batch.counts.computed} tokens of a "
             f"micro-batch, and {reason}. Raise it, or lower `per_device_train_batch_size`."

@@ -117,8 +117,9 @@ def _cut(value: Any, layout: FlatLayout, rows: PathRows) -> list[Any]:
     if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, layout.segments.num_tokens):
         return [value] * len(rows.shapes)
     states = value.as_subclass(torch.Tensor).squeeze(0)
-    states = states if rows.slots is None else GatherRows.apply(states, rows.slots)
-    parts = states.split([*map(prod, rows.shapes)])
+    if rows.slots is None:
+        return [states[None]]
+    parts = GatherRows.apply(states, rows.slots).split([*map(prod, rows.shapes)])
     return [part.unflatten(0, shape) for part, shape in zip(parts, rows.shapes, strict=True)]
 
 

@@ -76,6 +76,9 @@ class OnlineTrainer(FlatTrainer):
         if reach := self.reach_of(batch):
             batch = make(ids, targets, lengths, starts, reach=reach)
         if torch.is_grad_enabled():  # the policy's pass, which trains
+            options = self.flat.options
+            if options.max_tokens_per_micro_batch and options.oversized_examples == "error":
+                refuse_oversized(options.max_tokens_per_micro_batch, max(lengths), *self.smallest_part)
             if self.flat.steps is not None:
                 in_prompt = mask.bool() & (targets == IGNORE_INDEX)
                 prompts = [row[chosen].numpy().tobytes() for row, chosen in zip(ids, in_prompt, strict=True)]
