@@ -239,7 +239,8 @@ class BudgetedSteps:
         """The parts, each with how many layers recompute in it on top."""
         for part in () if memory.has_shrunk else parts:
             if not memory.can_hold(part.batch, beside):
-                raise memory.too_small_for(part.batch, *self.trainer.smallest_part, beside)
+                name, lower = self.trainer.smallest_part
+                raise memory.too_small_for(part.batch, name, lower, beside)
         numbers = [memory.num_recomputed(part.batch, beside) for part in parts]
         peaks = [memory.peak(part.batch, number) for part, number in zip(parts, numbers, strict=True)]
         most = peaks.index(max(peaks))

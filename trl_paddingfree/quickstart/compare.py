@@ -161,7 +161,7 @@ def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> No
     """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
     bars = {"time": "seconds", "tokens": "tokens_computed", "memory": "peak_memory_gib"}
     figures = {title: {label: summary[key][name] for name, label in LABELS.items()} for title, key in bars.items()}
-    losses = {label: runs[name].losses for name, label in LABELS.items()}
+    losses: dict[str, Any] = {label: runs[name].losses for name, label in LABELS.items()}
     plot_runs(losses, figures, summary["task"].upper(), path)
 
 
