@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.model import answers
+from trl_paddingfree.model import edits
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
@@ -37,7 +37,7 @@ ROWS = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 2], [5, 6, 7, 8, 3, 3, 3], [4], [11] * 20]
 def unread(monkeypatch):
     """What the device says of edited rows is not read: on a GPU, the host asks and goes on."""
     asked = []
-    monkeypatch.setattr(answers, "refuse_edits", asked.append)
+    monkeypatch.setattr(edits, "refuse_edits", asked.append)
     return asked
 
 

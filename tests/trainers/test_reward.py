@@ -16,7 +16,7 @@ from tests.helpers.head_runs import COMMON, assert_layouts_agree, reward_model, 
 from tests.helpers.tiny import make_tokenizer, preference_data
 from trl_paddingfree import FlatBatch, PaddingFreeRewardTrainer, RewardCollator
 from trl_paddingfree.check.prove import check_flat
-from trl_paddingfree.model import answers
+from trl_paddingfree.model import edits
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
@@ -143,7 +143,7 @@ def test_the_host_reads_nothing_that_a_device_computes(monkeypatch):
 
     model = reward_model()
     FlatModel.install(model, choose_route(model))
-    monkeypatch.setattr(answers.EditsFound, "ask", lambda *args: None)  # on a GPU it does not wait
+    monkeypatch.setattr(edits.EditsFound, "ask", lambda *args: None)  # on a GPU it does not wait
     batch = FlatBatch.from_rows([[5, 6, 7], [5, 6]], [[-100] * 3, [-100] * 2])
     with Read():
         model(input_ids=torch.tensor([[5, 6, 7], [5, 6, 0]]), flat_batch=batch)
