@@ -37,10 +37,10 @@ class BudgetedSteps:
         self.largest: tuple[FlatBatch, int, int] | None = None
         self.recomputes_twice = False  # whether layers recompute within parts that are computed again
 
-    def fits(self, batch: FlatBatch) -> bool:
-        """Whether a batch need not be split."""
+    def fits(self, batch: FlatBatch, is_alone: bool = False) -> bool:
+        """Whether a batch need not be split: one item, alone, needs no parts because of its tokens."""
         in_memory = self.memory is None or self.memory.can_hold(batch)
-        return in_memory and (self.limit is None or batch.counts.computed <= self.limit)
+        return in_memory and (is_alone or self.limit is None or batch.counts.computed <= self.limit)
 
     def _most_tokens(self, batch: FlatBatch) -> int:
         """Tokens of a part to begin with."""
@@ -209,8 +209,7 @@ class BudgetedSteps:
         items, and `split` says which share one, see [`~trl_paddingfree.memory.parts`].
         """
         memory = self.memory
-        # An item alone above the limit of tokens needs no parts
-        fits = self.fits(whole) or (len(tokens) == 1 and (memory is None or memory.can_hold(whole)))
+        fits = self.fits(whole, is_alone=len(tokens) == 1)
         # Where weights are sharded, all processes recompute as often
         number, fits = self._agree_on_whole(0 if memory is None else memory.num_recomputed(whole), fits)
         if fits:

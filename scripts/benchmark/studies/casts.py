@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, upstream
-from trl_paddingfree.cli.shapes import SHAPES, model_config
+from trl_paddingfree.cli.shapes import model_config
 from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
@@ -54,7 +54,7 @@ class Way:
         self.adapted.enable_input_require_grads()
         if is_once:
             upstream.cast_inputs_once(self.adapted, "cpu")
-        rows = np.random.default_rng(0).integers(0, SHAPES[MODEL]["vocab_size"], (ROWS, LENGTH)).tolist()
+        rows = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, LENGTH)).tolist()
         ids = torch.tensor(rows)
         self.inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         self.inputs["flat_batch"] = FlatBatch.from_rows(rows, rows)
