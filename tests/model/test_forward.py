@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -19,7 +19,7 @@ from trl_paddingfree.model.routes import Route, choose_route
 
 # float64 on CPU: rounding of sums over at most a few hundred terms of order one
 FLOAT64 = 1e-10
-# TRL's head accumulates its statistics in float32, whatever the model's dtype
+# TRL's head accumulates its statistics in float32, whatever the model's dtype, as eager attention does its softmax
 FLOAT32 = 1e-5
 ROUTES = [
     Route("segment", "sdpa", prefix_sharing=True),
@@ -48,14 +48,16 @@ def double_model(request):
 
 
 @given(rows=trees, prefix_sharing=st.booleans(), multiple=st.sampled_from([None, 8]))
+@example(rows=[[1, 1, 1], [1] * 8], prefix_sharing=True, multiple=None)  # eager differs from itself alone by 4e-7
 @settings(max_examples=40, deadline=None)
 def test_flat_logits_equal_each_row_alone(double_model, rows, prefix_sharing, multiple):
     batch = FlatBatch.from_rows(rows, rows, prefix_sharing=prefix_sharing, pad_to_multiple_of=multiple)
+    tolerance = FLOAT32 if FlatModel.of(double_model).route.previous == "eager" else FLOAT64
     with torch.no_grad():
         logits = double_model(flat_batch=batch).logits
         for row, flat in zip(rows, logits, strict=True):
             alone = double_model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
-            assert (flat[: len(row)] - alone).abs().max() < FLOAT64
+            assert (flat[: len(row)] - alone).abs().max() < tolerance
             assert (flat[len(row) :] == 0).all()
 
 
