@@ -26,7 +26,7 @@ def test_heads_are_measured_by_every_method(files, model_dir, task, source):
 
 def test_methods_that_disagree_report_no_speed(files, model_dir, monkeypatch):
     losses = iter(([0.5], [0.6], [0.5]))
-    monkeypatch.setattr(heads, "run_method", lambda *args, **kwargs: {"losses": next(losses)})
+    monkeypatch.setattr(heads, "run_method", lambda *args, **kwargs: ({"losses": next(losses)}, []))
     with pytest.raises(AssertionError, match="kto, ours, padding-free: the losses are"):
         measure_heads("kto", files["pairs"], model_dir, **SMALL)
 

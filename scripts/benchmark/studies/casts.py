@@ -100,7 +100,7 @@ def measure() -> dict[str, Any]:
         }
         for name, (shallow, deep) in ways.items()
     ]
-    return {"model": MODEL, "layers": LAYERS[1], "rows": ROWS, "length": LENGTH, "measured": measured}
+    return {"model": MODEL, "layers": LAYERS[1], "rows": ROWS, "length": LENGTH, "rounds": ROUNDS, "measured": measured}
 
 
 def report(result: dict[str, Any]) -> str:
@@ -111,8 +111,8 @@ def report(result: dict[str, Any]) -> str:
         "",
         f"{result['layers']} layers of {result['model']} in bfloat16 under autocast, flat, with LoRA of rank 16 on all "
         f"linear layers in float32; {result['rows']} rows of {result['length']} tokens. Kernels and bytes are of one "
-        f"layer, forward and backward, and counted. Core time is of a whole step, the median of {ROUNDS} that took "
-        f"turns. {machine_name(result['environment'])}.",
+        "layer, forward and backward, and counted. Core time is of a whole step, the median of "
+        f"{result['rounds']} that took turns. {machine_name(result['environment'])}.",
         "",
         "| inputs of adapters | kernels per layer | bytes kept per token and layer | core time of a step |",
         "|-|-:|-:|-:|",

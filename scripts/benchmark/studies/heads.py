@@ -1,7 +1,9 @@
 """Reward, KTO and GRPO by TRL's trainers and by ours, on real rows: tokens, operations and time of their steps."""
 
+import copy
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
@@ -55,6 +57,7 @@ class Setup:
     steps: int  # of the optimizer
     num_layers: int | None = None  # to train: the first ones; all, if `None`
     accumulation: int = 1  # micro-batches of a step
+    rounds: int = 3  # in which the methods take turns
     device: str = "cpu"  # in float32; or "accelerator", in bfloat16
 
     @property
@@ -72,7 +75,7 @@ def measure(sources: Sequence[tuple[str, str]], model: str) -> Iterator[dict[str
 
 
 def measure_heads(task: str, source: str, model: str, **sizes: int) -> dict[str, Any]:
-    """Train two epochs by all methods, one for the operations and one for the time. Sizes replace those above."""
+    """Train by all methods, which counts operations, and then time their steps in turn. Sizes replace those above."""
     device, defaults = ("accelerator", ON_ACCELERATOR) if side_by_side.has_accelerator() else ("cpu", ON_TWO_CORES)
     setup = Setup(task, source, model, **{**defaults[task], **sizes}, device=device)
     rows, arguments = load_rows(source).shuffle(seed=0), dict[str, Any]()
@@ -85,12 +88,19 @@ def measure_heads(task: str, source: str, model: str, **sizes: int) -> dict[str,
             rows = unpaired(rows)
         rows = rows.select(range(min(len(rows), 8 * setup.batch_size * setup.steps)))  # some are too long
     methods = METHODS | (ARRANGED if task == "grpo" else {})
-    measured = {name: run_method(setup, rows, name, options, **arguments) for name, options in methods.items()}
+    runs = {name: run_method(setup, rows, name, options, **arguments) for name, options in methods.items()}
+    measured = {name: found for name, (found, _) in runs.items()}
     for name, found in measured.items():
         for ours, theirs in zip(found["losses"], measured[PADDED]["losses"], strict=True):
             if not difference(theirs, ours) <= TOLERANCES[device]:
                 losses = measured[PADDED]["losses"]
                 raise AssertionError(f"{task}, {name}: the losses are {found['losses']}, not {losses}.")
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for _ in range(setup.rounds):
+        for name, (_, steps) in runs.items():
+            times[name].append(timed(steps, device))
+    for name, taken in times.items():
+        measured[name]["seconds"], measured[name]["core_seconds"] = map(statistics.median, zip(*taken, strict=True))
     slots = measured["ours, padding-free"]["padded_slots"]
     measured[PADDED] |= {"computed_tokens": slots, "padded_slots": slots}
     # Where the files lie says nothing
@@ -100,32 +110,37 @@ def measure_heads(task: str, source: str, model: str, **sizes: int) -> dict[str,
 
 def run_method(
     setup: Setup, rows: Any, name: str, options: dict[str, Any], completions: dict[tuple[int, ...], Any] | None = None
-) -> dict[str, Any]:
-    """Seconds, core seconds, operations and losses of one method; of ours, the tokens, too."""
+) -> tuple[dict[str, Any], list[Callable[[], Any]]]:
+    """Train two epochs by one method: operations and losses; of ours, the tokens, too. And the steps of the second."""
     trainer = make_trainer(setup, rows, name, options, completions)
-    step, micro_batches, device = trainer.training_step, setup.steps * setup.accumulation, setup.device
-    timed: list[tuple[float, float]] = []
+    step, micro_batches = trainer.training_step, setup.steps * setup.accumulation
     counted: list[int] = []
+    steps: list[Callable[[], Any]] = []
     found: dict[str, Any] = {}
 
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        if len(counted) < micro_batches:  # the first epoch warms up; the second has the same rows
-            losses: list[Any] = []
-            counted.append(count_flops(lambda: losses.append(step(*args, **kwargs))))
-            if name != PADDED:
-                counts = trainer.counts.total
-                found.update(computed_tokens=counts.computed, padded_slots=counts.padded)
-            return losses[0]
-        started, core = now(device), time.process_time()
-        loss = step(*args, **kwargs)
-        timed.append((now(device) - started, time.process_time() - core))
-        return loss
+    def measured(model: Any, inputs: Any, *args: Any) -> Any:
+        if len(counted) == micro_batches:  # the second epoch, of the same rows
+            steps.append(lambda: step(model, copy.copy(inputs), *args))  # which takes its tensors out of the inputs
+            return steps[-1]()
+        losses: list[Any] = []
+        counted.append(count_flops(lambda: losses.append(step(model, inputs, *args))))
+        if name != PADDED:
+            counts = trainer.counts.total
+            found.update(computed_tokens=counts.computed, padded_slots=counts.padded)
+        return losses[0]
 
     trainer.training_step = measured
     trainer.train()
-    seconds, core_seconds = (sum(values) for values in zip(*timed, strict=True))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {**found, "flops": sum(counted), "seconds": seconds, "core_seconds": core_seconds, "losses": losses}
+    return {**found, "flops": sum(counted), "losses": losses}, steps
+
+
+def timed(steps: Sequence[Callable[[], Any]], device: str) -> tuple[float, float]:
+    """Seconds of some steps, and core seconds."""
+    started, core = now(device), time.process_time()
+    for step in steps:
+        step()
+    return now(device) - started, time.process_time() - core
 
 
 def make_trainer(setup: Setup, rows: Any, name: str, options: dict[str, Any], completions: Any) -> Any:
@@ -221,17 +236,18 @@ def digits(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def report(result: dict[str, Any]) -> str:
     """The figures as a Markdown table."""
-    device = result["measured"][0]["setup"].get("device", "cpu")
+    setup = result["measured"][0]["setup"]
+    device, rounds = setup["device"], setup["rounds"]
     trained = "float32, LoRA on the first layers of a small model" if device == "cpu" else "bfloat16, LoRA on a model"
     lines = [
         "# Reward, KTO and GRPO",
         "",
         f"Real rows on {machine_name(result['environment'])}, {trained}. Each method trains by its trainer's own "
-        "`train()` on the same batches, and all losses agree within "
-        f"{TOLERANCES[device]:.0e}. Times are those of the steps without the optimizer; core time is less sensitive to "
-        "other load. Floating-point operations are counted, not estimated. Of GRPO only the update is measured: "
-        f"completions are generated once, {NUM_GENERATIONS} for each prompt, by the whole model with transformers, and "
-        "replayed for every method. vLLM is not installed here.",
+        f"`train()` on the same batches, and all losses agree within {TOLERANCES[device]:.0e}. Times are those of the "
+        f"steps without the optimizer, medians of {rounds} rounds in which the methods took turns; core time is less "
+        "sensitive to other load. Floating-point operations are counted, not estimated. Of GRPO only the update is "
+        f"measured: completions are generated once, {NUM_GENERATIONS} for each prompt, by the whole model with "
+        "transformers, and replayed for every method. vLLM is not installed here.",
         "",
         "| task, rows | method | tokens, of padded slots | FLOPs, of padded | speed-up | in core time |",
         "|-|-|-:|-:|-:|-:|",
