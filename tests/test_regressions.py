@@ -285,7 +285,6 @@ def test_transformers_31629_every_tensor_has_the_type_that_models_want():
     batch = PreferenceCollator(pad_token_id=0, padding_free=True)(PAIRS)["flat_batch"]
     types = {name: x.dtype for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
     assert types.pop("row_mask") == torch.bool
-    assert types.pop("token_rows") == torch.float32
     assert set(types.values()) == {torch.int64}
     told = boundaries(batch.layout)
     assert [type(x) for x in told.values()] == [torch.Tensor, torch.Tensor, int, int, torch.Tensor]

@@ -40,6 +40,7 @@ PACKAGE = Path(trl_paddingfree.__file__).parent
 PRIVATE = {
     "transformers:PreTrainedModel._can_set_attn_implementation": (),
     "transformers:PreTrainedModel._is_stateful": None,
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": (),
     "transformers:PreTrainedConfig._attn_implementation": None,
     "transformers.modeling_flash_attention_utils:_flash_attention_forward": (
         "query_states",
@@ -111,7 +112,6 @@ PRIVATE = {
 INSTANCE = {
     "trl:DPOTrainer._metrics",
     "trl:SFTTrainer._metrics",
-    "trl:SFTTrainer._skip_prepare_dataset",
     "trl:DPOTrainer._tokenizer",
     "trl:SFTTrainer._tokenizer",
     "trl:DPOTrainer._total_train_tokens",
@@ -140,6 +140,7 @@ INSTANCE = {
 SET_ELSEWHERE = {
     "_is_sac_wrapped": "trl.models.selective_activation_checkpointing",
     "_gradient_checkpointing_func": "transformers.modeling_utils",
+    "_mp_policy": "torch.distributed.fsdp._fully_shard._fsdp_state",
 }
 # Methods of TRL's trainers that ours extend: each calls `super()`
 EXTENDED = {
@@ -164,6 +165,7 @@ EXTENDED = {
     "create_model_card",
     "get_train_dataloader",
     "log",
+    "prediction_step",
     "train",
     "training_step",
 }
@@ -232,6 +234,18 @@ def test_extended_methods_take_what_upstreams_take():
 
 def test_extended_methods_are_the_ones_listed_here():
     assert {name for _, name, _ in extended_methods()} == EXTENDED
+
+
+def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel():
+    """It makes layers of functions, which have no `__wrapped__`."""
+    from transformers.models.falcon_h1 import modeling_falcon_h1
+
+    class Func(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return modeling_falcon_h1.mamba2_chunk_scan(*args, **kwargs)
+
+    found = [upstream._missing_kernel("mamba2_chunk_scan", f) for f in (modeling_falcon_h1.mamba2_chunk_scan, Func())]
+    assert found[0] == found[1] != ""
 
 
 # --- What transformers does with them ------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
@@ -28,11 +29,6 @@ def attention_function(name: str, module: torch.nn.Module) -> Callable:
     if name != "eager":
         return AttentionInterface()[name]
     return sys.modules[type(module).__module__].eager_attention_forward
-
-
-def mask_function(name: str) -> Callable:
-    """The mask function registered for the implementation `name`: padded calls keep the masks they had."""
-    return AttentionMaskInterface()[name]
 
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -118,9 +114,8 @@ def prepare_pairs(dataset: Any, tokenizer: Any, *, max_length: int | None, trunc
     """Pairs for reward models, tokenized by TRL."""
     from trl import RewardConfig, RewardTrainer
 
-    trainer: Any = SimpleNamespace()
     config = RewardConfig("unused", bf16=False, max_length=max_length)
-    return RewardTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "train")
+    return RewardTrainer._prepare_dataset(cast(Any, None), dataset, tokenizer, config, "train")
 
 
 def prepare_unpaired(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
@@ -254,7 +249,8 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
     """
     if (boundaries := _STATE_FUNCTIONS[name]) is None:
         return None if find_spec("mamba_ssm") else "mamba-ssm"
-    if not hasattr(function, "__wrapped__"):  # what transformers' decorator does not wrap has no kernel (LFM3)
+    # What transformers' decorator does not wrap has no kernel (LFM3); with the package `kernels`, it makes a module
+    if not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):
         return ""
     try:
         function(**{boundaries: True})
@@ -267,14 +263,20 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
 
 def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
     """Of each function by which a layer looks along the sequence, but for fused forms: see [`_missing_kernel`]."""
-    functions = state_functions(forward).items()
-    return {name: _missing_kernel(name, function) for name, function in functions if name in _STATE_FUNCTIONS}
+    called = state_functions(forward).items()
+    return {name: _missing_kernel(name, function) for name, function in called if name in _STATE_FUNCTIONS}
 
 
 def takes_state_boundaries(module: torch.nn.Module) -> bool:
     """Whether a layer with a state keeps the rows of one long axis apart, told of their boundaries."""
     missing = missing_state_kernels(type(module).forward)
     return bool(missing) and all(_STATE_FUNCTIONS[name] and package is None for name, package in missing.items())
+
+
+def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """The dtype to which FSDP2 casts weights, and what they are given, in place of autocast; `None` if it does not."""
+    sharded: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    return None if sharded is None else sharded._get_fsdp_state()._mp_policy.param_dtype
 
 
 def lm_head_tile() -> tuple[int, int]:

@@ -225,7 +225,7 @@ class Runner:
         """
         Operations per unit of work of this trainer's step, with what gradient checkpointing computes twice, or without.
 
-        Ours only: other layouts cannot vary all three units.
+        Ours only: other layouts cannot vary all units.
         """
         with checkpointing_off(self.trainer) if not recompute else warnings.catch_warnings():
             return StepCost.solve([self.count([self.settings.probe(*n)]) for n in PROBES])

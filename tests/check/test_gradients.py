@@ -90,7 +90,9 @@ def forgetful(tokens):
                     layout = copy.copy(layout)
                     far = torch.full((segments.lengths[i], start + segments.lengths[i]), True).tril(start)
                     far[:, :tokens] = False
-                    layout._derived["segment mask", ((start, segments.lengths[i]),), None, None] = far[None, None]
+                    vars(layout).setdefault("_derived", {})[
+                        "segment mask", ((start, segments.lengths[i]),), None, None
+                    ] = far[None, None]
         return attention.segment_attention(layout, previous, module, query, key, value, **kwargs)
 
     return attend

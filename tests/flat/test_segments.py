@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 
 from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.flat import transfer
@@ -133,6 +134,18 @@ def test_a_batch_moves_and_pickles_as_one_thing():
     assert {meta.input_ids.device, meta.layout.kv_index.device, meta.layout.kv_rows.order.device} == {
         torch.device("meta")
     }
+
+
+def test_engines_that_make_all_arguments_anew_leave_a_batch_whole():
+    """FSDP does, to cast what is floating: no tensor of a batch is."""
+    batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[1, 2, 3, 4], [1, 2, 5]])
+    assert batch.layout.derived("something", object)
+    anew = _apply_to_tensors(lambda x: x.bfloat16() if x.is_floating_point() else x, {"flat_batch": batch})[
+        "flat_batch"
+    ]
+    for a, b in zip(batch._tensors(), anew._tensors(), strict=True):
+        assert a is b
+    assert anew.layout.segments == batch.layout.segments
 
 
 def test_what_the_data_loader_has_pinned_is_not_pinned_again(monkeypatch):

@@ -359,28 +359,16 @@ def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_shari
     assert all(x.grad.dtype == x.dtype and x.grad.isfinite().all() for x in (query, key, low))
 
 
-def same_boundaries(segments: Segments) -> bool:
-    """Whether PyTorch's kernel is given one tensor for both boundaries, of a batch that was moved and sent on."""
-    layout = pickle.loads(pickle.dumps(FlatLayout.from_segments(segments).pin_memory()))
-    inputs = states(segments, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["flat", "nested"])
+def test_boundaries_are_two_tensors_also_where_nothing_is_shared(name):
+    """
+    PyTorch 2.15 takes cuDNN's kernel for boundaries that are one tensor. That plans anew for each number of tokens and
+    of segments, keeps all plans, and adds gradients up in any order.
+    """
+    layout = pickle.loads(pickle.dumps(FlatLayout.from_segments(SEGMENTS[name]).pin_memory()))
     with varlen_on("cpu") as calls:
-        ATTENTION["varlen"](layout, "sdpa", Attention(1), *inputs)
-    return calls[0].arguments["cu_seq_q"] is calls[0].arguments["cu_seq_k"]
-
-
-def test_boundaries_are_one_tensor_when_nothing_is_shared():
-    """PyTorch 2.15 has a faster causal kernel, cuDNN's, and takes it for boundaries that are one tensor."""
-    assert same_boundaries(SEGMENTS["flat"])
-    assert not same_boundaries(SEGMENTS["nested"])
-
-
-def test_boundaries_are_two_tensors_where_determinism_is_asked_for():
-    """That kernel adds gradients up in any order, which PyTorch's choice between the kernels does not look at."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not same_boundaries(SEGMENTS["flat"])
-    finally:
-        torch.use_deterministic_algorithms(False)
+        ATTENTION["varlen"](layout, "sdpa", Attention(1), *states(SEGMENTS[name], dtype=torch.bfloat16))
+    assert calls[0].arguments["cu_seq_q"] is not calls[0].arguments["cu_seq_k"]
 
 
 def test_calls_without_a_layout_go_to_the_previous_implementation():

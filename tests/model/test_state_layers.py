@@ -154,10 +154,9 @@ def test_layer_along_a_random_tree_equals_itself_on_each_path(model_type, draw, 
         assert (found[name] - value).abs().max() <= tolerance * max(float(value.abs().max()), least), name
 
 
-def test_what_is_put_on_layers_comes_off_and_is_of_one_model_only():
+def test_what_is_put_on_layers_is_of_one_model_only():
     model, other = make("qwen3_5_text"), make("qwen3_5_text")
     clone = copy.deepcopy(model)
-    plain = [vars(layer).get("forward") for layer in state_layers.state_layers(model)]
     FlatModel.install(model, choose_route(model))
     after = copy.deepcopy(model)
     FlatModel.install(after, replace(choose_route(after), states="rows"))
@@ -168,8 +167,6 @@ def test_what_is_put_on_layers_comes_off_and_is_of_one_model_only():
     assert not any("forward" in vars(layer) for one in (other, clone) for layer in state_layers.state_layers(one))
     for one in (model, after):
         assert_equals_padded(one, replace(choose_route(one), states="tree" if one is model else "rows"), SEED)
-        state_layers.remove_state_layers(one)
-        assert [vars(layer).get("forward") for layer in state_layers.state_layers(one)] == plain
 
 
 def test_states_that_do_not_go_on_are_caught_and_rows_are_tried_next(monkeypatch):

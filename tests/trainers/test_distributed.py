@@ -27,6 +27,9 @@ CASES = {
     # Processes have different numbers of parts, each along a tree of its own
     "recurrences": ("dpo", {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
 }
+# Losses in bfloat16, which keeps three digits of every log-probability
+BFLOAT16 = 1e-2
+IN_PARTS = {"max_tokens_per_micro_batch": 90}
 FSDP2_CASES = {
     "dpo": ("dpo", {}),
     "dpo, LoRA, parts": ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
@@ -123,6 +126,18 @@ def test_fsdp2_trains_on_images_what_trl_trains(vision_dir, tmp_path):
     runs = launch(2, *(("sft", vision_dir, *run) for run in zip(folders, settings, strict=True)), engine="fsdp")
     assert [(run["world"], run["engine"]) for run in runs] == [(2, "FSDP")] * 2
     assert_same_run(*runs, *folders, ignore=())
+
+
+@pytest.mark.slow
+def test_fsdp2_casts_what_it_hands_to_the_model_and_leaves_a_flat_batch_whole(model_dir, tmp_path):
+    """In mixed precision, FSDP makes all arguments of a model anew."""
+    options = {"bf16": True, "max_steps": 2, "per_device_train_batch_size": 4}
+    settings = {"trl": {**options, "padding_free": False}, "whole": options, "parts": {**options, **IN_PARTS}}
+    runs = launch(2, *(("dpo", model_dir, tmp_path / n, given) for n, given in settings.items()), engine="fsdp-bf16")
+    padded, *ours = ([entry["loss"] for entry in run["log"] if "loss" in entry] for run in runs)
+    assert len(padded) == 2
+    for losses in ours:
+        assert losses == pytest.approx(padded, rel=BFLOAT16)
 
 
 def assert_agreement(engine, tokenizer, tmp_path):

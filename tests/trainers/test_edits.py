@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -166,6 +167,18 @@ def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):
 
     with pytest.raises(EditedRowsError, match=r"no `flat_batch`, only \['input_ids'\]"):
         run(Stepping, PaddingFreeSFTConfig, **common("sft", model_dir))
+
+
+def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
+    class Loading(PaddingFreeSFTTrainer):
+        def get_train_dataloader(self):
+            size = self.args.per_device_train_batch_size
+            return self.accelerator.prepare(DataLoader(self.train_dataset, size, collate_fn=self.data_collator))
+
+    options = common("sft", model_dir)
+    run(Loading, PaddingFreeSFTConfig, **options)
+    with pytest.raises(EditedRowsError, match="keeps_rows=True"):
+        run(Loading, PaddingFreeSFTConfig, **options, max_tokens_per_micro_batch=100)
 
 
 def test_a_mask_with_gaps_is_refused():

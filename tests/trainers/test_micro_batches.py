@@ -245,6 +245,18 @@ def test_a_streaming_data_set_cannot_be_arranged(model_dir):
         )
 
 
+def test_a_streamed_example_above_the_limit_is_refused_when_it_comes(model_dir):
+    pairs = preference_data(8, SEED)
+    common = {"model": model_dir, "train_dataset": pairs.to_iterable_dataset(), "steps": 2}
+    options = {**common, "max_tokens_per_micro_batch": 10}
+    with pytest.raises(
+        ValueError, match="`max_tokens_per_micro_batch=10` is less than an example of the training data"
+    ):
+        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **options)
+    plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
+    same_training(plain, run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **options, oversized_examples="alone"))
+
+
 def test_two_ways_to_arrange_at_once_are_refused(model_dir):
     with pytest.raises(ValueError, match="both decide which examples share a micro-batch"):
         run(

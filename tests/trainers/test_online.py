@@ -1,6 +1,10 @@
 """GRPO and RLOO, padded TRL beside ours: the passes of policy, old policy and reference over generated rows."""
 
+import copy
+import gc
 import os
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +23,11 @@ from tests.helpers.head_runs import (
     train,
 )
 from tests.helpers.tiny import WORDS, following_rotary, make_model, make_tokenizer
-from trl_paddingfree import PaddingFreeGRPOTrainer
+from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.trainers.online import OnlineTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -38,6 +44,22 @@ def plain():
 
 def with_lora():
     return {**plain(), "peft_config": lora()}
+
+
+def test_models_live_on_without_their_trainers_and_are_proven_beside_rows(data, monkeypatch):
+    trajectory = train("grpo", "shared", plain, data)
+    trainer, model = trajectory.trainer, trajectory.trainer.model
+    flattened = mock.Mock(wraps=OnlineTrainer.flatten)
+    monkeypatch.setattr(OnlineTrainer, "flatten", lambda *args: flattened(*args))
+    assert FlatModel.of(copy.deepcopy(model)).flattener is None
+    config = PaddingFreeGRPOConfig("out", **ON_CPU, per_device_train_batch_size=4, num_generations=4)
+    PaddingFreeGRPOTrainer(**{**plain(), "model": model}, args=config, train_dataset=data)
+    assert not flattened.called  # the check of the second trainer compares with rows
+    gone = weakref.ref(trainer)
+    trajectory.trainer = trainer = None
+    gc.collect()
+    assert gone() is None
+    assert FlatModel.of(model) is not None
 
 
 @pytest.mark.drawn(3)

@@ -3,6 +3,7 @@
 import logging
 
 from accelerate import Accelerator
+from transformers import TrainingArguments
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
@@ -15,7 +16,8 @@ from trl_paddingfree.trainers.proving import StartUpCheck
 def prove_all(*models, **options):
     for model in models:
         add_fused_lm_head(model)
-    return StartUpCheck(Accelerator(cpu=True), PaddingFreeOptions(**options)).prove_all(models)
+    args = TrainingArguments(use_cpu=True)
+    return StartUpCheck(Accelerator(cpu=True), PaddingFreeOptions(**options), args).prove_all(models)
 
 
 def test_sharing_turns_off_with_one_line_where_positions_are_all_a_model_reads(caplog):

@@ -181,7 +181,9 @@ def test_formatting_function(model_dir):
     compare(model_dir, dataset, trainer_kwargs={"formatting_func": format_row}, completion_only_loss=False)
 
 
-def test_compute_metrics_sees_the_same_predictions(model_dir):
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_compute_metrics_sees_the_same_predictions(model_dir, packing):
+    """Of packed rows, of which the last batch has fewer, all documents."""
     seen = []
 
     def compute_metrics(prediction):
@@ -189,8 +191,9 @@ def test_compute_metrics_sees_the_same_predictions(model_dir):
         seen.append(prediction.predictions[:, :-1][scored])
         return {}
 
-    evaluation = conversations(6, SEED)
+    evaluation = conversations(30 if packing else 6, SEED)
     kwargs = {"eval_dataset": evaluation, "compute_metrics": compute_metrics}
+    options = {"packing": True, "max_length": 64, "per_device_eval_batch_size": 4} if packing else {}
     for trainer_class, config_class in ((SFTTrainer, SFTConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)):
         trajectory = run(
             trainer_class,
@@ -199,7 +202,7 @@ def test_compute_metrics_sees_the_same_predictions(model_dir):
             train_dataset=evaluation,
             trainer_kwargs=kwargs,
             steps=1,
-            max_length=MAX_LENGTH,
+            **{"max_length": MAX_LENGTH, **options},
         )
         trajectory.trainer.evaluate()
     torch.testing.assert_close(torch.tensor(seen[0]), torch.tensor(seen[1]), rtol=TOLERANCE, atol=TOLERANCE)
@@ -216,6 +219,29 @@ def test_moe_router_loss_counts_a_shared_token_once_per_row(tokenizer, tmp_path,
     if prefix_sharing:
         counts = ours.trainer.total_counts()
         assert counts.computed < counts.real
+
+
+def test_packed_rows_of_evaluation_alone_are_documents_as_in_trl(model_dir):
+    """Only if training packs, too, TRL's collator reads where documents begin."""
+    options = {"eval_packing": True, "max_length": 64, "eval_strategy": "steps", "eval_steps": 1}
+    compare(model_dir, conversations(16, SEED), trainer_kwargs={"eval_dataset": conversations(12, SEED)}, **options)
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    """A loss of the user's own that is a mean over the micro-batch."""
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_loss_function_of_ones_own_sees_whole_micro_batches(model_dir):
+    common = {"trainer_kwargs": {"compute_loss_func": mean_loss}}
+    compare(model_dir, conversations(16, SEED), **common, ours_kwargs={"max_tokens_per_micro_batch": 4 * MAX_LENGTH})
+    arguments = {"model": model_dir, "train_dataset": conversations(16, SEED), "steps": 1, "max_length": MAX_LENGTH}
+    for options, message in (
+        ({"max_tokens_per_micro_batch": 2 * MAX_LENGTH}, "runs in parts beneath the loss"),
+        ({"arrange_micro_batches": "tokens"}, "and with `compute_loss_func` the loss of an example"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **arguments, **common, **options)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])

@@ -159,4 +159,6 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which the model computes."""
     if torch.is_autocast_enabled(model.device.type):
         return torch.get_autocast_dtype(model.device.type)
+    if (dtype := upstream.sharded_dtype(model)) is not None:
+        return dtype
     return model.dtype if model.dtype.is_floating_point else torch.bfloat16

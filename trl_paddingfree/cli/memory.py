@@ -115,7 +115,7 @@ def keep_as_kernels(model: PreTrainedModel) -> None:
     """Have a model keep what flash attention would, from its next forward pass on, if its attention can be replaced."""
     if upstream.takes_attention_function(model):
         AttentionInterface.register(KEPT_BY_KERNELS, _attend)
-        AttentionMaskInterface.register(KEPT_BY_KERNELS, upstream.mask_function("sdpa"))
+        AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
         upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
 
 

@@ -11,8 +11,8 @@ LOADING = (ValueError, OSError, ImportError)
 EXIT_CODES = """\
 exit codes:
   0  done; of `check` and `quickstart` also: exact
-  1  the answer is no: a model that is refused, losses that differ
-  2  wrong arguments, or something that cannot be loaded
+  1  the answer is no: a model that `check` refuses, losses that differ
+  2  wrong arguments, something that cannot be loaded, or a model that is not trained
   commands that train end with the exit code of the training script"""
 TRACEBACK = "show where in the code an error comes from"
 # Those that train, and what on
@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         "the start-up check by hand: every backend that this machine offers, how exact it is, and the verdict",
         "  trl-paddingfree check Qwen/Qwen3-0.6B\n  trl-paddingfree check ./my-model --dtype float32 --json",
     )
-    option("model", help="hub name or folder of a causal language model")
+    option("model", help="hub name or folder of a causal language model or of a reward model")
     option("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto")
     option("--attn_implementation", help="load the model with this one, and try no other")
 

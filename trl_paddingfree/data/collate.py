@@ -165,7 +165,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     With `padding_free`, it gives one padded row of integers per document, where TRL's gives one row without padding.
     Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their documents, so no document sees
-    another on any attention implementation.
+    another on any attention implementation: unless `cuts_packed=False`, as padded TRL, which does not read the lengths.
 
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
@@ -180,6 +180,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     """
 
     prefix_sharing: bool = False
+    cuts_packed: bool = True
 
     rows_per_example: ClassVar[int | None] = 1  # documents are examples of their own
 
@@ -190,13 +191,13 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
         if not self.padding_free:
             return super().torch_call(examples)
         pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
-        return pad([document for example in examples for document in _documents(example)])
+        return pad([document for example in examples for document in _documents(example, self.cuts_packed)])
 
 
-def _documents(example: dict[str, Any]) -> list[dict[str, Any]]:
+def _documents(example: dict[str, Any], cuts_packed: bool) -> list[dict[str, Any]]:
     """The documents of one example, each with its `input_ids` and `labels`."""
     ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
-    lengths = example.get("seq_lengths", [len(ids)])
+    lengths = example["seq_lengths"] if cuts_packed and "seq_lengths" in example else [len(ids)]
     if len(labels) != len(ids) or sum(lengths) != len(ids):
         raise ValueError(
             f"An example has {len(ids)} `input_ids`, {len(labels)} `labels` and `seq_lengths` that sum to "

@@ -83,7 +83,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
             return task
     raise ValueError(
         f"The data set has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "
-        "unless they repeat it), or 'prompt', 'completion' and 'label'; instruction data needs 'messages', or 'prompt' "
-        "and 'completion', or 'text'; prompts need 'prompt'. Rename yours to these, see "
+        "unless they repeat it), or 'prompt', 'completion' and 'label'; instruction data needs 'messages', "
+        "'conversations', 'prompt' and 'completion', 'text' or 'input_ids'; prompts need 'prompt'. Rename yours, see "
         "https://huggingface.co/docs/trl/dataset_formats."
     )

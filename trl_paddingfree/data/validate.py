@@ -180,11 +180,6 @@ def _token_columns(dataset: Any) -> list[str]:
     return [column for column in ("input_ids", "labels") if column in dataset.column_names]
 
 
-def without_lengths(dataset: Any) -> Any:
-    """Data that nobody has packed, without a column `seq_lengths` of the user's own, which padded TRL does not read."""
-    return dataset.remove_columns("seq_lengths") if "seq_lengths" in column_names(dataset) else dataset
-
-
 def log_dropped(
     name: str,
     before: Any,

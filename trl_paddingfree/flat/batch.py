@@ -36,7 +36,7 @@ class FlatBatch(HasTensors):
             The next token of each scored token, and the flat position of that. One entry, -100 and 0, if there is none.
         row_index, row_mask (`torch.Tensor` of shape `(R, L)`, int64 and bool):
             Flat position of token `l` of row `r`, and whether there is one; 0 where there is none.
-        token_rows (`torch.Tensor` of shape `(1, T)`, float32):
+        token_rows (`torch.Tensor` of shape `(1, T)`, int64):
             Number of rows that contain each token, by which a loss that is a mean over tokens is weighted.
         layout (`FlatLayout`), counts (`BatchCounts`):
             The segments and what attention needs of them; tokens computed, against what other methods compute.
@@ -141,7 +141,7 @@ class FlatBatch(HasTensors):
 
         row_index = np.zeros((len(tokens), width), dtype=np.int64)
         row_mask = np.zeros((len(tokens), width), dtype=bool)
-        token_rows = np.zeros(len(flat), dtype=np.float32)
+        token_rows = np.zeros(len(flat), dtype=np.int64)  # which no engine casts
         flat_labels = np.full(len(flat), IGNORE_INDEX)
         paths = [segments.path(segment_of.get(r, 0))[: len(row)] for r, row in enumerate(tokens)]
         for r, (path, target) in enumerate(zip(paths, targets, strict=True)):

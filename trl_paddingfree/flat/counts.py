@@ -20,8 +20,8 @@ class BatchCounts:
         distinct (`int`):
             Nodes of the tree that the rows form: the fewest tokens any method can compute.
         repeated (`int`):
-            Tokens that layers which carry state compute besides: a prefix that several segments continue is part of the
-            row of each.
+            Tokens that layers which see rows compute besides, if the model has any: a prefix that several segments
+            continue is part of the row of each.
 
     >>> from trl_paddingfree import BatchCounts, FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])

@@ -1,7 +1,7 @@
 """What attention needs to know of a flat batch, as tensors on one device. Shape legend: see `segments`."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -41,7 +41,6 @@ class FlatLayout(HasTensors):
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
-    _derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -83,9 +82,11 @@ class FlatLayout(HasTensors):
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        return self._derived[key]
+        # No field: FSDP makes dataclasses among the arguments of a model anew, by all of their fields
+        found = vars(self).setdefault("_derived", {})
+        if key not in found:
+            found[key] = make()
+        return found[key]
 
     def without_blocks(self) -> "FlatLayout":
         """The layout of layers in which image tokens see only what precedes them."""

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import torch
 
-# Tensors begin at multiples of the largest element's size
-_ALIGNMENT = 8
+# Tensors begin at multiples of so many bytes, as kernels expect that load several elements at a time
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class HasTensors:
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """The same with `fn` of each tensor, in a fixed order."""
-        return replace(self, **{f.name: _mapped(vars(self)[f.name], fn) for f in fields(self) if f.init})
+        return replace(self, **{f.name: _mapped(vars(self)[f.name], fn) for f in fields(self)})
 
     def pin_memory(self) -> Self:
         """The same in one buffer of page-locked memory, called by the data loader."""

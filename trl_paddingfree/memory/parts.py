@@ -92,9 +92,9 @@ def weighted_parts(
     """
     The parts of a micro-batch, with their weights; `count` gives the sizes of a batch, see [`Part`].
 
-    `num_wanted` is the most parts that any process has: where weights are sharded, processes gather them together, and
-    those with fewer parts repeat one for nothing. With `is_normalized`, the loss is normalized by the tokens of the
-    whole step, and adds up by itself.
+    `num_wanted` is how many parts there have to be: where processes gather weights, or reduce gradients, in each pass,
+    those with fewer parts than others repeat one for nothing. With `is_normalized`, the loss is normalized by the
+    tokens of the whole step, and adds up by itself.
     """
     sizes, idle = [count(batch) for batch in batches], num_wanted - len(batches)
     whole = max(sum(size["loss"] for size in sizes), 1)

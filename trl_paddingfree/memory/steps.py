@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts, of_all_processes
@@ -59,11 +60,15 @@ class BudgetedSteps:
         if batches[0] is not inputs:
             self.trainer.refuse_edits_of_whole(inputs)
         most, number = self._agree_on_parts(batches)
+        accelerator = self.trainer.accelerator
+        # Where each backward pass is one of all processes, those with fewer parts repeat one
+        in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
         if most == 1:
             self._count(inputs, batches)
             return self._attempted(step, inputs, num_items, number)
         is_normalized = num_items is not None
-        parts = weighted_parts(batches, self.trainer.part_sizes, num_wanted=most, is_normalized=is_normalized)
+        num_wanted = most if in_step else len(batches)
+        parts = weighted_parts(batches, self.trainer.part_sizes, num_wanted=num_wanted, is_normalized=is_normalized)
         self._count(inputs, [part.inputs for part in parts])
         return self._sum_of(step, parts, num_items, number)
 

@@ -143,8 +143,7 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     states = _flat_states(query, key, value, layout, sdpa_dtype(query))
     cu_q, cu_k, *longest, _ = boundaries(layout).values()
-    if torch.are_deterministic_algorithms_enabled():  # cuDNN's kernel, for boundaries that are one tensor, is not
-        cu_k = cu_k.view_as(cu_k)
+    cu_k = cu_k.view_as(cu_k)  # for boundaries that are one tensor, PyTorch takes cuDNN: a plan for each shape, kept
     output = torch_varlen()(*states, cu_q, cu_k, *longest, kwargs.get("scaling"), kwargs.get("sliding_window"))
     return output[None, ..., : value.size(-1)], None
 
@@ -211,5 +210,5 @@ def register_attention(previous: str, backend: BackendName) -> StandIn:
     """
     name = StandIn(previous, backend)
     AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
-    AttentionMaskInterface.register(name, upstream.mask_function(previous))
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[previous])  # padded calls keep their masks
     return name

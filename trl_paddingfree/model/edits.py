@@ -61,8 +61,14 @@ def refuse_edits(found: torch.Tensor) -> None:
         )
 
 
-def refuse_lost_batch(inputs: dict[str, Any]) -> None:
-    """Refuse the inputs of a training step if somebody took the flat batch out, see [`refuse_edits`]."""
+def refuse_lost_batch(inputs: dict[str, Any], needs_rows: bool) -> None:
+    """Refuse the inputs of a training step that lack the flat batch, or the rows that a budget needs to divide it."""
+    if needs_rows and "flat_batch" in inputs and "rows" not in inputs:
+        raise EditedRowsError(
+            "The inputs of `training_step` have no `rows`, which parts of them are made of. A data loader of your own "
+            "needs `dataclasses.replace(self.data_collator, keeps_rows=True)`. Or leave `memory_budget` and "
+            "`max_tokens_per_micro_batch` out."
+        )
     if "flat_batch" not in inputs:
         raise EditedRowsError(
             f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
@@ -75,6 +81,9 @@ class EditsFound:
     """What the device says of edited rows: asked as a forward begins, read once it has answered. Nothing waits."""
 
     pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # on their way, with the event of arrival
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pending": []}  # a copy of the model has asked nothing, and events cannot be copied
 
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: dict[str, Any], in_parts: bool = False) -> None:

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ from .backends import ATTENTION_BACKENDS
 from .edits import EditsFound
 from .forward import flat_forward, forward_in_parts
 from .routes import Route
-from .state_layers import carries_state, install_state_layers, remove_state_layers, repeats_prefixes
+from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
 # Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
 ATTRIBUTE = "flat_model"
@@ -41,9 +42,6 @@ class FlatModel:
     >>> flat = FlatModel.install(model, choose_route(model))
     >>> FlatModel.of(model) is flat, flat.route.backend
     (True, 'segment')
-    >>> flat.remove()
-    >>> FlatModel.of(model) is None
-    True
     """
 
     def __init__(self, model: PreTrainedModel, route: Route):
@@ -52,9 +50,12 @@ class FlatModel:
         self.carries_state = carries_state(model)
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
-        self.flattener: Flattener | None = None  # for calls of TRL's head without a flat batch: rows, if there is none
+        # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
+        self.flattener: WeakMethod[Flattener] | None = None
         self.recomputable: Sequence[Any] = ()  # the layers that a batch tells to recompute
-        self.ours: Any = None  # our forward, bound to the model
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "flattener": None}  # copies of the model have nothing to do with the trainer
 
     @classmethod
     def of(cls, model: Any) -> "FlatModel | None":
@@ -77,18 +78,6 @@ class FlatModel:
             flat._bind()
         return flat
 
-    def remove(self) -> None:
-        """Leave the model as it was. A `ValueError`, if something has wrapped its forward since."""
-        if self.model.forward != self.ours:
-            raise ValueError(
-                f"The forward of {type(self.model).__name__} has been wrapped since: take that off first, by "
-                "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
-            )
-        upstream.set_attn_implementation(self.model, self.route.previous)
-        remove_state_layers(self.model)
-        self.model.forward = self.previous[-1]
-        delattr(self.model, ATTRIBUTE)
-
     # --- the forward ------------------------------------------------------------------------------------------------
 
     def _bind(self) -> None:
@@ -102,8 +91,7 @@ class FlatModel:
             return vars(self)[ATTRIBUTE]._called(depth, args, kwargs)
 
         forward.depth = depth  # type: ignore[attr-defined]
-        self.ours = types.MethodType(forward, model)
-        model.forward = self.ours
+        model.forward = types.MethodType(forward, model)
 
     @property
     def _is_called(self) -> bool:
@@ -126,8 +114,8 @@ class FlatModel:
             if args:
                 raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
             self.edits.ask(batch, kwargs)
-        elif self.flattener is not None and kwargs.get("fused_lm_head"):
-            batch = self.flattener(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+        elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):
+            batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
             return self.previous_forward(*args, **kwargs)
         if batch.parts and torch.is_grad_enabled():

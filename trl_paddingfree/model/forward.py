@@ -165,13 +165,15 @@ def forward_in_parts(
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
     flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": flat_positions(flat.model, batch)}
+    flat_kwargs["attention_mask"] = batch.token_rows  # see [`scored_in_rows`]
     if labels is None:
         with _flat_backbone(flat, batch, calls_decoder=True):
             outputs = flat.previous_forward(**flat_kwargs)
-        return type(outputs)(logits=batch.tokens_to_rows(outputs.logits))
-    with _flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
-        outputs = flat.previous_forward(**flat_kwargs, attention_mask=batch.token_rows, labels=labels)
-    logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
+        logits = batch.tokens_to_rows(outputs.logits)
+    else:
+        with _flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
+            outputs = flat.previous_forward(**flat_kwargs, labels=labels)
+        logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
     kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
     return type(outputs)(logits=logits, **kept)
 

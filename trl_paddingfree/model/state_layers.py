@@ -61,7 +61,7 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 
 def missing_kernels(model: PreTrainedModel) -> list[str]:
-    """Packages whose kernels would compute the rows of these layers in one call, sorted."""
+    """Packages whose kernels would compute the rows, or the pieces, of these layers in one call, sorted."""
     missing = [upstream.missing_state_kernels(_own_forward(layer)).values() for layer in state_layers(model)]
     return sorted({package for packages in missing for package in packages if package})
 
@@ -147,15 +147,6 @@ def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
         state.along_tree = along_tree and _can_go_along_tree(layer)
         state.kernels = frozenset(name for name, package in missing.items() if package is None)
         state.takes_boundaries = upstream.takes_state_boundaries(layer)
-
-
-def remove_state_layers(model: PreTrainedModel) -> None:
-    """Take off what [`install_state_layers`] put on."""
-    for layer in state_layers(model):
-        if (state := _installed(layer)) is not None:
-            del layer.forward
-            if state.previous is not None:
-                layer.forward = _rebound(state.previous, layer)  # type: ignore[method-assign]
 
 
 def _install(layer: torch.nn.Module, state: StateForward) -> None:

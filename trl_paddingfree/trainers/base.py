@@ -53,10 +53,10 @@ class FlatTrainer(Trainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
-    With TRL's own configuration, the options of this package have their defaults. TRL's default collator is taken over,
-    any other has to give flat batches. With `padding_free=False`, the trainer pads as TRL's does. What cannot be
-    combined with flat batches raises a `ValueError` that names what to change, and a model that does not treat a flat
-    batch as separate sequences an [`UnprovenModelError`].
+    With TRL's own configuration, and its `padding_free=True` where it has that flag, the options of this package have
+    their defaults. TRL's default collator is taken over, any other has to give flat batches. With `padding_free=False`,
+    the trainer pads as TRL's does. What cannot be combined with flat batches raises a `ValueError` that names what to
+    change, and a model that does not treat a flat batch as separate sequences an [`UnprovenModelError`].
 
     A subclass names TRL's trainer, its own task and configuration. Its arguments are those of TRL's trainer.
     """
@@ -120,7 +120,7 @@ class FlatTrainer(Trainer):
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
         refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
-        if self.flat.options.memory_budget is not None:
+        if self.flat.options.has_budget:
             refuse_beside_budget(self.flat.options, arguments["args"])
 
     def collator_of(self, with_images: bool) -> Any:

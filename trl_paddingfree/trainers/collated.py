@@ -136,11 +136,11 @@ class CollatedTrainer(FlatTrainer):
             refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refuse_to_look_ahead(options, self.train_dataset, self.args)
         refuse_rotary_padding(self.args.pad_to_multiple_of, limits, self.exceeds)
-        limit = options.max_tokens_per_micro_batch
-        if limit and options.oversized_examples == "error" and isinstance(self.train_dataset, Dataset):
+        if options.refuses_oversized and isinstance(self.train_dataset, Dataset):
             tokens = example_tokens(self.example_lengths(), self.flat.route.prefix_sharing)
             longest = int(tokens.argmax())
-            refuse_oversized(limit, tokens[longest], f"example {longest} of the training data")
+            name = f"example {longest} of the training data"
+            refuse_oversized(options.max_tokens_per_micro_batch, tokens[longest], name)
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
@@ -209,12 +209,16 @@ class CollatedTrainer(FlatTrainer):
             slots = inputs["input_ids"].numel()
             self.counts.add(BatchCounts(slots, 0, slots, 0))
             return step(model, inputs, num_items_in_batch)
-        refuse_lost_batch(inputs)
+        refuse_lost_batch(inputs, needs_rows=flat.options.has_budget)
         self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
         self.plan_steps()
         if flat.steps is None:
             self.counts.add(inputs["flat_batch"].counts)
             return step(model, inputs, num_items_in_batch)
+        is_known = isinstance(self.train_dataset, Dataset) or flat.steps.fits(inputs["flat_batch"])
+        if flat.options.refuses_oversized and not is_known:  # an example of a stream is looked at when it comes
+            limit, tokens = flat.options.max_tokens_per_micro_batch, inputs["rows"].tokens()
+            refuse_oversized(limit, max(tokens), *self.smallest_part)
         if self._adds_up:
             return flat.steps.in_parts(lambda part: step(model, part, num_items_in_batch), inputs, num_items_in_batch)
 

@@ -135,7 +135,7 @@ class PaddingFreeOptions:
     oversized_examples: Literal["error", "alone"] = option(
         "error",
         "What to do with an example of more than `max_tokens_per_micro_batch` tokens: 'error' refuses to start, "
-        "'alone' runs it by itself.",
+        "and examples of streaming data when they come; 'alone' runs it by itself.",
     )
     memory_budget: float | str | None = option(
         None,
@@ -149,6 +149,11 @@ class PaddingFreeOptions:
     def has_budget(self) -> bool:
         """Whether steps keep within a budget of memory or of tokens."""
         return self.memory_budget is not None or self.max_tokens_per_micro_batch is not None
+
+    @property
+    def refuses_oversized(self) -> bool:
+        """Whether an example above the limit of tokens is an error."""
+        return self.max_tokens_per_micro_batch is not None and self.oversized_examples == "error"
 
     def __post_init__(self):
         silence()

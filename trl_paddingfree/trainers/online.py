@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from datasets import Dataset
@@ -77,7 +78,7 @@ class OnlineTrainer(FlatTrainer):
             batch = make(ids, targets, lengths, starts, reach=reach)
         if torch.is_grad_enabled():  # the policy's pass, which trains
             options = self.flat.options
-            if options.max_tokens_per_micro_batch and options.oversized_examples == "error":
+            if options.refuses_oversized:
                 refuse_oversized(options.max_tokens_per_micro_batch, max(lengths), *self.smallest_part)
             if self.flat.steps is not None:
                 in_prompt = mask.bool() & (targets == IGNORE_INDEX)
@@ -97,13 +98,10 @@ class OnlineTrainer(FlatTrainer):
     def prove_placed(self, model: Any) -> None:
         if self.flat is None or self.flat.check is None:
             return
-        if self.flat.check.awaits_weights:  # the check compares with rows
-            for flat_model in self.flat.models:
-                flat_model.flattener = None
         super().prove_placed(model)
         flat_model = FlatModel.of(model)
         assert flat_model is not None
-        flat_model.flattener = self.flatten
+        flat_model.flattener = WeakMethod(self.flatten)  # models live on without their trainers
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
@@ -170,10 +168,9 @@ class OnlineTrainer(FlatTrainer):
 
     def refuse_micro_batches(self) -> None:
         options, most = self.flat.options, self.max_completion_length
-        limit = options.max_tokens_per_micro_batch
-        if limit and options.oversized_examples == "error" and most is not None:
+        if options.refuses_oversized and most is not None:
             prompt, name = self.longest_row()
-            refuse_oversized(limit, prompt + most, name, self.smallest_part[1])
+            refuse_oversized(options.max_tokens_per_micro_batch, prompt + most, name, self.smallest_part[1])
         if options.arrange_micro_batches == "tokens":
             raise ValueError(
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..check.prove import CheckResult, Progress, prove
 from ..check.vision import prove_images
 from ..data.images import ImageProbe
-from ..model.flat_model import FlatModel
+from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.routes import Route, choose_route, why_not_to_share
 from ..model.state_layers import describe_state_layers
 from ..model.vision import sees_both_ways
@@ -41,7 +41,7 @@ class StartUpCheck:
     """
 
     def __init__(
-        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any = None, images: ImageProbe | None = None
+        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
@@ -116,6 +116,8 @@ class StartUpCheck:
 
     def _prove(self, model: Any, route: Route) -> CheckResult:
         base = self._base(model)
+        if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
+            flat.flattener = None  # the check compares with rows
         with self.in_precision(), self._checkpointing(base):
             result, failed = prove(
                 base,
@@ -137,7 +139,7 @@ class StartUpCheck:
     def _checkpointing(self, base: PreTrainedModel) -> Iterator[None]:
         """Within this context, activations are recomputed if training will: its start turns that on, later."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
-        wanted = self.args is not None and self.args.gradient_checkpointing and trains
+        wanted = self.args.gradient_checkpointing and trains
         if not wanted or not base.supports_gradient_checkpointing or base.is_gradient_checkpointing:
             yield
             return
@@ -163,7 +165,8 @@ class StartUpCheck:
     def _prove_images(self, models: Sequence[Any], results: list[CheckResult]) -> list[CheckResult]:
         """What the check says of images, which all models share or none does."""
         images = self.images
-        if images is None or not images.names:
+        assert images is not None
+        if not images.names:
             logger.warning("The first examples have no images: nothing was there to try the model's images on.")
             return results
         if results[0].route.backend in ("flash", "positions") and sees_both_ways(self._base(models[0])):
@@ -196,7 +199,7 @@ class StartUpCheck:
         try:
             yield
         except ValueError as error:
-            limit = self.args.max_length if self.args is not None else None
+            limit = self.args.max_length
             if limit is None or "Image features and image tokens do not match" not in str(error):
                 raise
             cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."

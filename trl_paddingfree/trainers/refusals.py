@@ -9,6 +9,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptLearningConfig
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 from trl import SFTConfig
 
@@ -129,7 +130,15 @@ def warn_of_dropout(model: Any, config: Any) -> None:
 
 
 def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
-    """Refuse options that decide where activations stay beside `memory_budget`."""
+    """Refuse optimizers that step within a backward pass, and beside `memory_budget` what moves activations."""
+    optim = OptimizerNames(config.optim).value
+    if "layerwise" in optim or "lomo" in optim:
+        raise ValueError(
+            f"`optim={optim!r}` steps within each backward pass, and a budget makes several of a micro-batch: leave "
+            "`memory_budget` and `max_tokens_per_micro_batch` out, or take another optimizer."
+        )
+    if options.memory_budget is None:
+        return
     kwargs = config.gradient_checkpointing_kwargs or {}
     offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
@@ -205,7 +214,7 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
             "processes images on the fly: those of examples with images are not known before. Leave it out."
         )
-    if options.max_tokens_per_micro_batch and options.oversized_examples == "error":
+    if options.refuses_oversized:
         raise ValueError(
             f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}` with `oversized_examples='error'` goes "
             "by the lengths of all examples, and TRL processes images on the fly: those of examples with images are "

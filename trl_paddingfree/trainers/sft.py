@@ -1,5 +1,6 @@
 """SFT without padding."""
 
+from dataclasses import replace
 from typing import Any
 
 from trl import SFTConfig, SFTTrainer
@@ -13,12 +14,14 @@ from ..data.validate import (
     refuse_bad_messages,
     refuse_unknown_tokens,
     refuse_unread,
-    without_lengths,
 )
 from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
+
+# Strategies of packing under which documents do not see one another
+_OF_DOCUMENTS = ("bfd", "bfd_split")
 
 SFT = Task(
     name="sft",
@@ -61,15 +64,15 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     trl_trainer, trl_config = SFTTrainer, SFTConfig
     config_class = PaddingFreeSFTConfig
 
-    def start_flat(self) -> None:
-        super().start_flat()
-        # Preparation packs, and cuts a column of that name; data that it was told to skip may be packed already
-        if self.flat is not None and not self.args.packing and self._skip_prepare_dataset:
-            self.train_dataset = without_lengths(self.train_dataset)
-            if isinstance(self.eval_dataset, dict):
-                self.eval_dataset = {name: without_lengths(data) for name, data in self.eval_dataset.items()}
-            elif self.eval_dataset is not None:
-                self.eval_dataset = without_lengths(self.eval_dataset)
+    def _flat_collator(self) -> Any:
+        collator = super()._flat_collator()
+        if self._is_vision_dataset:
+            return collator
+        return replace(collator, cuts_packed=self.args.packing and self.args.packing_strategy in _OF_DOCUMENTS)
+
+    def coupled_by(self) -> list[str]:
+        # What a function of the user's own makes of the rows of a micro-batch is not known
+        return [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
 
     def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
         embeddings: Any = self.flat_base(self.model).get_input_embeddings()
@@ -98,4 +101,13 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         if packing:
             return prepared
         log_dropped(dataset_name, dataset, prepared, args.max_length)
-        return prepared if self.flat is None else without_lengths(prepared)
+        return prepared
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self.flat is None or logits is None or not getattr(self.data_collator, "cuts_packed", False):
+            return loss, logits, labels
+        # Documents come one after another in one row, as TRL has those of packed rows: the number of rows says nothing
+        mask, labels = inputs["attention_mask"].bool(), labels.clone()
+        labels[:, 0] = IGNORE_INDEX
+        return loss, logits[mask][None], labels[mask][None]
