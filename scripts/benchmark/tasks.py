@@ -34,8 +34,7 @@ PACKED = {"packing": True, "packing_strategy": "bfd"}
 _PADDED = (
     Method(BASELINE, "TRL, padded", False),
     Method("trl-kept", "TRL, padded, nothing recomputed", False, {"gradient_checkpointing": False}, keeps=True),
-    # PyTorch may choose the kernel by whether the boundaries of queries and keys are one tensor, as ours are if no
-    # row shares anything
+    # PyTorch may choose the kernel by whether the boundaries of queries and keys are one tensor: ours are two
     Method("trl-two-boundaries", "TRL, padded, boundaries in two tensors", False, attention=TWO_BOUNDARIES),
 )
 BUDGETED = {"prefix_sharing": True, "memory_budget": "auto"}

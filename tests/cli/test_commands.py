@@ -14,6 +14,7 @@ import trl_paddingfree
 from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data, prompt_completions, text
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.cli.main import main
+from trl_paddingfree.cli.train import main as run_script
 
 COMMANDS = ["inspect", "check", "dpo", "sft", "reward", "kto", "grpo", "rloo", "env", "quickstart"]
 PNG = b"\x89PNG"
@@ -305,6 +306,17 @@ def test_a_script_that_fails_gives_its_exit_code(monkeypatch):
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
     assert main(["sft", *NAMED, *ON_CPU]) == 7
+
+
+def test_a_run_that_is_over_can_be_resumed_and_is_saved_again(capsys, tmp_path, pairs_file, model_dir):
+    out = tmp_path / "out"
+    argv = ["--model_name_or_path", model_dir, "--dataset_name", pairs_file, "--output_dir", str(out), *ON_CPU]
+    argv += ["--max_steps", "1", "--report_to", "none"]
+    run_script("dpo", argv)
+    (out / "model.safetensors").unlink()
+    run_script("dpo", [*argv, "--resume_from_checkpoint", "true"])
+    assert (out / "model.safetensors").exists()
+    assert "tokens computed" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+IN_PARTS = {"max_tokens_per_micro_batch": 40, "oversized_examples": "alone", "per_device_train_batch_size": 8}
 # float32 on CPU (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms
 FLOAT32 = 2e-5
 
@@ -155,9 +156,8 @@ def test_fewer_scored_tokens_of_a_whole_whose_parts_are_computed_are_refused(mod
         def training_step(self, model, inputs, *args):
             return super().training_step(model, nothing_scored(inputs), *args)
 
-    options = {"max_tokens_per_micro_batch": 40, "oversized_examples": "alone", "per_device_train_batch_size": 8}
     with pytest.raises(EditedRowsError, match="or fewer where it runs in parts"):
-        run(Stepping, config_class, **common(task, model_dir, **options))
+        run(Stepping, config_class, **common(task, model_dir, **IN_PARTS))
 
 
 def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):
@@ -179,6 +179,16 @@ def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
     run(Loading, PaddingFreeSFTConfig, **options)
     with pytest.raises(EditedRowsError, match="keeps_rows=True"):
         run(Loading, PaddingFreeSFTConfig, **options, max_tokens_per_micro_batch=100)
+
+
+def test_a_loss_that_parts_cannot_be_weighted_in_is_refused(model_dir):
+    class Own(PaddingFreeSFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs, fused_lm_head=True, use_cache=False).loss
+
+    run(Own, PaddingFreeSFTConfig, **common("sft", model_dir))
+    with pytest.raises(ValueError, match="`Own.compute_loss` does not call `super"):
+        run(Own, PaddingFreeSFTConfig, **common("sft", model_dir, **IN_PARTS))
 
 
 def test_a_mask_with_gaps_is_refused():

@@ -290,7 +290,10 @@ def parts_beneath():
         ({"gradient_checkpointing_kwargs": {"selective": True}}, "'selective': True"),
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "'every_n_layers': 2"),
         ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'` steps within each backward pass"),
-        ({"optim": "adalomo"}, "optim='adalomo'` steps within each backward pass"),
+        (
+            {"memory_budget": None, "max_tokens_per_micro_batch": 100, "optim": "adalomo"},
+            "optim='adalomo'` steps within each backward pass",
+        ),
         ({"memory_budget": -1}, "must be a positive number"),
         ({"memory_budget": "much"}, "must be a positive number"),
     ],

@@ -1,10 +1,13 @@
 """Moving and splitting the examples of one optimizer step: the same training, in another order."""
 
 import os
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
@@ -255,6 +258,20 @@ def test_a_streamed_example_above_the_limit_is_refused_when_it_comes(model_dir):
         run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **options)
     plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
     same_training(plain, run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **options, oversized_examples="alone"))
+
+
+def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_dir):
+    """DeepSpeed drops the gradients of each pass but the last there, unless it accumulates by itself."""
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    plugin = mock.PropertyMock(return_value=SimpleNamespace(zero_stage=2, deepspeed_config=offload))
+    common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
+    common["max_tokens_per_micro_batch"] = 200
+    trainer = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common).trainer
+    with mock.patch.object(AcceleratorState, "deepspeed_plugin", plugin):
+        with pytest.raises(ValueError, match="keeps the gradients of the last part"):
+            trainer.plan_steps()
+        trainer.args.gradient_accumulation_steps = 2
+        trainer.plan_steps()
 
 
 def test_two_ways_to_arrange_at_once_are_refused(model_dir):

@@ -105,8 +105,10 @@ def test_training_options(model_dir, options):
     [
         LoraConfig(r=4, target_modules="all-linear"),
         LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], trainable_token_indices={"embed_tokens": [1, 2]}),
+        LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]),
     ],
-    ids=["all-linear", "embeddings"],
+    ids=["all-linear", "embeddings", "tokens", "adapted embeddings"],
 )
 def test_lora(model_dir, lora):
     compare(

@@ -1,6 +1,7 @@
 """Data with images: padded TRL beside ours, on fourteen architectures, and what is refused."""
 
 import os
+import pickle
 import random
 from dataclasses import dataclass, is_dataclass
 from unittest.mock import patch
@@ -27,6 +28,7 @@ from tests.helpers.vision import (
 from tests.helpers.vision_runs import train
 from tests.helpers.vision_table import refused_model
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree.data.images import images_key, images_of
 from trl_paddingfree.data.vision import CollatedImageRows, VisionPreferenceCollator, take_images
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.model.vision import vision_rules, why_no_images
@@ -145,6 +147,47 @@ def test_images_whose_owners_lengths_do_not_tell_are_processed_again():
     assert take_images(rows, [1], [2, 0]) is None  # two images, or two examples
     pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], ["", ""])
     assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
+
+
+def test_tiles_are_no_examples_where_there_are_as_many():
+    """Two images of three tiles and one, and two rows without."""
+    rows = {"input_ids": torch.zeros(4, 3), "pixel_values": torch.arange(4.0).view(4, 1, 1, 1)}
+    assert take_images(rows, [0, 2, 3], [1, 1, 0, 0]) is None
+    assert take_images({**rows, "pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [0, 2, 3], [1, 1, 0, 0]) is not None
+    assert take_images(rows, [0], [0, 0, 0, 0]) is None  # images that are not found in the examples
+    assert take_images({"input_ids": rows["input_ids"]}, [0], [0, 0, 0, 0]) == {}
+
+
+def test_images_are_found_where_trl_reads_them():
+    def said(**part):
+        return {"images": [], "messages": [{"role": "user", "content": [part, {"type": "text", "text": "w1"}]}]}
+
+    by_address = [said(type="image_url", image_url=given) for given in ({"url": "a.png"}, "b.png")]
+    assert list(map(images_of, by_address)) == [["a.png"], ["b.png"]]
+    assert images_of(said(type="image", path="c.png")) == ["c.png"]
+    assert images_of({"image": "read", "images": ["not read"]}) == ["read"]
+    assert len(set(map(images_key, by_address))) == 2
+
+
+def test_images_in_files_train_as_those_in_memory(tmp_path):
+    def to_file(row, index):
+        paths = [str(tmp_path / f"{index} {i}.png") for i in range(len(row["images"]))]
+        for path, image in zip(paths, row["images"], strict=True):
+            image.save(path)
+        return {"images": paths}
+
+    data = vision_completions(8, SEED)
+    rows = [{**row, **to_file(row, i)} for i, row in enumerate(data)]
+    files = Dataset.from_list(rows)
+    assert_same(train("llava", "sft", "padded", files), train("llava", "sft", "shared", files))
+
+
+def test_workers_send_no_processor(monkeypatch):
+    model, processor = make_vision("llava", seed=SEED)
+    options = {"padding_free": True, "keeps_rows": True, "rules": vision_rules(model)}
+    rows = VisionPreferenceCollator(processor, **options)([*vision_pairs(4, SEED)])["rows"]
+    assert rows.collator is not None
+    assert pickle.loads(pickle.dumps(rows)).collator is None
 
 
 def tensors_of(value):

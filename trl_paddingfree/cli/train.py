@@ -243,7 +243,7 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
         "real tokens per second": f"{counts.real / seconds:,.0f}",
         "tokens computed": f"{counts.computed:,}",
         "slots of the padded batches": f"{counts.padded:,}",
-        "computed, of padded": f"{counts.computed / counts.padded:.1%}",
+        "computed, of padded": f"{counts.computed / max(counts.padded, 1):.1%}",
         memory.name: f"{memory.highest / GIB:.2f} GiB",
     }
     if counts.distinct:

@@ -93,9 +93,12 @@ class FlatCollator(DataCollatorMixin):
 class CollatedRows:
     """The rows of a batch on the host, from which parts of it are made."""
 
-    collator: Any  # the [`FlatCollator`] that gave the batch
+    collator: Any  # the [`FlatCollator`] that gave the batch; `None` once a worker of the data loader has sent it
     rows: dict[str, Any]  # the batch without its flat batch: values of one entry per row, per example, or for all
     num_examples: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "collator": None}  # the trainer has it: with a processor, it is larger than all rows
 
     def row_numbers(self, examples: Sequence[int]) -> list[int]:
         """The rows of some examples."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
+from transformers.image_utils import load_image
 
 from ..flat.batch import IGNORE_INDEX
 from .validate import column_names
@@ -25,14 +26,22 @@ def has_images(dataset: Any) -> bool:
 
 def images_of(example: dict[str, Any]) -> list[Any]:
     """The images of an example: its column, and those that stand in its messages."""
-    images = list(example.get("images") or ([example["image"]] if "image" in example else []))
+    images = [example["image"]] if "image" in example else list(example.get("images") or [])  # TRL reads one of them
     for messages in example.values():
         for message in messages if isinstance(messages, list) else ():
             content = message.get("content") if isinstance(message, dict) else None
             for part in content if isinstance(content, list) else ():
-                given = [part[name] for name in ("image", "url", "path", "base64") if part.get(name) is not None]
-                images += given if part.get("type") == "image" else []
+                images += _image_of(part)
     return images
+
+
+def _image_of(part: dict[str, Any]) -> list[Any]:
+    """The image that stands in a part of a message, if one does: by itself, by a name, or as OpenAI writes it."""
+    if part.get("type") == "image_url":
+        url = part["image_url"]
+        return [url["url"] if isinstance(url, dict) else url]
+    names = ("image", "url", "path", "base64") if part.get("type") == "image" else ()
+    return [part[name] for name in names if part.get(name) is not None]
 
 
 def images_key(example: dict[str, Any]) -> str:
@@ -59,18 +68,22 @@ def _content(image: Any) -> tuple[str, bytes]:
     return f"{array.dtype} {array.shape}", array.tobytes()
 
 
-def inverted(value: Any) -> Any:
+def inverted(value: Any, is_image: bool = False) -> Any:
     """An example with other images of the same sizes: in its columns, and in its messages."""
     from PIL import Image, ImageChops
 
+    if is_image and isinstance(value, str):  # a path, an address or base64
+        value = load_image(value)
     if isinstance(value, Image.Image):
         return ImageChops.invert(value.convert("RGB"))
     if isinstance(value, np.ndarray | torch.Tensor):
         return value.max() + value.min() - value
     if isinstance(value, list):
-        return list(map(inverted, value))
+        return [inverted(entry, is_image) for entry in value]
+    if isinstance(value, dict) and isinstance(value.get("type"), str) and (images := _image_of(value)):
+        return {"type": "image", "image": inverted(images[0], is_image=True)}
     if isinstance(value, dict):
-        return {name: inverted(entry) for name, entry in value.items()}
+        return {name: inverted(entry, is_image=name in ("image", "images")) for name, entry in value.items()}
     return value
 
 

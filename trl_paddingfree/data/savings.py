@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import FlatBatch
 from ..flat.counts import BatchCounts
 from ..flat.images import RowImages
 from .images import images_key
@@ -166,7 +166,7 @@ def _text_counts(rows: Dataset, task: Task, options: dict[str, Any]) -> Callable
 def _image_counts(
     dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int
 ) -> tuple[int, list[list[int]], Callable[[np.ndarray], BatchCounts]]:
-    """Of examples with images, by the model's processor: how many TRL keeps, the lengths of all, counts of a batch."""
+    """Of examples with images, by the model's processor: how many there are, their lengths, and counts of a batch."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)
@@ -179,8 +179,7 @@ def _image_counts(
             [row[mask][:max_length].numpy() for row, mask in zip(x, masks, strict=True)]
             for x in (batch["input_ids"], collator.row_labels(batch))
         )
-        if any((row[1:] != IGNORE_INDEX).any() for row in labels):
-            left.append((rows, labels, images_key(example)))
+        left.append((rows, labels, images_key(example)))  # of data with images, TRL drops none
 
     def count(index: np.ndarray) -> BatchCounts:
         rows, labels, keys = zip(*(left[i] for i in index), strict=True)

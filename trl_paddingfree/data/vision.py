@@ -148,13 +148,19 @@ def take_images(rows: dict[str, Any], examples: Sequence[int], counts: Sequence[
     Processors stack it by example, by image, or by patch of each image's grid. Where the lengths do not tell which, the
     images have to be processed again: `None`.
     """
+    of_images = [name for name in rows if name not in _ROWS]
+    if of_images and not any(counts):  # images that were not found in the examples
+        return None
     ends = np.cumsum([0, *counts]).tolist()
-    cuts = [[1] * len(counts), list(counts), [min(count, 1) for count in counts]]
+    cuts = [list(counts), [min(count, 1) for count in counts]]
+    # Images of four dimensions may be tiles, of which there may be as many as examples
+    if 0 not in counts or getattr(rows.get("pixel_values"), "ndim", 0) != 4:
+        cuts.append([1] * len(counts))
     if "image_grid_thw" in rows and len(rows["image_grid_thw"]) == ends[-1]:
         patches = rows["image_grid_thw"].prod(-1).tolist()
         cuts.append([sum(patches[a:b]) for a, b in zip(ends, ends[1:], strict=False)])
     taken: dict[str, Any] = {}
-    for name in (name for name in rows if name not in _ROWS):
+    for name in of_images:
         sizes = {tuple(cut) for cut in cuts if sum(cut) == len(rows[name])}
         if len(sizes) != 1:
             return None

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from ..flat.counts import of_all_processes
+from ..model.restored import attributes_set
 
+# Methods by which losses and metrics exchange figures between processes
+_COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 # What is left of a limit under which a part did not fit
 _LOWERED = 0.9
 
@@ -123,12 +126,10 @@ class PartMetrics:
     def of(self, part: Part) -> Iterator[None]:
         """Within this context, what is logged is that of one part on this process: parts of others differ in size."""
         logged = {name: len(values) for name, values in self.metrics.items()}
-        accelerator: Any = self.accelerator
-        accelerator.gather = accelerator.gather_for_metrics = lambda tensor: tensor
-        try:
+        # Processes have different numbers of parts
+        alone = dict.fromkeys(_COLLECTIVE, lambda tensor, *args, **kwargs: tensor)
+        with attributes_set((self.accelerator, name, function) for name, function in alone.items()):
             yield
-        finally:
-            del accelerator.gather, accelerator.gather_for_metrics
         for name in part.sizes.keys() - {"loss"}:
             self.sums[name] += 0  # parts of other processes may log what none here does, and all gather the same
         for name in (name for name, values in self.metrics.items() if len(values) > logged.get(name, 0)):

@@ -33,6 +33,7 @@ class BudgetedSteps:
     def __init__(self, trainer: Any, memory: MemoryBudget | None, limit: int | None):
         self.trainer, self.memory, self.limit = trainer, memory, limit
         self.current: Within = None
+        self.is_weighted = False  # whether the loss of that part is
         self.attempt: Attempt | None = None  # of the pass that is being made, if it can be taken back
         # Of this pass: the part that needs most, how many layers recompute in it, and how many rows it has
         self.largest: tuple[FlatBatch, int, int] | None = None
@@ -138,12 +139,18 @@ class BudgetedSteps:
         arguments = {name: value for name, value in inputs.items() if name != "rows"}
         if within is None:
             return step(arguments)
-        self.current = within
+        self.current, self.is_weighted = within, False
         try:
             with self.trainer.synchronizing(within[0].is_last):
-                return step(arguments)
+                loss = step(arguments)
         finally:
             self.current = None
+        if not self.is_weighted:
+            raise ValueError(
+                f"`{type(self.trainer).__name__}.compute_loss` does not call `super().compute_loss`, which weights "
+                "the losses of parts: call it, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
+            )
+        return loss
 
     def _again(self, step: Step, inputs: dict[str, Any], num_items: Any, within: Within) -> Loss:
         """A micro-batch, or a part of one, in parts that fit into the budget as it is now."""
@@ -226,6 +233,11 @@ class BudgetedSteps:
         if is_sharded(self.trainer.accelerator):
             reason = "where weights are sharded it cannot run in parts, because all processes gather them together"
             raise self._cannot_split(whole, reason)
+        kwargs: Any = self.trainer.args.gradient_checkpointing_kwargs or {}
+        if kwargs.get("use_reentrant") and self.trainer.accelerator.num_processes > 1:
+            raise self._cannot_split(
+                whole, "with `use_reentrant=True` processes exchange gradients of its last part only"
+            )
         beside = self.beside if len(tokens) > 1 else 0
 
         def keeps_all(part: RowPart) -> bool:

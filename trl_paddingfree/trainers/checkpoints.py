@@ -41,6 +41,10 @@ def state_file(output_dir: str, step: int) -> Path:
     return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}" / TRAINER_STATE_NAME
 
 
+def _step_of(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+
+
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end: its trainer state, which comes last, can be read."""
     try:
@@ -59,8 +63,8 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
     if not resume_from_checkpoint:
         return None
     newest_first = sorted(
-        (path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()),
-        key=lambda path: -int(path.name.split("-")[-1]),
+        (path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdigit()),
+        key=lambda path: -int(_step_of(path)),
     )
     whole = next(filter(is_whole, newest_first), None)
     if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":

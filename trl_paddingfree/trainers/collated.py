@@ -188,6 +188,19 @@ class CollatedTrainer(FlatTrainer):
         """Whether the losses of parts of a micro-batch add up to that of the whole, and it is known how."""
         return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
 
+    def plan_steps(self) -> None:
+        super().plan_steps()
+        plugin = self.accelerator.state.deepspeed_plugin
+        if self.flat is None or self.flat.steps is None or plugin is None or plugin.zero_stage != 2:
+            return
+        offload = plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
+        if offload.get("device", "none") != "none" and self.args.gradient_accumulation_steps == 1 and self._adds_up:
+            raise ValueError(
+                "ZeRO-2 with `offload_optimizer_device` and `gradient_accumulation_steps=1` keeps the gradients of the "
+                "last part of a micro-batch only. Set `gradient_accumulation_steps=2`, offload nothing, or leave "
+                "`memory_budget` and `max_tokens_per_micro_batch` out."
+            )
+
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
         if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
@@ -210,6 +223,8 @@ class CollatedTrainer(FlatTrainer):
             self.counts.add(BatchCounts(slots, 0, slots, 0))
             return step(model, inputs, num_items_in_batch)
         refuse_lost_batch(inputs, needs_rows=flat.options.has_budget)
+        if flat.options.has_budget and inputs["rows"].collator is None:  # a worker has sent them
+            inputs = {**inputs, "rows": replace(inputs["rows"], collator=self.data_collator)}
         self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
         self.plan_steps()
         if flat.steps is None:
@@ -282,7 +297,7 @@ class CollatedTrainer(FlatTrainer):
             flat_model.edits.read()
         if self._part is None:
             return loss
-        weight = self._part[0].weight
+        weight, self.flat.steps.is_weighted = self._part[0].weight, True
         return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
 
     def total_counts(self) -> BatchCounts:

@@ -134,7 +134,7 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     optim = OptimizerNames(config.optim).value
     if "layerwise" in optim or "lomo" in optim:
         raise ValueError(
-            f"`optim={optim!r}` steps within each backward pass, and a budget makes several of a micro-batch: leave "
+            f"`optim={optim!r}` steps within each backward pass, and micro-batches above a budget have several: leave "
             "`memory_budget` and `max_tokens_per_micro_batch` out, or take another optimizer."
         )
     if options.memory_budget is None:

@@ -20,9 +20,6 @@ from ..flat.batch import IGNORE_INDEX
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 
-# Strategies of packing under which documents do not see one another
-_OF_DOCUMENTS = ("bfd", "bfd_split")
-
 SFT = Task(
     name="sft",
     unit="rows",
@@ -66,9 +63,9 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     def _flat_collator(self) -> Any:
         collator = super()._flat_collator()
-        if self._is_vision_dataset:
+        if not isinstance(collator, LanguageModelingCollator):
             return collator
-        return replace(collator, cuts_packed=self.args.packing and self.args.packing_strategy in _OF_DOCUMENTS)
+        return replace(collator, cuts_packed=self.data_collator.padding_free)  # as TRL has made its own
 
     def coupled_by(self) -> list[str]:
         # What a function of the user's own makes of the rows of a micro-batch is not known
@@ -76,6 +73,8 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
         embeddings: Any = self.flat_base(self.model).get_input_embeddings()
+        while not hasattr(embeddings, "num_embeddings"):  # adapters of some kinds do not say
+            embeddings = getattr(embeddings, "original_module", None) or embeddings.get_base_layer()
         for name, dataset in datasets:
             refuse_unknown_tokens(dataset, name, embeddings.num_embeddings)
 
@@ -110,4 +109,5 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         # Documents come one after another in one row, as TRL has those of packed rows: the number of rows says nothing
         mask, labels = inputs["attention_mask"].bool(), labels.clone()
         labels[:, 0] = IGNORE_INDEX
+        inputs["input_ids"] = inputs["input_ids"][mask][None]  # which `include_for_metrics` may ask for
         return loss, logits[mask][None], labels[mask][None]
