@@ -43,6 +43,7 @@ mixed_precision: 'no'
 ENGINES = {
     "fsdp": FSDP.format(layer="LlamaDecoderLayer"),
     "fsdp-lfm2": FSDP.format(layer="Lfm2DecoderLayer"),
+    "fsdp-kept": FSDP.format(layer="LlamaDecoderLayer").replace("forward: true", "forward: false"),
     "fsdp-bf16": FSDP.format(layer="LlamaDecoderLayer").replace("mixed_precision: 'no'", "mixed_precision: bf16"),
     **{f"zero{stage}": ZERO.format(stage=stage) for stage in (1, 2, 3)},
 }

@@ -137,6 +137,15 @@ def test_fsdp2_casts_what_it_hands_to_the_model_and_leaves_a_flat_batch_whole(mo
             assert one == pytest.approx(other, rel=BFLOAT16)
 
 
+@pytest.mark.slow
+def test_fsdp2_may_leave_weights_whole_after_a_pass(tokenizer, tmp_path):
+    """Of four like layers, the check differentiates all, and shares: weights look as if nothing sharded them then."""
+    make_model(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = launch(2, ("dpo", str(tmp_path / "model"), tmp_path / "run", {"max_steps": 1}), engine="fsdp-kept")
+    assert run["log"][0]["flat/saved_by_sharing"] > 0
+
+
 def assert_agreement(engine, tokenizer, tmp_path):
     """Processes that would choose differently recompute as many layers: each recomputation gathers weights of all."""
     folder = str(tmp_path / "model")

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
     with (
+        _resharded(modules),
         random_state_restored(model),
         torch.enable_grad(),
         architecture.rotary_state_restored(model),
@@ -40,6 +42,19 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
         moved_off_zero(modules),
     ):
         yield
+
+
+@contextmanager
+def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """FSDP2 may leave weights whole after a pass: what is done to parameters is done to each process's own part."""
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.reshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
 
 
 def _kind(layer: torch.nn.Module) -> tuple:
@@ -64,8 +79,9 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     """
     skipped: list[tuple[Any, str, Any]] = []
     outputs: dict[tuple, Any] = {}
-    # DTensors are FSDP's; DeepSpeed marks parameters as its own
-    is_sharded = any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
+    # FSDP1 has flat parameters, or DTensors; DeepSpeed marks parameters as its own
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    is_sharded |= any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     with ExitStack() as hooks:
         for stack in () if is_sharded else stacks:

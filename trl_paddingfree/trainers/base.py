@@ -112,6 +112,10 @@ class FlatTrainer(Trainer):
         if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
             refuse_images(arguments)
         self.start_flat()
+        bases = [self.flat_base(model) for model in self.flat_models()]
+        self.flat.models = [
+            each for each in self.flat.models if each.model in bases
+        ]  # TRL may be done with the reference
         self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
         if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
@@ -164,7 +168,7 @@ class FlatTrainer(Trainer):
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
         flat = self.flat
-        if flat is None or flat.check is None or not flat.check.awaits_weights:
+        if flat is None or flat.check is None or not flat.check.is_due(model):
             return
         models = [model]
         if self.flat_base(model) is self.flat_base(self.model):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -45,6 +46,7 @@ class StartUpCheck:
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
+        self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
         self.progress = Progress(self._say)
 
     def _say(self, doing: str) -> None:
@@ -72,6 +74,13 @@ class StartUpCheck:
         if plugin is not None and plugin.zero_stage == 3:
             return not is_trained
         return self._base(model).device.type == self.accelerator.device.type
+
+    def is_due(self, model: Any) -> bool:
+        """Whether a model, which has its weights by now, is still to be proven. Once."""
+        if not self.awaits_weights or (base := self._base(model)) in self.seen:
+            return False
+        self.seen.add(base)
+        return True
 
     def plan(self, model: Any) -> Route:
         """The route to try first."""
