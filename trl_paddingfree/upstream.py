@@ -263,8 +263,8 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
 
 def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
     """Of each function by which a layer looks along the sequence, but for fused forms: see [`_missing_kernel`]."""
-    called = state_functions(forward).items()
-    return {name: _missing_kernel(name, function) for name, function in called if name in _STATE_FUNCTIONS}
+    functions = state_functions(forward).items()
+    return {name: _missing_kernel(name, function) for name, function in functions if name in _STATE_FUNCTIONS}
 
 
 def takes_state_boundaries(module: torch.nn.Module) -> bool:

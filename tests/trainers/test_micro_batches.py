@@ -269,9 +269,9 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
     trainer = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common).trainer
     with mock.patch.object(AcceleratorState, "deepspeed_plugin", plugin):
         with pytest.raises(ValueError, match="keeps the gradients of the last part"):
-            trainer.plan_steps()
+            trainer.refuse_micro_batches()
         trainer.args.gradient_accumulation_steps = 2
-        trainer.plan_steps()
+        trainer.refuse_micro_batches()
 
 
 def test_two_ways_to_arrange_at_once_are_refused(model_dir):

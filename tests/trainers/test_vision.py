@@ -182,7 +182,7 @@ def test_images_in_files_train_as_those_in_memory(tmp_path):
     assert_same(train("llava", "sft", "padded", files), train("llava", "sft", "shared", files))
 
 
-def test_workers_send_no_processor(monkeypatch):
+def test_workers_send_no_processor():
     model, processor = make_vision("llava", seed=SEED)
     options = {"padding_free": True, "keeps_rows": True, "rules": vision_rules(model)}
     rows = VisionPreferenceCollator(processor, **options)([*vision_pairs(4, SEED)])["rows"]

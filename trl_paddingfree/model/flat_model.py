@@ -113,7 +113,8 @@ class FlatModel:
         if batch is not None:
             if args:
                 raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
-            if (rows := kwargs.get("input_ids")) is not None:  # FSDP moves these, and no batch
+            rows = kwargs.get("input_ids")
+            if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, and no batch
                 batch = batch.to(rows.device, non_blocking=True)
             self.edits.ask(batch, kwargs)
         elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):

@@ -113,9 +113,8 @@ class FlatTrainer(Trainer):
             refuse_images(arguments)
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
-        self.flat.models = [
-            each for each in self.flat.models if each.model in bases
-        ]  # TRL may be done with the reference
+        # TRL may be done with the reference
+        self.flat.models = [each for each in self.flat.models if each.model in bases]
         self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
         if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):

@@ -25,6 +25,7 @@ from ..model.vision import vision_rules
 from .base import FlatTrainer
 from .refusals import (
     refuse_blind,
+    refuse_lost_gradients,
     refuse_oversized,
     refuse_rotary_padding,
     refuse_to_look_ahead,
@@ -136,6 +137,8 @@ class CollatedTrainer(FlatTrainer):
             refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refuse_to_look_ahead(options, self.train_dataset, self.args)
         refuse_rotary_padding(self.args.pad_to_multiple_of, limits, self.exceeds)
+        if options.has_budget and self._adds_up:
+            refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args.gradient_accumulation_steps)
         if options.refuses_oversized and isinstance(self.train_dataset, Dataset):
             tokens = example_tokens(self.example_lengths(), self.flat.route.prefix_sharing)
             longest = int(tokens.argmax())
@@ -187,19 +190,6 @@ class CollatedTrainer(FlatTrainer):
     def _adds_up(self) -> bool:
         """Whether the losses of parts of a micro-batch add up to that of the whole, and it is known how."""
         return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
-
-    def plan_steps(self) -> None:
-        super().plan_steps()
-        plugin = self.accelerator.state.deepspeed_plugin
-        if self.flat is None or self.flat.steps is None or plugin is None or plugin.zero_stage != 2:
-            return
-        offload = plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
-        if offload.get("device", "none") != "none" and self.args.gradient_accumulation_steps == 1 and self._adds_up:
-            raise ValueError(
-                "ZeRO-2 with `offload_optimizer_device` and `gradient_accumulation_steps=1` keeps the gradients of the "
-                "last part of a micro-batch only. Set `gradient_accumulation_steps=2`, offload nothing, or leave "
-                "`memory_budget` and `max_tokens_per_micro_batch` out."
-            )
 
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that the most demanding example does not fit into."""

@@ -161,6 +161,19 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
             )
 
 
+def refuse_lost_gradients(deepspeed_plugin: Any, gradient_accumulation_steps: int) -> None:
+    """Refuse parts above a loss under ZeRO-2 that offloads the optimizer, and drops gradients between passes."""
+    if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or gradient_accumulation_steps > 1:
+        return
+    offload = deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        raise ValueError(
+            "ZeRO-2 with `offload_optimizer_device` and `gradient_accumulation_steps=1` keeps the gradients of the "
+            "last part of a micro-batch only. Set `gradient_accumulation_steps=2`, offload nothing, or leave "
+            "`memory_budget` and `max_tokens_per_micro_batch` out."
+        )
+
+
 def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
     """Refuse to move examples between micro-batches, for `reasons`: options under which that changes the loss."""
     if options.arrange_micro_batches != "none" and reasons:
