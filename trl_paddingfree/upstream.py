@@ -165,8 +165,8 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
 
     PEFT casts the input of each layer to float32, the dtype of its adapters, and autocast casts that back: two passes
     over memory each way, and a float32 copy kept. Without them results are the same bit for bit, where adapters are
-    float32 and all that follows the cast is a product: not in variants of LoRA (DoRA), and not with dropout on CPUs,
-    whose scale is rounded to the dtype of the input.
+    float32 and all that follows the cast is a product: not in variants of LoRA (DoRA), not with dropout on CPUs, whose
+    scale is rounded to the dtype of the input, and not where several adapters add up their gradients for one cast.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -177,7 +177,7 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
         dtypes = {adapter.weight.dtype for adapter in layer.lora_A.values()}
         rates = [dropout.p for dropout in layer.lora_dropout.values() if isinstance(dropout, torch.nn.Dropout)]
         drops = device_type == "cpu" and any(rates)
-        if dtypes == {torch.float32} and not drops:
+        if dtypes == {torch.float32} and not drops and len(layer.active_adapters) == 1:
             layer.cast_input_dtype_enabled = switch
 
 

@@ -126,6 +126,9 @@ def run(task: str, model: str, output: str, options: dict) -> None:
             return step(*a, **k)
 
         trainer.training_step = failing
+    without_sync = []
+    no_sync = trainer.accelerator.no_sync
+    trainer.accelerator.no_sync = lambda *a, **k: without_sync.append(trainer.state.global_step) or no_sync(*a, **k)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     with open(f"{output}.{trainer.accelerator.process_index}", "w") as file:
@@ -133,7 +136,8 @@ def run(task: str, model: str, output: str, options: dict) -> None:
     if trainer.accelerator.is_main_process:
         with open(output, "w") as file:
             engine = trainer.accelerator.distributed_type.value
-            json.dump({"log": trainer.state.log_history, "world": args.world_size, "engine": engine}, file)
+            result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
+            json.dump({**result, "without_sync": without_sync}, file)
     trainer.accelerator.wait_for_everyone()
 
 

@@ -108,6 +108,7 @@ def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path):
     runs = [(task, model_dir, tmp_path / f"{n} 2", {**halved, **given}) for n, (task, given) in FSDP2_CASES.items()]
     for two, (name, (task, given)) in zip(launch(2, *runs, engine="fsdp"), FSDP2_CASES.items(), strict=True):
         assert (two["world"], two["engine"]) == (2, "FSDP")
+        assert not two["without_sync"]  # in it FSDP keeps gradients whole
         assert_same_run(alone(task, model_dir, tmp_path / f"{name} 1", {**whole, **given}), two)
 
 

@@ -5,10 +5,12 @@ import re
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import DPOConfig, DPOTrainer
@@ -24,6 +26,7 @@ from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, Padding
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import tensor_bytes
+from trl_paddingfree.memory.plan import adds_up_shards
 from trl_paddingfree.memory.steps import BudgetedSteps
 from trl_paddingfree.model.architecture import recompute_first
 
@@ -366,3 +369,13 @@ def test_other_processes_wait_so_nothing_is_computed_again(folder):
     trainer.flat.memory.why_not_again = lambda _: "Lower `memory_budget`"
     with failing(trainer, {0}, False), pytest.raises(torch.OutOfMemoryError, match="on purpose\nLower `memory_budget`"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("version", "offloads", "expected"), [(1, False, True), (1, True, False), (2, False, True), (2, True, True)]
+)
+def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, offloads, expected):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload=offloads)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    assert adds_up_shards(SimpleNamespace(distributed_type=DistributedType.FSDP, state=state)) is expected
+    assert not adds_up_shards(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, state=state))

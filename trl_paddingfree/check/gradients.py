@@ -21,7 +21,16 @@ from transformers import PreTrainedModel
 from ..flat.batch import FlatBatch
 from ..model import architecture
 from ..model.forward import is_pooled
-from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, compute_dtype, root_mean_square, row_inputs
+from .probe import (
+    HALF_DIGITS_FACTOR,
+    NOISE_FACTOR,
+    Call,
+    compute_dtype,
+    root_mean_square,
+    rounding_unit,
+    row_inputs,
+    told_by,
+)
 from .training import as_in_training, gradients, small_parameters, watched_embeddings
 
 # Length of the rows, and the share of them that two rows have in common: together more than 256 flat tokens
@@ -98,7 +107,7 @@ class RowsInTraining:
         self.notes = tuple(f"`{name}={limit}` is out of reach" for name, limit in limits.items() if limit >= length)
         self.beyond = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
         self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
-        self.unit = torch.finfo(compute_dtype(model)).eps
+        self.unit = rounding_unit(model)
         self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
         fork = int(length * _SHARED) - 1
         self.first_scored = (0, fork, 0, fork)
@@ -150,12 +159,12 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding
-        return GradientResult(skipped=f"not checked, as a row alone raises {type(error).__name__}: {error}")
+        return GradientResult(skipped=f"not checked, as a row alone raises {told_by(error)}")
     try:
         with reference.in_training():
             return _compare(reference, prefix_sharing)
     except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-        return GradientResult(failure=f"{type(error).__name__}: {error}")
+        return GradientResult(failure=told_by(error))
 
 
 def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
@@ -236,7 +245,7 @@ def _beyond_positions(reference: RowsInTraining, computed: int, draws: bool) -> 
             with torch.no_grad():
                 log_probs = reference.answers(inputs).double().cpu()
         except Exception as error:
-            return str(error)  # names the length, and what to change
+            return told_by(error)  # names the length, and what to change
         wrong = root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
         if not draws and not wrong <= reference.tolerance * root_mean_square(reference.log_probs):
             return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
-from ..model.forward import is_pooled
+from ..model.forward import is_allocation_failure, is_pooled
 from ..model.restored import attributes_set, modes_restored, random_state_restored
 from ..model.state_layers import is_state_layer
 
@@ -20,6 +20,8 @@ NOISE_FACTOR = 4.0
 # However large the noise, an error of more than about half the digits, relative to what a token of context does, is not
 # rounding: padding itself may change a model's answers, and then agreement within its noise means nothing
 HALF_DIGITS_FACTOR = 3.0
+# One unit of the 10 bits that products of float32 keep, where TF32 is on
+_TF32 = 2.0**-10
 # What limits how far a token sees, in layers and configurations, and how far it sees while rows are tried: to meet the
 # limits of real models, rows would have to be thousands of tokens long
 _LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk"), 8
@@ -90,6 +92,13 @@ def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 
     return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
 
 
+def told_by(error: Exception) -> str:
+    """What a model raises while it is tried, which is a verdict: unless memory ran out, which says nothing of it."""
+    if is_allocation_failure(error):
+        raise error
+    return f"{type(error).__name__}: {error}"
+
+
 def root_mean_square(x: torch.Tensor) -> float:
     """The root mean square of all entries."""
     return float(x.pow(2).mean().sqrt())
@@ -120,7 +129,7 @@ class RowsAlone:
         # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
         # to the log-probabilities, is the least that can be told apart
         scale = root_mean_square(torch.cat(self.alone))
-        unit = torch.finfo(compute_dtype(self.model)).eps
+        unit = rounding_unit(self.model)
         self.tolerance = min(NOISE_FACTOR * self.noise + unit * scale, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -157,8 +166,18 @@ class RowsAlone:
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which the model computes."""
-    if torch.is_autocast_enabled(model.device.type):
-        return torch.get_autocast_dtype(model.device.type)
+    # Weights that FSDP1 has offloaded are not where it computes
+    accelerator = torch.accelerator.current_accelerator()
+    for device in (model.device, accelerator):
+        if device is not None and torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
     if (dtype := upstream.sharded_dtype(model)) is not None:
         return dtype
     return model.dtype if model.dtype.is_floating_point else torch.bfloat16
+
+
+def rounding_unit(model: PreTrainedModel) -> float:
+    """The relative error of one rounding in which the model computes: with TF32, that of its products."""
+    dtype = compute_dtype(model)
+    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return _TF32 if is_tf32 and torch.cuda.is_available() else torch.finfo(dtype).eps

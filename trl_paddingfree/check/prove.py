@@ -29,7 +29,7 @@ from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
 from .gradients import GradientResult, RowsInTraining, check_gradients
-from .probe import Call, RowsAlone, compute_dtype, root_mean_square
+from .probe import Call, RowsAlone, root_mean_square, rounding_unit, told_by
 
 # Rows that move with others must move far less than with their own context: all that may move them is rounding
 LEAK_FRACTION = 0.1
@@ -138,7 +138,7 @@ def check_flat(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-            return CheckResult(route, failure=f"{type(error).__name__}: {error}")
+            return CheckResult(route, failure=told_by(error))
     result = CheckResult(
         route,
         error=reference.difference(flat, reference.alone),
@@ -241,7 +241,7 @@ def prove(
     thing that is done.
     """
     started = time.perf_counter()
-    draws = 1 if compute_dtype(model) in (torch.float32, torch.float64) else DRAWS_IN_LOW_PRECISION
+    draws = 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
     reference, in_training = cache(partial(RowsAlone, model, call)), cache(partial(RowsInTraining, model, call))
     failed: list[CheckResult] = []
     for candidate in routes_to_try(model, route, fallback=fallback):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..model import architecture
-from ..model.restored import attributes_set, local_part, random_state_restored
+from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
 from .probe import where
 
 # Spread of weights that are moved off zero: as after some steps of training
@@ -36,7 +36,7 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
         torch.compiler.set_stance("force_eager"),  # hooks on compiled modules would not run
         call.no_sync() if isinstance(call, DistributedDataParallel) else nullcontext(),
         one_layer_of_each_kind(model),
-        _buffers_restored(modules),
+        buffers_restored(modules),
         attributes_set((module, "training", True) for module in modules),
         _without_dropout(modules),
         moved_off_zero(modules),
@@ -104,27 +104,13 @@ def _passed_on(outputs: dict[tuple, Any], kind: tuple, *args: Any, **kwargs: Any
 
 
 def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Dropout of modules, and of functions whose probability stands in a module or a configuration, is off."""
+    """Dropout of modules, and of functions whose probability stands in one or in a configuration, and noise are off."""
 
     def is_rate(holder: Any, name: str, value: Any) -> bool:
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
-        return drops and isinstance(value, float) and value > 0
+        return (drops and isinstance(value, float) and value > 0) or (name == "neftune_noise_alpha" and bool(value))
 
     return attributes_set((*found, 0.0) for found in where(modules, is_rate))
-
-
-@contextmanager
-def _buffers_restored(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Some layers count in buffers while they train."""
-    buffers = [(module, name, x) for module in modules for name, x in module.named_buffers(recurse=False)]
-    kept = [buffer.clone() for _, _, buffer in buffers]
-    try:
-        yield
-    finally:
-        for (module, name, buffer), before in zip(buffers, kept, strict=True):
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-            setattr(module, name, buffer)
 
 
 @contextmanager
@@ -140,11 +126,13 @@ def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> 
         if is_taken and weight.numel() and not weight.any():
             zeros.append((weight, weight.clone()))
             weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
+    torch.clear_autocast_cache()  # which may hold these weights as they were, and then as they were here
     try:
         yield
     finally:
         for weight, before in zeros:
             weight.copy_(before)
+        torch.clear_autocast_cache()
 
 
 def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:

@@ -168,16 +168,17 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     With `padding_free`, it gives one padded row of integers per document, where TRL's gives one row without padding.
     Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their documents, so no document sees
-    another on any attention implementation: unless `cuts_packed=False`, as padded TRL, which does not read the lengths.
+    another on any attention implementation, and the first token of each is no label, as in TRL: unless
+    `cuts_packed=False`, as padded TRL, which does not read the lengths.
 
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
     >>> packed = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}]
     >>> batch = collator(packed)
     >>> batch["labels"]
-    tensor([[   1,    2,    3],
-            [   4,    5, -100],
-            [   6, -100, -100]])
+    tensor([[-100,    2,    3],
+            [-100,    5, -100],
+            [-100, -100, -100]])
     >>> batch["flat_batch"].position_ids
     tensor([[0, 1, 2, 0, 1, 0]])
     """
@@ -194,7 +195,14 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
         if not self.padding_free:
             return super().torch_call(examples)
         pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
-        return pad([document for example in examples for document in _documents(example, self.cuts_packed)])
+        rows = pad([document for example in examples for document in _documents(example, self.cuts_packed)])
+        if self.cuts_packed:
+            rows["labels"][:, 0] = IGNORE_INDEX  # as TRL's: some losses are means over all labels, before the shift
+        return rows
+
+    def flatten(self, rows: dict[str, Any], reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+        batch = super().flatten(rows, reach, images)
+        return replace(batch, packed=batch.counts.real) if self.cuts_packed else batch
 
 
 def _documents(example: dict[str, Any], cuts_packed: bool) -> list[dict[str, Any]]:

@@ -1,10 +1,16 @@
 """Lengths of examples in tokens, and the work of computing them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from pyarrow.compute import fill_null, list_value_length
+
+
+def has_known_lengths(dataset: Any) -> bool:
+    """Whether the lengths of all examples are known before training: not of streams, or of what a transform makes."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
 def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:

@@ -11,7 +11,7 @@ from pyarrow import types
 from transformers.utils import logging
 
 from ..flat.batch import IGNORE_INDEX
-from .lengths import token_lengths
+from .lengths import has_known_lengths, token_lengths
 
 logger = logging.get_logger(__name__)
 
@@ -174,8 +174,7 @@ def refuse_unknown_tokens(dataset: Any, name: str, vocab_size: int) -> None:
 
 def _token_columns(dataset: Any) -> list[str]:
     """`input_ids`, and `labels` if there are any, of data that the user has tokenized."""
-    is_plain = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"  # a transform makes rows anew
-    if not is_plain or "input_ids" not in dataset.column_names:
+    if not has_known_lengths(dataset) or "input_ids" not in dataset.column_names:
         return []
     return [column for column in ("input_ids", "labels") if column in dataset.column_names]
 

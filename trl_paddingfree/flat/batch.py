@@ -44,6 +44,8 @@ class FlatBatch(HasTensors):
             Other rows of the same examples, which the model computes in a call of their own.
         images ([`~trl_paddingfree.flat.images.FlatImages`], *optional*):
             Which feature of the images each placeholder gets, if rows have images.
+        packed (`int`, *optional*):
+            Tokens of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
         recomputed (`int`, *optional*):
@@ -74,6 +76,7 @@ class FlatBatch(HasTensors):
     counts: BatchCounts
     companion: "FlatBatch | None" = None
     images: FlatImages | None = None
+    packed: int | None = None
     empty_rows: int = 0
     recomputed: int | None = None
     parts: "tuple[RowPart, ...]" = ()

@@ -1,11 +1,10 @@
 """The memory of the device that trains: how much there is, how much was used, and a pass in which it ran out."""
 
 import os
-import re
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
@@ -14,14 +13,6 @@ import torch
 GIB = 2**30
 # What `"auto"` leaves to the device's context, to kernels that need room of their own, and to fragmentation
 MARGIN = 0.1
-# What the libraries beneath PyTorch say of a failed allocation, in errors of no class of their own
-_FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
-
-
-def is_allocation_failure(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: PyTorch's own, or that of a library that it calls."""
-    is_known = isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None
-    return isinstance(error, torch.OutOfMemoryError) or is_known
 
 
 def budget_bytes(option: float | str, device: torch.device) -> int:
@@ -67,11 +58,20 @@ class PeakMemory:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
+    @property
+    def held(self) -> int:
+        """Bytes that tensors hold now on an accelerator; 0 on the CPU, where nobody counts them."""
+        return torch.accelerator.memory_allocated(self.device) if self.can_reset else 0
+
     def reset(self) -> None:
         """Begin anew, on an accelerator: the peak of a process cannot be lowered."""
         if self.can_reset:
             self.before = self.highest
             torch.accelerator.reset_peak_memory_stats(self.device)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 class Attempt:
@@ -111,8 +111,10 @@ class Attempt:
         if self.on_device is not None:
             self.on_device.set_rng_state(self.device_random, self.device)
             torch.accelerator.empty_cache()
-        for parameter, _ in added:
-            parameter.grad = None
-        yield
+        with ExitStack() as hooks:
+            for parameter, _ in added:  # a second gradient would find no room: it is dropped as soon as it is there
+                parameter.grad = None
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+            yield
         for parameter, gradient in added:
             parameter.grad = gradient

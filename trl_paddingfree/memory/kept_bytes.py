@@ -22,7 +22,7 @@ from ..flat.layout import FlatLayout
 from ..model import architecture
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
 from ..model.backends import ATTENTION_BACKENDS
-from ..model.restored import modes_restored, random_state_restored
+from ..model.restored import buffers_restored, modes_restored, random_state_restored
 from ..model.routes import Route
 from ..model.state_layers import state_layers
 from ..model.state_tree import chunk_sizes
@@ -209,6 +209,7 @@ def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointi
     try:
         with (
             modes_restored(model.modules()),
+            buffers_restored(model.modules()),
             architecture.rotary_state_restored(model),
             random_state_restored(model),
             torch.enable_grad(),

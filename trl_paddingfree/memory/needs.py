@@ -23,6 +23,8 @@ WORKING_TENSORS = 3
 # Bytes per logit besides the logits: without Triton, TRL makes a tile into its gradient by seven more tensors at a
 # time, in float32 whatever the model's dtype, and a mask
 TORCH_TILE = 7 * 4 + 1
+# Entries from which on every optimizer of bitsandbytes that pages its state does
+_LARGE = 2**17
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,10 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
 def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequence[torch.Tensor]) -> int:
     """Bytes of the state that an optimizer of a class will have for what it trains: that of a sample, in proportion."""
     total = 0.0
-    for dtype in {parameter.dtype for parameter in parameters}:
-        alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-        sample = torch.nn.Parameter(torch.zeros(128, 128, dtype=dtype, device=alike[0].device))
+    for dtype, is_large in {(parameter.dtype, parameter.numel() >= _LARGE) for parameter in parameters}:
+        alike = [p for p in parameters if (p.dtype, p.numel() >= _LARGE) == (dtype, is_large)]
+        rows = _LARGE // 128 if is_large else 128
+        sample = torch.nn.Parameter(torch.zeros(rows, 128, dtype=dtype, device=alike[0].device))
         sample.grad = torch.zeros_like(sample)
         try:
             made = optimizer([sample], **options)
@@ -162,11 +165,11 @@ def needs_of(kept: KeptBytes, fixed: int, model: Any) -> MemoryNeeds:
     return MemoryNeeds(fixed, kept.kept, kept.recomputed, kept.outside, summed, tile, working)
 
 
-def fixed_bytes(models: Sequence[Any], optimizer: tuple[type, dict[str, Any]]) -> int:
-    """Weights of all models, and gradients and optimizer state of what is trained of the first."""
+def fixed_bytes(models: Sequence[Any], optimizer: tuple[type, dict[str, Any]], held: int = 0) -> int:
+    """
+    Weights of all models, or the bytes that are `held` before training, if other tensors make these more; and gradients
+    and optimizer state of what is trained of the first.
+    """
     trained = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
-    return (
-        tensor_bytes(tensor for model in models for tensor in weights(model))
-        + tensor_bytes(trained)
-        + optimizer_bytes(*optimizer, trained)
-    )
+    loaded = tensor_bytes(tensor for model in models for tensor in weights(model))
+    return max(loaded, held) + tensor_bytes(trained) + optimizer_bytes(*optimizer, trained)

@@ -1,5 +1,6 @@
 """The memory budget of a run: how many layers of each micro-batch recompute, and what no budget can hold."""
 
+import gc
 import inspect
 import json
 import math
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import DistributedType
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
@@ -20,7 +22,7 @@ from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from .device import GIB, PeakMemory, budget_bytes
 from .kept_bytes import count_kept_bytes, load
-from .needs import MemoryNeeds, fixed_bytes, needs_of
+from .needs import MemoryNeeds, fixed_bytes, needs_of, tensor_bytes
 
 logger = logging.get_logger(__name__)
 
@@ -51,7 +53,8 @@ class MemoryBudget:
         self.option, self.budget, self.needs = option, budget, needs
         self.layers, self.route, self.measured = layers, route, peak
         self.has_shrunk = False
-        self.micro_batches = self.recomputed = self.predicted = self.expected = self.number = self.beside = 0
+        self.micro_batches = self.recomputed = self.predicted = 0
+        self.expected = self.number = self.beside = self.held = 0  # of the pass that is being made
         self.observed, self.most_measured = 0, 0.0
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -123,6 +126,7 @@ class MemoryBudget:
     def start(self, batch: FlatBatch, number: int, beside: int = 0) -> None:
         """Record that a forward and backward pass begins, in which `number` layers recompute."""
         self.number, self.beside = number, beside
+        self.held = self.measured.held
         self.expected = self.peak(batch, number) + beside
         self.measured.reset()
 
@@ -137,7 +141,9 @@ class MemoryBudget:
 
     def _correct(self) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""
-        needs, fixed = self.needs, self.needs.fixed + self.beside
+        # What holds memory beside the models may have come since the plan was made
+        needs = replace(self.needs, fixed=max(self.needs.fixed, self.held))
+        fixed = needs.fixed + self.beside
         self.observed += 1
         uncorrected = (self.expected - fixed) / needs.correction
         self.most_measured = max(self.most_measured, (self.measured.current - fixed) / uncorrected)
@@ -204,6 +210,14 @@ def is_sharded(accelerator: Any) -> bool:
     return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
 
 
+def adds_up_shards(accelerator: Any) -> bool:
+    """Whether each backward pass adds shards of gradients up: FSDP's do, but where its first version offloads them."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return False
+    plugin = accelerator.state.fsdp_plugin
+    return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
+
+
 def plan_memory(trainer: Any, flat: FlatModel, peak: PeakMemory) -> MemoryBudget:
     """
     The plan of a trainer, a [`~trl_paddingfree.trainers.base.FlatTrainer`] whose models have their weights, for `flat`,
@@ -225,6 +239,8 @@ def plan_memory(trainer: Any, flat: FlatModel, peak: PeakMemory) -> MemoryBudget
     if images:  # a tower that nothing trains keeps nothing
         working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
         layers, kept = [layers[i] for i in working], kept.of(working)
+    gc.collect()  # what the check has left
+    held = peak.held
     if trainer.optimizer is None:
         optimizer, arguments = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     else:
@@ -234,6 +250,8 @@ def plan_memory(trainer: Any, flat: FlatModel, peak: PeakMemory) -> MemoryBudget
         # Defaults hold more than can be given: AdamW's have what tells it from Adam
         taken = inspect.signature(type(own)).parameters
         optimizer, arguments = type(own), {name: value for name, value in own.defaults.items() if name in taken}
-    needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments)), base)
+        states = [x for state in own.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        held -= tensor_bytes(x for x in states if x.device == accelerator.device)
+    needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments), held), base)
     flat.recomputable = layers
     return MemoryBudget(option, budget_bytes(option, accelerator.device), needs, layers, flat.route, peak)

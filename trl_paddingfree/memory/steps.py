@@ -14,7 +14,8 @@ from accelerate import DistributedType
 
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts, of_all_processes
-from .device import Attempt, is_allocation_failure
+from ..model.forward import is_allocation_failure
+from .device import Attempt
 from .needs import tensor_bytes
 from .parts import Part, PartMetrics, parts_that_fit, split_by_tokens, weighted_parts
 from .plan import MemoryBudget, is_sharded

@@ -7,6 +7,7 @@ model computes the flat tokens instead, and the answer is the same rows.
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -33,6 +34,8 @@ _ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat
 # Arguments of a forward that only rows have an answer to
 _OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
 _OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
+# What the libraries beneath PyTorch say of a failed allocation, in errors of no class of their own
+_FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _WITHOUT = "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})` computes padded rows"
 
 
@@ -70,14 +73,13 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     input_ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
-    with _explained_if_long(model, batch), _noise_of_rows(model, batch):
-        if is_pooled(model):
-            assert input_ids is not None
-            return _pooled(flat, batch, input_ids, kwargs)
-        if not fused_lm_head:
-            return _model_output(flat, batch, labels, kwargs)
-        assert labels is not None
-        outputs, _ = scored_in_rows(flat, batch, kwargs)
+    if is_pooled(model):
+        assert input_ids is not None
+        return _pooled(flat, batch, input_ids, kwargs)
+    if not fused_lm_head:
+        return _model_output(flat, batch, labels, kwargs)
+    assert labels is not None
+    outputs, _ = scored_in_rows(flat, batch, kwargs)
     return with_loss(model, outputs, labels, kwargs.get("num_items_in_batch"))
 
 
@@ -141,6 +143,7 @@ def forward_in_parts(
             "be called with `labels` and `fused_lm_head=True`: do so, or leave `memory_budget` and "
             "`max_tokens_per_micro_batch` out."
         )
+    refuse_unanswerable(flat.model.config, kwargs, fused_lm_head=True)
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
 
     # The labels are an argument of what is checkpointed: by their device it finds the random state to come back to
@@ -243,7 +246,12 @@ def _flat_backbone(
         given.append(outputs)
         return outputs
 
-    with features_in_order(model, batch), ExitStack() as hooks:
+    with (
+        features_in_order(model, batch),
+        _explained_if_long(model, batch),
+        _noise_of_rows(model, batch),
+        ExitStack() as hooks,
+    ):
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
             hooks.enter_context(backbone.register_forward_hook(give_head))
@@ -257,16 +265,20 @@ def _flat_backbone(
         )
 
 
+def is_allocation_failure(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: PyTorch's own, or that of a library that it calls."""
+    is_known = isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None
+    return isinstance(error, torch.OutOfMemoryError) or is_known
+
+
 @contextmanager
 def _explained_if_long(model: Any, batch: FlatBatch) -> Iterator[None]:
     """Within this context, what a model raises on a flat row that is longer than a row may be comes with the reason."""
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (IndexError, RuntimeError, ValueError) as error:
-        if not limits or length <= min(limits) or "allocate memory" in str(error):
+        if not limits or length <= min(limits) or is_allocation_failure(error):
             raise
         raise ValueError(
             f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} "
@@ -280,5 +292,5 @@ def _noise_of_rows(model: Any, batch: FlatBatch) -> AbstractContextManager[None]
     embeddings = model.get_input_embeddings()
     if (alpha := vars(embeddings).get("neftune_noise_alpha")) is None:
         return nullcontext()
-    in_rows = alpha * math.sqrt(batch.input_ids.size(1) / batch.row_index.size(1))
+    in_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
     return attributes_set([(embeddings, "neftune_noise_alpha", in_rows)])

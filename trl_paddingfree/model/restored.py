@@ -31,6 +31,20 @@ def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager
 
 
 @contextmanager
+def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """After this context, the buffers of `modules` are as they were: some layers count in them while they train."""
+    buffers = [(module, name, x) for module in modules for name, x in module.named_buffers(recurse=False)]
+    kept = [buffer.clone() for _, _, buffer in buffers]
+    try:
+        yield
+    finally:
+        for (module, name, buffer), before in zip(buffers, kept, strict=True):
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+            setattr(module, name, buffer)
+
+
+@contextmanager
 def random_state_restored(model: torch.nn.Module) -> Iterator[None]:
     """After this context, the random state of the CPU and of the accelerators of `model` is as it was before."""
     accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")  # for none, any

@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from accelerate import DistributedType
 from accelerate.data_loader import SeedableRandomSampler
-from datasets import Dataset
 from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.images import ImageProbe, has_images
-from ..data.lengths import example_tokens, example_work, row_lengths, token_lengths
+from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts
 from ..memory.parts import split_by_tokens
-from ..memory.plan import MemoryBudget
+from ..memory.plan import MemoryBudget, adds_up_shards
 from ..memory.steps import counts_in_parts
 from ..model.edits import refuse_lost_batch
 from ..model.vision import vision_rules
@@ -109,10 +108,14 @@ class CollatedTrainer(FlatTrainer):
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
+    def collated_by(self, name: str) -> Any:
+        """An argument of the collator, which may be one of the user's own, or else of the trainer."""
+        return getattr(self.data_collator, name, getattr(self.args, name))
+
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
-        limit = self.args.max_length
-        if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
+        limit = self.collated_by("max_length")
+        if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
             return limit is None or limit > length
         return bool((row_lengths(self.example_lengths()) > length).any())
 
@@ -136,10 +139,10 @@ class CollatedTrainer(FlatTrainer):
             rotary = [f"`rope_type={kind!r}` and rows of more than {length} tokens" for kind, length in reached]
             refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refuse_to_look_ahead(options, self.train_dataset, self.args)
-        refuse_rotary_padding(self.args.pad_to_multiple_of, limits, self.exceeds)
+        refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
         if options.has_budget and self._adds_up:
             refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args.gradient_accumulation_steps)
-        if options.refuses_oversized and isinstance(self.train_dataset, Dataset):
+        if options.refuses_oversized and has_known_lengths(self.train_dataset):
             tokens = example_tokens(self.example_lengths(), self.flat.route.prefix_sharing)
             longest = int(tokens.argmax())
             name = f"example {longest} of the training data"
@@ -193,7 +196,7 @@ class CollatedTrainer(FlatTrainer):
 
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
-        if not isinstance(self.train_dataset, Dataset) or self._is_vision_dataset:
+        if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
             return  # lengths are not known before an example comes, and then it is refused
         lengths = self.example_lengths()
         # Layers need most for the most tokens, attention for the longest row, the head for the longest completions, and
@@ -220,7 +223,7 @@ class CollatedTrainer(FlatTrainer):
         if flat.steps is None:
             self.counts.add(inputs["flat_batch"].counts)
             return step(model, inputs, num_items_in_batch)
-        is_known = isinstance(self.train_dataset, Dataset) or flat.steps.fits(inputs["flat_batch"])
+        is_known = has_known_lengths(self.train_dataset) or flat.steps.fits(inputs["flat_batch"])
         if flat.options.refuses_oversized and not is_known:  # an example of a stream is looked at when it comes
             limit, tokens = flat.options.max_tokens_per_micro_batch, inputs["rows"].tokens()
             refuse_oversized(limit, max(tokens), *self.smallest_part)
@@ -241,7 +244,7 @@ class CollatedTrainer(FlatTrainer):
 
         def make(examples: list[int]) -> RowPart:
             taken = rows.take(examples)
-            batch = replace(taken.batch(reach)["flat_batch"], companion=None)
+            batch = replace(taken.batch(reach)["flat_batch"], companion=None, packed=whole.packed)
             return RowPart(torch.tensor(rows.row_numbers(examples)), batch, taken.images())
 
         tokens = rows.tokens() if not self.flat.steps.fits(whole) else [0] * rows.num_examples
@@ -258,8 +261,9 @@ class CollatedTrainer(FlatTrainer):
     def synchronizing(self, is_last: bool) -> Iterator[None]:
         """A context for a part of a micro-batch, after the last of which gradients are synchronized."""
         state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
-        # DeepSpeed goes by the flag below, and has a `no_sync` that refuses some of its stages
-        holds = is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        # DeepSpeed goes by the flag below: its `no_sync` refuses some of its stages. FSDP's keeps gradients whole
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        holds = is_last or is_deepspeed or adds_up_shards(self.accelerator)
         state._set_sync_gradients(sync_gradients and is_last)
         try:
             with nullcontext() if holds else self.accelerator.no_sync(self.model_wrapped):

@@ -72,7 +72,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
         }
 
     def example_lengths(self) -> np.ndarray:
-        return truncated(super().example_lengths(), self.args.max_length, self.args.truncation_mode)
+        return truncated(super().example_lengths(), *map(self.collated_by, ("max_length", "truncation_mode")))
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if self.flat is None:

@@ -67,8 +67,8 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         return sizes
 
     def example_lengths(self) -> np.ndarray:
-        lengths = super().example_lengths().sum(1, keepdims=True)
-        return lengths if self.args.max_length is None else np.minimum(lengths, self.args.max_length)
+        lengths, limit = super().example_lengths().sum(1, keepdims=True), self.collated_by("max_length")
+        return lengths if limit is None else np.minimum(lengths, limit)
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if self.flat is not None:

@@ -13,6 +13,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 from trl import SFTConfig
 
+from ..data.lengths import has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
 from ..model import architecture
 from ..model.vision import why_no_images
@@ -76,6 +77,12 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
         raise ValueError(
             f"`peft_config` with `alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row, and "
             "a flat batch is one row. Use LoRA without them, or set `padding_free=False`."
+        )
+    velora = getattr(peft_config, "velora_config", None)  # not all versions of PEFT have it
+    if velora is not None and velora.init_type != "random":
+        raise ValueError(
+            f"`velora_config` with `init_type={velora.init_type!r}` makes gradients of an average over all tokens of a "
+            "call, padding and repeated prompts among them. Set `init_type='random'`, or `padding_free=False`."
         )
 
 
@@ -186,10 +193,10 @@ def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
 def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: Any, config: Any) -> None:
     """Refuse to arrange examples of data that is not known as a whole, or that TRL arranges itself."""
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
-    if not isinstance(train_dataset, Dataset):
+    if not has_known_lengths(train_dataset):
         raise ValueError(
-            f"{arranging} needs a data set of known length to look ahead in, and a streaming one has none: leave it "
-            "out, or load the data set without `streaming`."
+            f"{arranging} needs a data set of known length to look ahead in, and a streaming one, or one with a "
+            "transform, has none: leave it out, or load the data set without `streaming`."
         )
     if config.train_sampling_strategy == "batch_rebalance":
         raise ValueError(

@@ -69,7 +69,10 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     def coupled_by(self) -> list[str]:
         # What a function of the user's own makes of the rows of a micro-batch is not known
-        return [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
+        reasons = [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
+        if (alpha := self.args.neftune_noise_alpha) is not None and getattr(self.data_collator, "cuts_packed", False):
+            reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise has the size of the packed row
+        return reasons
 
     def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
         embeddings: Any = self.flat_base(self.model).get_input_embeddings()
@@ -107,7 +110,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         if self.flat is None or logits is None or not getattr(self.data_collator, "cuts_packed", False):
             return loss, logits, labels
         # Documents come one after another in one row, as TRL has those of packed rows: the number of rows says nothing
-        mask, labels = inputs["attention_mask"].bool(), labels.clone()
-        labels[:, 0] = IGNORE_INDEX
+        mask = inputs["attention_mask"].bool()
         inputs["input_ids"] = inputs["input_ids"][mask][None]  # which `include_for_metrics` may ask for
         return loss, logits[mask][None], labels[mask][None]
