@@ -7,32 +7,23 @@ __version__ = "0.3.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _MODULES = {
-    "flat.counts": ("BatchCounts",),
-    "flat.batch": ("FlatBatch",),
     "check.prove": ("CheckResult", "UnprovenModelError"),
     "data.collate": ("FlatCollator", "LanguageModelingCollator", "PreferenceCollator", "concatenated_inputs"),
     "data.collate_heads": ("RewardCollator", "UnpairedPreferenceCollator"),
     "data.task": ("Task",),
     "data.turns": ("split_turns",),
-    "trainers.collated": ("CollatedTrainer",),
-    "trainers.configs": (
-        "PaddingFreeDPOConfig",
-        "PaddingFreeGRPOConfig",
-        "PaddingFreeKTOConfig",
-        "PaddingFreeOptions",
-        "PaddingFreeRLOOConfig",
-        "PaddingFreeRewardConfig",
-        "PaddingFreeSFTConfig",
-    ),
-    "trainers.dpo": ("PaddingFreeDPOTrainer",),
-    "trainers.grpo": ("PaddingFreeGRPOTrainer",),
-    "trainers.kto": ("PaddingFreeKTOTrainer",),
-    "trainers.rloo": ("PaddingFreeRLOOTrainer",),
-    "trainers.reward": ("PaddingFreeRewardTrainer",),
-    "trainers.sft": ("PaddingFreeSFTTrainer",),
+    "flat.batch": ("FlatBatch",),
+    "flat.counts": ("BatchCounts",),
     "flat.segments": ("Segments",),
+    "trainers.collated": ("CollatedTrainer",),
+    "trainers.configs": ("PaddingFreeOptions",),
 }
-_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
+_TRAINERS = ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT")
+_EXPORTS = {
+    **{name: module for module, names in _MODULES.items() for name in names},
+    **{f"PaddingFree{name}Config": "trainers.configs" for name in _TRAINERS},
+    **{f"PaddingFree{name}Trainer": f"trainers.{name.lower()}" for name in _TRAINERS},
+}
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ def figure() -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            'Charts need matplotlib, which is not installed: `pip install "trl-paddingfree[plot]"`.'
-        ) from error
+        raise ImportError('Charts need matplotlib: `pip install "trl-paddingfree[plot]"`.') from error
     drawing = Figure(figsize=(11, 4), layout="constrained")
     axes = drawing.subplots(1, 2)
     for axis in axes:

@@ -1,4 +1,4 @@
-"""What the package wants of private names of transformers and TRL, each with the reason why.
+"""What the package wants of private names of transformers, TRL and PyTorch, each with the reason why.
 
 `tests/test_upstream.py` lists all of them, also those that the trainers extend or read on themselves, and fails by name
 when an upgrade moves one. Public names are imported where they are used.
@@ -21,33 +21,22 @@ from transformers import AttentionInterface, PreTrainedModel
 
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
-    """
-    The attention function that `module` would call under the implementation `name`.
-
-    "eager" is not in the registry: each modeling file has its own, with the model's soft-capping or sinks.
-    """
-    if name != "eager":
+    """The attention function that `module` would call under the implementation `name`."""
+    if name != "eager":  # which each modeling file has of its own, with the model's soft-capping or sinks
         return AttentionInterface()[name]
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """
-    `model` and the models within it that compute text: flat batches have no others.
-
-    A vision tower keeps its own attention: Qwen's branches on the name, and would run chunk by chunk under ours.
-    """
+    """`model` and the models within it that compute text: flat batches have no others."""
+    # A vision tower keeps its own attention: Qwen's branches on the name, and would run chunk by chunk under ours
     is_text = model.config.get_text_config() is model.config
     modules = (model if is_text else model.get_decoder()).modules()
     return [module for module in modules if isinstance(module, PreTrainedModel)]
 
 
 def takes_attention_function(model: PreTrainedModel) -> bool:
-    """
-    Whether every attention layer of `model` goes through `AttentionInterface`.
-
-    Falcon and others look their attention class up in a dict of their own, where a new name is a `KeyError`.
-    """
+    """Whether all attention goes through `AttentionInterface`: Falcon and others look it up in a dict of their own."""
     return all(module._can_set_attn_implementation() for module in text_models(model))
 
 
@@ -58,10 +47,8 @@ def attn_implementation(model: PreTrainedModel) -> str:
 
 def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
     """
-    Set a registered attention implementation on the text model and every part of it.
-
-    The public `set_attn_implementation` re-checks what kernels the name stands for, and refuses some models (GPT-OSS)
-    every name but a few.
+    Set a registered attention implementation on the text model and every part of it. The public function re-checks what
+    kernels the name stands for, and refuses some models (GPT-OSS) every name but a few.
     """
     model.config.get_text_config()._attn_implementation = name
     for module in text_models(model):
@@ -69,11 +56,7 @@ def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """
-    transformers' call of whichever flash attention `attn_implementation` names.
-
-    The registered function takes the kernel's name from the model's config, where ours stands.
-    """
+    """transformers' call of what `attn_implementation` names: the registered function reads the name in the config."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward, flash_attn_supports_top_left_mask
 
     kwargs["use_top_left_mask"] = flash_attn_supports_top_left_mask()
@@ -87,44 +70,21 @@ def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dt
     return get_target_dtype(query, module)
 
 
-# TRL's own tokenization and truncation of data, and its dropping of rows, without a model: what its trainers' methods
-# read of a trainer is all that they are given of one
+def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any) -> Callable[..., Any]:
+    """
+    TRL's own tokenization and truncation of data, and its dropping of rows, without a model: what it reads of a trainer
+    is a tokenizer and `read`. `arguments` are those that stand before the name of the data.
+    """
 
+    def prepare(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
+        options = {"max_length": max_length, "truncation_mode": truncation_mode}
+        known = {name: value for name, value in options.items() if name in trl_config.__dataclass_fields__}
+        config = trl_config("unused", bf16=False, **known)
+        on_completions = {"prompt", "completion"} <= set(dataset.column_names)
+        trainer = SimpleNamespace(_tokenizer=tokenizer, completion_only_loss=on_completions, **read)
+        return trl_trainer._prepare_dataset(trainer, dataset, tokenizer, config, *arguments, "inspected")
 
-def prepare_preferences(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """Preference data, tokenized by TRL."""
-    from trl import DPOConfig, DPOTrainer
-
-    config = DPOConfig("unused", bf16=False, max_length=max_length, truncation_mode=truncation_mode)
-    trainer: Any = SimpleNamespace(_tokenizer=tokenizer)
-    return DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "train")
-
-
-def prepare_instructions(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """Instruction data, tokenized by TRL."""
-    from trl import SFTConfig, SFTTrainer
-
-    config = SFTConfig("unused", bf16=False, max_length=max_length, truncation_mode=truncation_mode)
-    on_completions = {"prompt", "completion"} <= set(dataset.column_names)
-    trainer: Any = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=on_completions)
-    return SFTTrainer._prepare_dataset(trainer, dataset, tokenizer, config, False, None, "train")
-
-
-def prepare_pairs(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """Pairs for reward models, tokenized by TRL."""
-    from trl import RewardConfig, RewardTrainer
-
-    config = RewardConfig("unused", bf16=False, max_length=max_length)
-    return RewardTrainer._prepare_dataset(cast(Any, None), dataset, tokenizer, config, "train")
-
-
-def prepare_unpaired(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """Unpaired preferences, tokenized by TRL."""
-    from trl import KTOConfig, KTOTrainer
-
-    trainer: Any = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
-    config = KTOConfig("unused", bf16=False, max_length=max_length)
-    return KTOTrainer._prepare_dataset(trainer, dataset, tokenizer, config, "inspected")
+    return prepare
 
 
 def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
@@ -138,19 +98,14 @@ def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, tru
 
 def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     """
-    Whether one call of `module` in evaluation mode spoils its training: keep it in training mode.
-
-    On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks 4-bit weights for inference at the first such call, and the
-    repacked layer passes no gradient on to its input.
+    Whether one call in evaluation mode spoils the training of `module`: on CPUs with AVX512-BF16, bitsandbytes 0.50
+    then repacks 4-bit weights for inference, and the repacked layer passes no gradient on to its input.
     """
     return type(module).__module__.startswith("bitsandbytes.")
 
 
 class CastsUnlessAutocast:
-    """
-    True whenever autocast is off for devices of a type. As the value of PEFT's switch it is asked as each layer is
-    called: layers that are recomputed, and calls that generate or are outside of training, get what is right for them.
-    """
+    """True whenever autocast is off for a type of device: PEFT asks its switch anew in each call of a layer."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type
@@ -242,17 +197,13 @@ def state_functions(forward: Callable) -> dict[str, Callable]:
 
 
 def _missing_kernel(name: str, function: Callable) -> str | None:
-    """
-    The package whose kernel a function would call, empty if there is no such package; `None` if it is installed.
-
-    transformers keeps to itself which kernels it found. But without one it refuses boundaries before all else.
-    """
+    """The package whose kernel a function would call, empty if there is no such package; `None` if it is installed."""
     if (boundaries := _STATE_FUNCTIONS[name]) is None:
         return None if find_spec("mamba_ssm") else "mamba-ssm"
     # What transformers' decorator does not wrap has no kernel (LFM3); with the package `kernels`, it makes a module
     if not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):
         return ""
-    try:
+    try:  # transformers keeps to itself which kernels it found, but without one refuses boundaries before all else
         function(**{boundaries: True})
     except ValueError as error:
         return next((package.replace("_", "-") for package in _MISSING_KERNEL.findall(str(error))), None)

@@ -81,10 +81,7 @@ class CheckResult:
 
     @property
     def smallest_mistake(self) -> float:
-        """
-        The smallest mistake that would have shown in log-probabilities or in gradients, relative to what one token of
-        context does. Leaks show at any size, in the tokens that carry gradient.
-        """
+        """The smallest mistake that would show, relative to what one token of context does. Leaks show at any size."""
         found = self.gradients or GradientResult(skipped="not asked for")
         in_gradients = math.inf if found.skipped or found.failure else found.tolerance
         return min(self.tolerance / self.effect if self.effect else math.inf, in_gradients)
@@ -139,14 +136,8 @@ def check_flat(
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
             return CheckResult(route, failure=told_by(error))
-    result = CheckResult(
-        route,
-        error=reference.difference(flat, reference.alone),
-        noise=reference.noise,
-        leak=max(movements),
-        effect=reference.effect,
-        tolerance=reference.tolerance,
-    )
+    error, leak = reference.difference(flat, reference.alone), max(movements)
+    result = CheckResult(route, error, reference.noise, leak, reference.effect, reference.tolerance)
     if in_training is None or not agree(result.passed):
         return result
     return replace(result, gradients=check_gradients(in_training, route.prefix_sharing))

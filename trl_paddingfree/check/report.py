@@ -94,8 +94,9 @@ def check_model(
     tell: Callable[[str], Any] = lambda doing: None,
 ) -> ModelReport:
     """
-    Run the start-up check on a causal language model with every backend that this machine offers, and, unless an
-    `attn_implementation` is named, every flash attention package that is installed. `tell` is told what is done.
+    Run the start-up check on a causal language model or a reward model with every backend that this machine offers,
+    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is told what
+    is done.
     """
     model, chosen, refusal = load_model(name, dtype, attn_implementation), None, ""
     loaded_with = upstream.attn_implementation(model)

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..model import architecture
 from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
 from .probe import where
 
@@ -32,7 +31,6 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
         _resharded(modules),
         random_state_restored(model),
         torch.enable_grad(),
-        architecture.rotary_state_restored(model),
         torch.compiler.set_stance("force_eager"),  # hooks on compiled modules would not run
         call.no_sync() if isinstance(call, DistributedDataParallel) else nullcontext(),
         one_layer_of_each_kind(model),
@@ -73,9 +71,8 @@ def _kind(layer: torch.nn.Module) -> tuple:
 @contextmanager
 def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     """
-    Within this context, of layers of one kind only the first and the last compute; the others pass on what they get.
-    What a kind of layer forgets shows in any of them, and a deep model is differentiated in the time of a shallow one.
-    Of a model with sharded weights all compute: engines expect each to.
+    Within this context, of layers of one kind only the first and the last compute: what a kind forgets shows in any,
+    and a deep model takes the time of a shallow one. With sharded weights all compute, as engines expect.
     """
     skipped: list[tuple[Any, str, Any]] = []
     outputs: dict[tuple, Any] = {}

@@ -70,10 +70,7 @@ def prove_images(
     call: Call | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
-    """
-    Prove that images arrive where they belong, with `route`, which is exact on text, or, failing that, with the same
-    without shared prefixes. `call` and `agree` are those of [`~trl_paddingfree.check.prove.prove`].
-    """
+    """Prove that images arrive where they belong, by a `route` that is exact on text, else without shared prefixes."""
     reference, failed = ImagesAlone(model, examples, call), []
     for candidate in dict.fromkeys((route, route.without_sharing())):
         result = check_images(model, candidate, examples, call, reference)

@@ -27,9 +27,8 @@ def launch(task: str, argv: list[str]) -> int:
     say_where(training_args)
     script_args = without(argv, from_command_line)
     try:
-        accelerate_launch.launch_command(
-            accelerate_launch.launch_command_parser().parse_args([*launch_args, "--module", SCRIPT, task, *script_args])
-        )
+        command = [*launch_args, "--module", SCRIPT, task, *script_args]
+        accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(command))
     except subprocess.CalledProcessError as error:  # the script has said what went wrong
         return error.returncode
     return 0

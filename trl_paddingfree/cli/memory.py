@@ -94,10 +94,8 @@ def _first_layers(config: Any, number: int) -> Any:
 
 class _KernelBytes(torch.autograd.Function):
     """
-    Saves what flash attention saves, and computes nothing: there is no gradient through it.
-
-    That is queries, keys and values as they are given, the output, and one float per query and head. Of keys that
-    branches share, PyTorch's attention on CPUs keeps more: each head once for every query head that reads it.
+    Saves what flash attention saves (queries, keys and values as they are given, the output, one float per query and
+    head), and computes nothing. PyTorch on CPUs keeps keys that branches share once for each query head.
     """
 
     @staticmethod

@@ -34,7 +34,7 @@ def refuse(command: str, error: Exception) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands but those that hand their arguments on."""
-    as_written = argparse.RawDescriptionHelpFormatter
+    as_is = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="trl-paddingfree",
         description="TRL's trainers with next to no padding, and with shared prefixes computed once, exactly.",
@@ -44,15 +44,13 @@ def make_parser() -> argparse.ArgumentParser:
         "  trl-paddingfree check Qwen/Qwen3-0.6B\n"
         "  trl-paddingfree dpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized\n\n"
         + EXIT_CODES,
-        formatter_class=as_written,
+        formatter_class=as_is,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, examples: str = "") -> Any:
         description, epilog = f"{text[0].upper()}{text[1:]}.", f"examples:\n{examples}\n\n{EXIT_CODES}"
-        command = commands.add_parser(
-            name, help=text, description=description, epilog=epilog, formatter_class=as_written
-        )
+        command = commands.add_parser(name, help=text, description=description, epilog=epilog, formatter_class=as_is)
         command.set_defaults(parser=command)
         command.add_argument("--traceback", action="store_true", help=TRACEBACK)
         if examples:

@@ -5,8 +5,8 @@ import pkgutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import trl.rewards
@@ -22,7 +22,7 @@ from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
 from ..memory.device import GIB
 from ..trainers import TRAINERS
-from ..trainers.configs import silence
+from ..trainers.configs import option, silence
 from .options import LOADING, TRACEBACK, refuse
 
 
@@ -30,23 +30,18 @@ from .options import LOADING, TRACEBACK, refuse
 class SFTScriptArguments(ScriptArguments):
     """TRL's script arguments, one switch over the ways to batch, and one that cuts conversations into turns."""
 
-    batch_method: str | None = field(
-        default=None,
-        metadata={
-            "help": "One switch over `packing` and `padding_free`.",
-            "choices": ["padding", "packing", "padding_free"],
-        },
+    batch_method: Literal["padding", "packing", "padding_free"] | None = option(
+        None, "One switch over `packing` and `padding_free`."
     )
-    one_sample_per_turn: bool = field(
-        default=False,
-        metadata={"help": "Cut conversations into one sample per assistant turn; shared turns are computed once."},
+    one_sample_per_turn: bool = option(
+        False, "Cut conversations into one sample per assistant turn; shared turns are computed once."
     )
 
     def settle(self, training_args: Any) -> None:
         """Set what the switches stand for, unless another option contradicts one; turns stay side by side."""
         if training_args.packing and self.batch_method not in (None, "packing"):
             raise ValueError(
-                f"`--packing true` and `--batch_method {self.batch_method}` contradict each other: leave one out."
+                f"`--packing true` contradicts `--batch_method {self.batch_method}`: leave one of them out."
             )
         if self.batch_method is not None:
             training_args.packing = self.batch_method == "packing"
@@ -90,20 +85,16 @@ class SFTScriptArguments(ScriptArguments):
 class MessageArguments:
     """How the script says what is wrong."""
 
-    traceback: bool = field(default=False, metadata={"help": TRACEBACK})
+    traceback: bool = option(False, TRACEBACK)
 
 
 # Script arguments of tasks that have more than others
-SCRIPT_ARGUMENTS: dict[str, type[ScriptArguments]] = {
-    "sft": SFTScriptArguments,
-    "grpo": GRPOScriptArguments,
-    "rloo": RLOOScriptArguments,
-}
+_ARGUMENTS: dict[str, Any] = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
 
 
 def make_parser(task: str, prog: str | None = None) -> TrlParser:
     """The parser of a task's script: its trainer's options, and those of the data and the model."""
-    arguments = SCRIPT_ARGUMENTS.get(task, ScriptArguments)
+    arguments = _ARGUMENTS.get(task, ScriptArguments)
     types: list[Any] = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig, MessageArguments]
     parser = TrlParser(types, prog=prog)
     if task == "reward":  # the adapters that its head goes with; TRL's default is that of a language model
@@ -121,11 +112,7 @@ def say_where(training_args: Any) -> None:
 
 
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
-    """
-    Run the script of a task; if the command `launched` it, options that it does not know are for `accelerate launch`.
-
-    What is wrong with arguments, names and data ends it before training, with one line and exit code 2.
-    """
+    """Run the script of a task; if the command `launched` it, unknown options are for `accelerate launch`."""
     silence()
     given = sys.argv[1:] if args is None else args
     try:

@@ -66,15 +66,9 @@ class FlatCollator(DataCollatorMixin):
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
-        return FlatBatch.from_padded(
-            rows["input_ids"],
-            self.row_labels(rows),
-            lengths[:, 0].tolist(),
-            prefix_sharing=self.prefix_sharing,
-            reach=reach,
-            images=images,
-            **{name: getattr(self, name) for name in self.padded_by},
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
+        options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
+        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), **options)
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         rows = super().__call__(features, return_tensors)
@@ -142,12 +136,9 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
 
     >>> from trl_paddingfree import PreferenceCollator
     >>> collator = PreferenceCollator(pad_token_id=0, padding_free=True)
-    >>> batch = collator(
-    ...     [
-    ...         {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
-    ...         {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
-    ...     ]
-    ... )
+    >>> first = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
+    >>> second = {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]}
+    >>> batch = collator([first, second])
     >>> batch["input_ids"]
     tensor([[ 1,  2,  3,  4,  5],
             [ 7,  8,  9,  0,  0],

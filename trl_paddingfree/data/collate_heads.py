@@ -65,11 +65,7 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
 
 @dataclass
 class PromptGroups:
-    """
-    Gives the flat batch of prompts with several completions each, for predictions.
-
-    What will be generated is not known: every completion has the same length, and none starts like another.
-    """
+    """Gives the flat batch of prompts with unknown completions, equally long and all different, for predictions."""
 
     prefix_sharing: bool = True
     num_generations: int = 8

@@ -54,9 +54,7 @@ def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
 
 def load_rows(name: str, config: str | None = None, split: str = "train") -> Dataset:
     """One split of a hub data set, in one of its configurations, of a folder or a file: as [`load_data`] reads it."""
-    dataset = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)
-    if split not in dataset:
-        raise ValueError(
-            f"{name} has no split {split!r}, it has {list(dataset)}: name one with `--dataset_train_split`."
-        )
-    return dataset[split]
+    data = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)
+    if split not in data:
+        raise ValueError(f"{name} has no split {split!r}, it has {list(data)}: name one with `--dataset_train_split`.")
+    return data[split]

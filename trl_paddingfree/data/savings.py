@@ -27,7 +27,7 @@ class WasteReport:
     num_dropped: int  # of those sampled: rows that TRL drops because nothing to learn from is left
     max_length: int | None
     lengths: tuple[int, ...]  # of every sequence before truncation, in tokens; two per preference pair
-    batches: dict[int, tuple[BatchCounts, ...]]  # by batch size: pairs for DPO, rows for SFT, prompts for GRPO
+    batches: dict[int, tuple[BatchCounts, ...]]  # by batch size, which counts the task's units
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain numbers, for JSON."""
@@ -98,7 +98,7 @@ def measure(
         num_left, count = len(rows), _text_counts(rows, task, options)
     if not num_left:
         raise ValueError(
-            f"None of {len(dataset)} rows is left: every prompt fills `max_length={max_length}`. Raise `max_length`."
+            f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
         )
     order = np.arange(num_left) if in_order else np.random.default_rng(seed).permutation(num_left)
     found: dict[int, tuple[BatchCounts, ...]] = {}

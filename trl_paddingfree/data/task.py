@@ -1,6 +1,6 @@
 """Tasks: the columns, sequences and collators of a trainer's data, and its names."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ class Task:
     sequences: tuple[tuple[str, ...], ...]
     collator: type
     prepare: Callable[..., Dataset] | None = None
-    found_by: tuple[frozenset[str], ...] = ()
+    found_by: tuple[Collection[str], ...] = ()
     other_columns: tuple[str, ...] = ()
     truncates: bool = True
     vision_collator: type | None = None
@@ -77,7 +77,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     """
     names = set(columns)
     for task in tasks:
-        if any(names >= needed for needed in task.found_by):
+        if any(names.issuperset(needed) for needed in task.found_by):
             if names & {"image", "images"} and task.vision_collator is None:
                 raise ValueError(f"The data set has columns {sorted(names)}: only SFT and DPO train on images.")
             return task

@@ -123,7 +123,5 @@ def _report_lost(dataset: Dataset, num_kept: int) -> None:
     if not num_kept:
         first = dataset.select(range(min(10, len(dataset))))["messages"]
         roles = sorted({str(message["role"]) for messages in first for message in messages})
-        raise ValueError(
-            f"{lost}. The roles of the first are {roles}, and turns are those of 'assistant': rename them."
-        )
+        raise ValueError(f"{lost}. The first have the roles {roles}, and turns are those of 'assistant': rename them.")
     logger.warning(f"{lost}: they give no row.")

@@ -55,14 +55,8 @@ def check_preferences(dataset: Any, tokenizer: Any, name: str, num_proc: int | N
         )
     if not isinstance(dataset, Dataset):
         return dataset.map(_refuse_bad_pair, with_indices=True, fn_kwargs={"name": name})
-    oddities = dataset.map(
-        _pair_oddities,
-        with_indices=True,
-        fn_kwargs={"name": name},
-        remove_columns=dataset.column_names,
-        num_proc=num_proc,
-        desc=f"Checking {name} dataset",
-    )
+    options: dict[str, Any] = {"num_proc": num_proc, "desc": f"Checking {name} dataset", "with_indices": True}
+    oddities = dataset.map(_pair_oddities, fn_kwargs={"name": name}, remove_columns=dataset.column_names, **options)
     counts = {oddity: sum(oddities[oddity]) for oddity in oddities.column_names}
     if found := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
         logger.warning(f"The {name} data: {', '.join(found)}, of {len(dataset)} pairs. They are kept, as in TRL.")
@@ -180,20 +174,13 @@ def _token_columns(dataset: Any) -> list[str]:
 
 
 def log_dropped(
-    name: str,
-    before: Any,
-    after: Any,
-    max_length: int | None,
-    reason: str = "leaves nothing to learn from",
-    examples_of_row: int = 1,
+    name: str, before: Any, after: Any, max_length: Any, reason: str = "leaves nothing to learn from", per_row: int = 1
 ) -> None:
-    """Say how many examples TRL left out for the `reason` of their length; refuse data of which none is left."""
-    if not isinstance(before, Dataset) or len(after) == (examples := examples_of_row * len(before)):
+    """Say how many examples TRL left out for the `reason` of their length, `per_row` of each; refuse if none stays."""
+    if not isinstance(before, Dataset) or len(after) == (examples := per_row * len(before)):
         return
-    dropped = (
-        f"The {name} data: dropped {examples - len(after)} of {examples} examples, which "
-        f"`max_length={max_length}` {reason}."
-    )
+    why = f"which `max_length={max_length}` {reason}"
+    dropped = f"The {name} data: dropped {examples - len(after)} of {examples} examples, {why}."
     if not len(after):
         raise ValueError(f"{dropped} Raise `max_length`.")
     logger.warning(f"{dropped} Raise `max_length` to keep them.")

@@ -82,18 +82,14 @@ class FlatVisionCollator(FlatCollator):
         if not (rows["input_ids"] == rules.token_id).any():
             return None
         copies = len(rows["input_ids"]) // len(keys)
-        blocks = rows.get(rules.block_row)
+        groups = np.unique(keys, return_inverse=True)[1].tolist() * copies
+        types = rows.get(rules.block_row)
+        blocks = None if types is None else np.isin(types.numpy(), rules.block_types)
         grids = {}
         if rules.counts_grids and "mm_token_type_ids" in rows and "image_grid_thw" in rows:
             grids = {name: rows[name] for name in (*COUNTED_ROWS, "image_grid_thw")}
-        return RowImages(
-            token_id=rules.token_id,
-            groups=np.unique(keys, return_inverse=True)[1].tolist() * copies,
-            copies=copies,
-            blocks=None if blocks is None else np.isin(blocks.numpy(), rules.block_types),
-            grids=grids,
-            num_pixels=sum(image.numel() for image in rows.get("pixel_values", ())),
-        )
+        num_pixels = sum(image.numel() for image in rows.get("pixel_values", ()))
+        return RowImages(rules.token_id, groups, copies, blocks, grids, num_pixels)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
@@ -39,6 +39,11 @@ class BatchCounts:
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*map(add, self.as_tuple(), other.as_tuple()))
+
+    def in_parts(self, parts: "Sequence[BatchCounts]") -> "BatchCounts":
+        """Those of the same rows computed in `parts`, or whole if there are none."""
+        computed = sum(parts, BatchCounts()) if parts else self
+        return replace(self, computed=computed.computed, repeated=computed.repeated)
 
     def as_tuple(self) -> tuple[int, int, int, int, int]:
         """The counts, in the order above."""
@@ -79,11 +84,6 @@ class TokenCounts:
             "flat/peak_memory_gib": processes[:, -1].max().item() / 2**30,
             **({"flat/repeated_by_state_layers": repeated} if repeats else {}),
         }
-
-
-def gathered(counts: BatchCounts, accelerator: Any) -> BatchCounts:
-    """The sum of the counts of all processes."""
-    return BatchCounts(*of_all_processes(counts.as_tuple(), accelerator).sum(0).tolist())
 
 
 def of_all_processes(values: Sequence[float], accelerator: Any) -> torch.Tensor:

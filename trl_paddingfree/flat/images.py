@@ -100,15 +100,11 @@ class FlatImages(HasTensors):
 
 
 def flat_blocks(blocks: np.ndarray, paths: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """
-    `(size,)` int64: the image block of each flat token, or -1, by runs in `blocks` of shape `(R, L)`.
-
-    A block is named by the flat position of its first token, so that rows that share it give it the same name.
-    """
+    """`(size,)` int64: the image block of each flat token, or -1, by runs in `blocks` of shape `(R, L)`."""
     flat = np.full(size, -1)
     for row, path in zip(blocks, paths, strict=True):
         inside = row[: len(path)]
         begins = inside & ~np.concatenate([[False], inside[:-1]])
         firsts = np.maximum.accumulate(np.where(begins, np.arange(len(path)), 0))
-        flat[path[inside]] = path[firsts[inside]]
+        flat[path[inside]] = path[firsts[inside]]  # the first token's place: rows that share a block name it alike
     return flat

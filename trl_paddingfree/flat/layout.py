@@ -93,10 +93,7 @@ class FlatLayout(HasTensors):
         return self if self.blocks is None else self.derived("without blocks", partial(replace, self, blocks=None))
 
     def chunked(self, size: int) -> "FlatLayout":
-        """
-        The layout of layers in which tokens attend within chunks of `size` positions, as in Llama 4: no kernel needs to
-        know of chunks, because each segment is cut where a chunk of its row ends.
-        """
+        """The layout of attention within chunks of `size` positions (Llama 4): segments are cut where a chunk ends."""
 
         def make() -> FlatLayout:
             return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)

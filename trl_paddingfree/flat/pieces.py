@@ -108,10 +108,8 @@ def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
 
 def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
     """
-    One axis on which the `size` tokens before each segment on its path stand before it, made once for all layers. Where
-    a row begins, there are fewer, and the places of the others are empty.
-
-    Gives the flat token in each place of this axis, and the place of each flat token, `(T,)` int64.
+    One axis on which the `size` tokens before each segment on its path stand before it, or empty places: the flat token
+    in each place, and the place of each flat token, `(T,)` int64. Made once for all layers.
     """
 
     def make() -> tuple[RowIndex, torch.Tensor]:

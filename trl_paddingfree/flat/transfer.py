@@ -29,15 +29,12 @@ class HasTensors:
         return self._with(tensors, _views(_packed(tensors), tensors))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """
-        The same on another device, or as it is if it is there: to an accelerator in one copy, which the host does not
-        wait for. Parts are made beside a batch that has been moved: what is not on `device` is all on one other.
-        """
+        """The same on another device, or itself: to an accelerator in one copy, which the host does not wait for."""
         to = torch.device(device)
         tensors = [x for x in self._tensors() if x.device.type != to.type or to.index not in (None, x.device.index)]
         if not tensors:
             return self
-        if tensors[0].device.type != "cpu" or not _is_accelerator(to):
+        if tensors[0].device.type != "cpu" or not _is_accelerator(to):  # what is to move is all on one device
             return self._with(tensors, [x.to(to, non_blocking=non_blocking) for x in tensors])
         return self._with(tensors, _views(_pinned(tensors).to(to, non_blocking=True), tensors))
 

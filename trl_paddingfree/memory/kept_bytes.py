@@ -19,10 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout
-from ..model import architecture
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
 from ..model.backends import ATTENTION_BACKENDS
-from ..model.restored import buffers_restored, modes_restored, random_state_restored
+from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
 from ..model.routes import Route
 from ..model.state_layers import state_layers
 from ..model.state_tree import chunk_sizes
@@ -204,19 +203,14 @@ def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> 
 @contextmanager
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
     """Training mode with gradients, nothing recomputed. Afterwards all that this changes is as before."""
-    checkpointing = checkpointing_layers(model)
-    flags = [layer.gradient_checkpointing for layer in checkpointing]
-    try:
-        with (
-            modes_restored(model.modules()),
-            buffers_restored(model.modules()),
-            architecture.rotary_state_restored(model),
-            random_state_restored(model),
-            torch.enable_grad(),
-        ):
-            model.train()
-            recompute_first(layers, 0)
-            yield
-    finally:
-        for layer, flag in zip(checkpointing, flags, strict=True):
-            layer.gradient_checkpointing = flag
+    flags = [(layer, "gradient_checkpointing", layer.gradient_checkpointing) for layer in checkpointing_layers(model)]
+    with (
+        modes_restored(model.modules()),
+        attributes_set(flags),
+        buffers_restored(model.modules()),
+        random_state_restored(model),
+        torch.enable_grad(),
+    ):
+        model.train()
+        recompute_first(layers, 0)
+        yield

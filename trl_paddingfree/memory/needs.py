@@ -74,15 +74,11 @@ class MemoryNeeds:
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
     def offloaded(self, load: np.ndarray) -> tuple[int, int]:
-        """
-        Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host.
-
-        What is kept outside of the layers is moved, too, but counts at the peak: it is used right after the last layer.
-        """
+        """Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host."""
         kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
         working, outside = np.dot(self.working, load), np.dot(self.outside, load)
         on_device = outside + STASHED * recomputed.max() + max(self._head(load), kept.max() + working)
-        host = self.correction * (recomputed.sum() + outside)
+        host = self.correction * (recomputed.sum() + outside)  # moved too, but used right after the last layer
         return self.fixed + round(self.correction * on_device), round(host)
 
     def num_recomputed(self, load: np.ndarray, budget: int) -> int:
@@ -153,7 +149,7 @@ def needs_of(kept: KeptBytes, fixed: int, model: Any) -> MemoryNeeds:
     summed, tile = [0.0] * len(LOADS), (0, 0)
     if not is_pooled(model):
         head = model.get_output_embeddings().weight
-        summed[LOADS.index("scored")] = 4 * model.config.get_text_config().hidden_size
+        summed[LOADS.index("scored")] = 4 * model.config.get_text_config().hidden_size  # gradients add up in float32
         summed[LOADS.index("constant")] = 4 * head.numel() * head.requires_grad
         rows, columns = upstream.lm_head_tile()
         # TRL computes in the dtype of autocast, which is not wider than this

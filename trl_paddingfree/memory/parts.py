@@ -16,6 +16,8 @@ from ..model.restored import attributes_set
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 # What is left of a limit under which a part did not fit
 _LOWERED = 0.9
+# From the tokens of each item and a limit to the items of each part
+Split = Callable[[Sequence[int], int], list[list[int]]]
 
 
 def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:
@@ -50,11 +52,7 @@ def split_in_order(tokens: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def parts_that_fit(
-    tokens: Sequence[int],
-    limit: int,
-    split: Callable[[Sequence[int], int], list[list[int]]],
-    make: Callable[[list[int]], Any],
-    fits: Callable[[Any], bool],
+    tokens: Sequence[int], limit: int, split: Split, make: Callable[[list[int]], Any], fits: Callable[[Any], bool]
 ) -> list[Any]:
     """
     What `make` gives of the items of each part of a micro-batch, in parts that fit: as few as `split`, one of the
@@ -86,11 +84,7 @@ class Part:
 
 
 def weighted_parts(
-    batches: list[dict[str, Any]],
-    count: Callable[[dict[str, Any]], dict[str, int]],
-    *,
-    num_wanted: int,
-    is_normalized: bool,
+    batches: list[dict[str, Any]], count: Callable[[Any], dict[str, int]], *, num_wanted: int, is_normalized: bool
 ) -> list[Part]:
     """
     The parts of a micro-batch, with their weights; `count` gives the sizes of a batch, see [`Part`].

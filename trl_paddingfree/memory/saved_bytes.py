@@ -13,11 +13,7 @@ from ..model.restored import local_part
 
 
 class _Saved:
-    """
-    What autograd keeps of a tensor that it saves while bytes are counted: its storage.
-
-    The tensor itself would hold the node that computed it, and with that node this, and nothing would ever be freed.
-    """
+    """The storage of a tensor that autograd saves: the tensor would hold its node, and nothing would ever be freed."""
 
     def __init__(self, tensor: torch.Tensor):
         self.storage = local_part(tensor).untyped_storage()
@@ -34,12 +30,9 @@ class _Record(NamedTuple):
 
 class SavedBytes:
     """
-    Bytes that a forward pass within [`SavedBytes.counting`] keeps: distinct storages, without those of parameters.
-    No backward pass can follow.
-
-    A storage that several layers save, or that all are given beside the hidden states (masks, rotary embeddings),
-    belongs to none of them: it stays whichever of them recompute. What autograd has let go of is not counted, nor is
-    what a pass without gradients computes, such as that of a reference model; their memory serves other tensors.
+    Bytes that a forward pass within [`SavedBytes.counting`] keeps, and no backward pass follows: distinct storages,
+    without those of parameters, and of what autograd has let go of. A storage that several layers save, or that all are
+    given beside the hidden states (masks, rotary embeddings), belongs to none: it stays whichever of them recompute.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module]):

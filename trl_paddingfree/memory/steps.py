@@ -13,11 +13,11 @@ import torch
 from accelerate import DistributedType
 
 from ..flat.batch import FlatBatch, RowPart
-from ..flat.counts import BatchCounts, of_all_processes
+from ..flat.counts import of_all_processes
 from ..model.forward import is_allocation_failure
 from .device import Attempt
 from .needs import tensor_bytes
-from .parts import Part, PartMetrics, parts_that_fit, split_by_tokens, weighted_parts
+from .parts import Part, PartMetrics, Split, parts_that_fit, split_by_tokens, weighted_parts
 from .plan import MemoryBudget, is_sharded
 
 Loss = torch.Tensor
@@ -26,10 +26,7 @@ Within = tuple[Part, PartMetrics] | None  # the part of a micro-batch that is be
 
 
 class BudgetedSteps:
-    """
-    The training steps of one [`~trl_paddingfree.trainers.base.FlatTrainer`] under `memory_budget`, with its plan, under
-    `max_tokens_per_micro_batch`, the `limit`, or under both.
-    """
+    """The training steps of a trainer under `memory_budget`, with its plan, a `limit` of tokens, or both."""
 
     def __init__(self, trainer: Any, memory: MemoryBudget | None, limit: int | None):
         self.trainer, self.memory, self.limit = trainer, memory, limit
@@ -41,7 +38,7 @@ class BudgetedSteps:
         self.recomputes_twice = False  # whether layers recompute within parts that are computed again
 
     def fits(self, batch: FlatBatch, is_alone: bool = False) -> bool:
-        """Whether a batch need not be split: one item, alone, needs no parts because of its tokens."""
+        """Whether a batch need not be split. One item alone may be above the limit of tokens, but not above memory."""
         in_memory = self.memory is None or self.memory.can_hold(batch)
         return in_memory and (is_alone or self.limit is None or batch.counts.computed <= self.limit)
 
@@ -75,7 +72,8 @@ class BudgetedSteps:
         return self._sum_of(step, parts, num_items, number)
 
     def _count(self, inputs: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-        self.trainer.counts.add(counts_in_parts(inputs["flat_batch"].counts, [part["flat_batch"] for part in parts]))
+        counts = [part["flat_batch"].counts for part in parts]
+        self.trainer.counts.add(inputs["flat_batch"].counts.in_parts(counts))
 
     def _parts(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """The batches that fit; `inputs` if that does."""
@@ -209,11 +207,7 @@ class BudgetedSteps:
             self.attempt = Attempt(self.trainer)
 
     def divided(
-        self,
-        whole: FlatBatch,
-        tokens: Sequence[int],
-        make: Callable[[list[int]], RowPart],
-        split: Callable[[Sequence[int], int], list[list[int]]],
+        self, whole: FlatBatch, tokens: Sequence[int], make: Callable[[list[int]], RowPart], split: Split
     ) -> FlatBatch:
         """
         The batch of a pass that trains, with the parts in which it fits.
@@ -221,24 +215,24 @@ class BudgetedSteps:
         `tokens` are those of each item that is not divided, a row or a pair of them; `make` gives the part of some
         items, and `split` says which share one, see [`~trl_paddingfree.memory.parts`].
         """
-        memory = self.memory
+        memory, accelerator = self.memory, self.trainer.accelerator
         fits = self.fits(whole, is_alone=len(tokens) == 1)
-        # Where weights are sharded, all processes recompute as often
-        number, fits = self._agree_on_whole(0 if memory is None else memory.num_recomputed(whole), fits)
+        number = 0 if memory is None else memory.num_recomputed(whole)
+        if is_sharded(accelerator):  # all processes recompute as often
+            number, too_large = of_all_processes([number, not fits], accelerator).amax(0).tolist()
+            fits = not too_large
         if fits:
             if memory is None:
                 return whole
             memory.start(whole, number)
             self.largest, self.recomputes_twice = (whole, number, len(tokens)), False
             return replace(whole, recomputed=number)
-        if is_sharded(self.trainer.accelerator):
+        if is_sharded(accelerator):
             reason = "where weights are sharded it cannot run in parts, because all processes gather them together"
             raise self._cannot_split(whole, reason)
-        kwargs: Any = self.trainer.args.gradient_checkpointing_kwargs or {}
-        if kwargs.get("use_reentrant") and self.trainer.accelerator.num_processes > 1:
-            raise self._cannot_split(
-                whole, "with `use_reentrant=True` processes exchange gradients of its last part only"
-            )
+        if self._is_reentrant and accelerator.num_processes > 1:
+            reason = "with `use_reentrant=True` processes exchange gradients of its last part only"
+            raise self._cannot_split(whole, reason)
         beside = self.beside if len(tokens) > 1 else 0
 
         def keeps_all(part: RowPart) -> bool:
@@ -273,13 +267,9 @@ class BudgetedSteps:
         """Bytes that parts beneath a loss need on top: gradients are added up over them before they reach `grad`."""
         return tensor_bytes(p for p in self.trainer.model.parameters() if p.requires_grad)
 
-    def _agree_on_whole(self, number: int, fits: bool) -> tuple[int, bool]:
-        """How many layers recompute, and whether rows fit, on the process that has to recompute most."""
-        accelerator = self.trainer.accelerator
-        if not is_sharded(accelerator):
-            return number, fits
-        number, too_large = of_all_processes([number, not fits], accelerator).amax(0).tolist()
-        return number, not too_large
+    @property
+    def _is_reentrant(self) -> bool:
+        return bool((self.trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
 
     def _cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
         if self.memory is not None and not self.memory.can_hold(batch):
@@ -293,16 +283,9 @@ class BudgetedSteps:
 
     def _why_not_again(self, memory: MemoryBudget) -> str:
         """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
-        kwargs: Any = self.trainer.args.gradient_checkpointing_kwargs or {}
-        if self.recomputes_twice and kwargs.get("use_reentrant"):
+        if self.recomputes_twice and self._is_reentrant:
             return (
                 "Layers that recompute within parts of a micro-batch add to the same gradients several times with "
                 "`use_reentrant=True`, so that it cannot be computed again. Leave `use_reentrant` out."
             )
         return memory.why_not_again(self.trainer.accelerator)
-
-
-def counts_in_parts(whole: BatchCounts, parts: Sequence[FlatBatch]) -> BatchCounts:
-    """The counts of a micro-batch that is computed in parts, or whole if there are none."""
-    computed = sum((part.counts for part in parts), BatchCounts()) if parts else whole
-    return replace(whole, computed=computed.computed, repeated=computed.repeated)

@@ -1,7 +1,6 @@
 """Models by public names of their layers and configurations: limits, rotary kinds, dropout, layers that recompute."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,7 @@ def position_limits(model: PreTrainedModel) -> list[int]:
 
 
 def scales_by_place(module: Any, length: int) -> bool:
-    """
-    Whether a layer scales its queries by their place on an axis of `length` tokens, whatever their `position_ids`:
-    those of Llama 4 without rotary positions do (`attn_temperature_tuning`). Below `floor_scale` tokens the scale is 1.
-    """
+    """Whether a layer scales queries by their place on an axis of `length` tokens, as some of Llama 4's do."""
     is_tuned = vars(module).get("attn_temperature_tuning") and not module.use_rope
     return bool(is_tuned) and length >= module.floor_scale
 
@@ -61,34 +57,16 @@ def beyond_varlen(model: torch.nn.Module) -> list[str]:
 
 
 def rotary_limits(config: Any) -> dict[str, int]:
-    """
-    Kinds of rotary frequencies that follow the longest row of a batch, with the length from which on they do.
-
-    transformers recomputes those of "longrope" and "dynamic" in each forward, from the largest of all positions.
-    """
+    """Kinds of rotary frequencies that follow the longest row of a batch, with the length from which on they do."""
     parameters = config_value(config, "rope_parameters") or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per kind of layer
     limits = {}
-    for kind in kinds:
+    for kind in kinds:  # of these, transformers recomputes the frequencies in each forward, from the largest position
         if kind.get("rope_type") == "longrope":
             limits["longrope"] = kind["original_max_position_embeddings"]
         elif "dynamic" in str(kind.get("rope_type")):
             limits[kind["rope_type"]] = config.max_position_embeddings
     return limits
-
-
-@contextmanager
-def rotary_state_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Frequencies of kind "dynamic" are kept, with their length, until a longer row comes, or a short one."""
-    before: list[tuple[torch.nn.Module, str, Any]] = []
-    for module in model.modules():
-        if lengths := [(module, name, x) for name, x in vars(module).items() if name.endswith("max_seq_len_cached")]:
-            before += lengths + [(module, name, x) for name, x in module.named_buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 def functional_dropout(model: torch.nn.Module) -> dict[str, float]:

@@ -89,9 +89,7 @@ def flash_attention(layout: FlatLayout, previous: str, module, query, key, value
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
     output = upstream.flash_attention_forward(
-        q[None],
-        k[None],
-        v[None],
+        *(x[None] for x in (q, k, v)),
         attention_mask=None,
         query_length=len(q),
         softmax_scale=scaling,
@@ -204,10 +202,7 @@ class StandIn(str):
 
 
 def register_attention(previous: str, backend: BackendName) -> StandIn:
-    """
-    Register an attention implementation that computes flat batches with `backend`, and calls without one (generation,
-    padded rows) with `previous`. Gives the name to set as the model's attention implementation.
-    """
+    """Register attention that computes flat batches by `backend`, other calls by `previous`; gives the name to set."""
     name = StandIn(previous, backend)
     AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
     AttentionMaskInterface.register(name, AttentionMaskInterface()[previous])  # padded calls keep their masks

@@ -87,11 +87,7 @@ class EditsFound:
 
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: dict[str, Any], in_parts: bool = False) -> None:
-        """
-        Compare the rows among `inputs` with `batch`; raises at once where that takes no waiting.
-
-        Of rows that are computed `in_parts`, which were cut before, fewer scored tokens are an edit, too.
-        """
+        """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""
         self.read()
         found = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
         if found.is_cpu or found.is_meta:

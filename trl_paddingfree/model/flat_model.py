@@ -100,11 +100,6 @@ class FlatModel:
         innermost = inspect.unwrap(self.model.forward, stop=lambda function: hasattr(function, "depth"))
         return getattr(innermost, "depth", None) == len(self.previous) - 1
 
-    @property
-    def previous_forward(self) -> Callable:
-        """The forward that was there before."""
-        return self.previous[-1]
-
     def _called(self, depth: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Our forward, as it was put on with `depth` others beneath."""
         batch = kwargs.pop("flat_batch", None)
@@ -120,7 +115,7 @@ class FlatModel:
         elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
-            return self.previous_forward(*args, **kwargs)
+            return self.previous[-1](*args, **kwargs)
         if batch.parts and torch.is_grad_enabled():
             return forward_in_parts(self, batch, **kwargs)
         self.prepare(batch)

@@ -8,7 +8,7 @@ model computes the flat tokens instead, and the answer is the same rows.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -90,19 +90,18 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) 
     shape `(T, experts)` for each layer, or `None`.
     """
     with _flat_backbone(flat, batch, batch.scored_of) as given:
-        # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the
-        # tokens of all rows, so a token counts once for each row that contains it.
-        outputs = flat.previous_forward(
-            **kwargs,
-            input_ids=batch.input_ids,
-            position_ids=flat_positions(flat.model, batch),
-            attention_mask=batch.token_rows,
-            shift_labels=batch.shift_labels,
-            fused_lm_head=True,
-        )
+        inputs = {**_flat_inputs(flat, batch), "shift_labels": batch.shift_labels}
+        outputs = flat.previous[-1](**kwargs, **inputs, fused_lm_head=True)
     rows = {name: batch.scored_to_rows(x) for name, x in _per_token(outputs).items()}
     routers = None if outputs.aux_loss is None else given[0].router_logits
     return replace(outputs, **rows), routers
+
+
+def _flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
+    # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
+    # of all rows, so a token counts once for each row that contains it
+    positions = flat_positions(flat.model, batch)
+    return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
 
 
 def _per_token(outputs: Any) -> dict[str, Any]:
@@ -122,12 +121,7 @@ def with_loss(model: Any, outputs: Any, labels: torch.Tensor, num_items: Any) ->
 
 
 def forward_in_parts(
-    flat: "FlatModel",
-    batch: FlatBatch,
-    *,
-    labels: torch.Tensor | None = None,
-    fused_lm_head: bool = False,
-    **kwargs: Any,
+    flat: "FlatModel", batch: FlatBatch, *, labels: Any = None, fused_lm_head: bool = False, **kwargs: Any
 ) -> Any:
     """
     The answer of TRL's head to rows that the model computes in parts, one after another, with the gradients of the
@@ -167,15 +161,14 @@ def forward_in_parts(
 
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    flat_kwargs = {**kwargs, "input_ids": batch.input_ids, "position_ids": flat_positions(flat.model, batch)}
-    flat_kwargs["attention_mask"] = batch.token_rows  # see [`scored_in_rows`]
+    flat_kwargs = {**kwargs, **_flat_inputs(flat, batch)}
     if labels is None:
         with _flat_backbone(flat, batch, calls_decoder=True):
-            outputs = flat.previous_forward(**flat_kwargs)
+            outputs = flat.previous[-1](**flat_kwargs)
         logits = batch.tokens_to_rows(outputs.logits)
     else:
         with _flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
-            outputs = flat.previous_forward(**flat_kwargs, labels=labels)
+            outputs = flat.previous[-1](**flat_kwargs, labels=labels)
         logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
     kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
     return type(outputs)(logits=logits, **kept)
@@ -189,9 +182,7 @@ def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, kwargs
     row ends in tokens that pad others (pad = eos), the head reads what stands before them, here as there.
     """
     if batch.empty_rows:
-        raise ValueError(
-            f"{batch.empty_rows} of {len(batch.row_mask)} rows have no token to read: leave out rows without tokens."
-        )
+        raise ValueError(f"{batch.empty_rows} of {len(batch.row_mask)} rows have no token to read: leave them out.")
     is_token = (input_ids != flat.model.config.get_text_config().pad_token_id) & batch.row_mask
     last = (torch.arange(input_ids.size(1), device=input_ids.device) * is_token).argmax(1, keepdim=True)
     positions = batch.row_index.gather(1, last)
@@ -200,16 +191,12 @@ def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, kwargs
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
     with _flat_backbone(flat, batch, read, swaps_inputs=True):
-        return flat.previous_forward(**kwargs, input_ids=input_ids.gather(1, last))
+        return flat.previous[-1](**kwargs, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
 def _flat_backbone(
-    flat: "FlatModel",
-    batch: FlatBatch,
-    for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    swaps_inputs: bool = False,
-    calls_decoder: bool = False,
+    flat: "FlatModel", batch: FlatBatch, for_head: Any = None, swaps_inputs: bool = False, calls_decoder: bool = False
 ) -> Iterator[list[Any]]:
     """
     Within this context, the model's backbone is told of the layout and returns only what the head needs: what

@@ -53,7 +53,7 @@ class FlatMask(torch.Tensor):
             masks = [x for x in args if isinstance(x, cls)]
             if not masks or result.shape != masks[0].shape:
                 raise RuntimeError(
-                    f"the model computes with its attention mask ({func.__name__}), and needs a dense one"
+                    f"the model computes with its attention mask ({func.__name__}): it needs a dense one"
                 )
             result.flat_layout = masks[0].flat_layout.to(result.device)
         return result

@@ -32,13 +32,16 @@ def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager
 
 @contextmanager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """After this context, the buffers of `modules` are as they were: some layers count in them while they train."""
-    buffers = [(module, name, x) for module in modules for name, x in module.named_buffers(recurse=False)]
-    kept = [buffer.clone() for _, _, buffer in buffers]
+    """After this context, buffers are as before: layers count in some, and "dynamic" rotary frequencies are others."""
+    modules = [*modules]
+    buffers = [(module, name, x, x.clone()) for module in modules for name, x in module.named_buffers(recurse=False)]
+    ends = "max_seq_len_cached"  # the lengths that frequencies were made for
+    lengths = [(module, name, x) for module in modules for name, x in vars(module).items() if name.endswith(ends)]
     try:
-        yield
+        with attributes_set(lengths):
+            yield
     finally:
-        for (module, name, buffer), before in zip(buffers, kept, strict=True):
+        for module, name, buffer, before in buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
             setattr(module, name, buffer)

@@ -41,8 +41,7 @@ def choose_route(
 ) -> Route:
     """
     Choose how `model` computes flat batches: by the fastest backend that can serve it (`"auto"`), or by one that is
-    then used, or refused with every reason; with shared prefixes, where backend and model can. Attention will run in
-    `dtype` on `device`, by default the model's.
+    then used, or refused with every reason. Attention will run in `dtype` on `device`, by default the model's.
     """
     previous = str(upstream.attn_implementation(model))  # of ours, what it stands in for
     if model.base_model is model:

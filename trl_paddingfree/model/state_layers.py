@@ -133,10 +133,7 @@ class StateForward:
 
 
 def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
-    """
-    Have the layers of `model` that carry state understand a flat layout, wherever one comes in. `along_tree`: those
-    that can, go along the tree; all others see rows. May be called again.
-    """
+    """Have layers that carry state read flat layouts: `along_tree` where they can, else as rows. May be repeated."""
     for layer in state_layers(model):
         state = _installed(layer)
         if state is None or state.layer() is not layer:
@@ -195,10 +192,7 @@ def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> dict[str, 
 
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
 def _along_tree(call: Callable, layout: FlatLayout, kernels: Collection[str], args: tuple, kwargs: dict) -> Any:
-    """
-    Call a layer by its forward `call` on flat tokens, with functions that know of the tree where it looks along the
-    sequence. `kernels` are those of its functions that have kernels. It gets no mask, as nothing is padded.
-    """
+    """Call a layer on flat tokens, without a mask, with functions that know of the tree; `kernels` have kernels."""
     functions = tree_functions(layout, upstream.state_functions(call), kernels)
     without = [None if is_layout(value) else value for value in args]
     told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}

@@ -39,10 +39,7 @@ class PathRows:
 
     @classmethod
     def of(cls, layout: FlatLayout, step_cost: float | None) -> "PathRows":
-        """
-        The rows of a layout, made once for all layers; `step_cost` is that of [`groups_of_like_length`]. `None`: all
-        paths one after the other, as one row, for what knows of boundaries.
-        """
+        """The rows of a layout, made once. `step_cost`: see [`groups_of_like_length`]; `None`: all paths as one row."""
         return layout.derived(("path rows", step_cost), partial(cls._make, layout, step_cost))
 
     @classmethod
@@ -72,12 +69,7 @@ def is_layout(value: Any) -> bool:
 
 
 def on_rows(
-    layer: torch.nn.Module,
-    call: Callable[..., Any],
-    mask: FlatMask,
-    takes_boundaries: bool,
-    args: tuple,
-    kwargs: dict[str, Any],
+    layer: torch.nn.Module, call: Callable, mask: FlatMask, takes_boundaries: bool, args: tuple, kwargs: dict
 ) -> Any:
     """
     Call a layer by its forward `call` on the path of each segment, and keep what it says of the segments' own tokens.

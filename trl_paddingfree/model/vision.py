@@ -95,24 +95,18 @@ def _ordered(features: Any, images: FlatImages) -> Any:
 
 
 def flat_positions(model: Any, batch: FlatBatch) -> torch.Tensor:
-    """
-    Positions of the flat tokens: `(1, T)`, or `(3, 1, T)` where the model counts them by the images' grids.
-
-    The model's own function counts them, row by row, on the CPU: it asks for each grid's numbers.
-    """
+    """Positions of the flat tokens: `(1, T)`, or `(3, 1, T)` where the model counts them by the images' grids."""
     images = batch.images
     if images is None or not images.grids:
         return batch.position_ids
 
-    def count() -> torch.Tensor:
+    def count() -> torch.Tensor:  # by the model's own function, on the CPU: it asks for each grid's numbers
         device = batch.row_index.device
         # Rows come in copies of equal images, whose grids are there once
         rows = {name: x.chunk(images.copies) for name, x in images.grids.items() if name in COUNTED_ROWS}
         grids = {name: x for name, x in images.grids.items() if name not in rows}
-        per_copy = [
-            model.base_model.get_rope_index(**dict(zip(rows, copy, strict=True)), **grids)[0]
-            for copy in zip(*rows.values(), strict=True)
-        ]
+        copies = [dict(zip(rows, copy, strict=True)) for copy in zip(*rows.values(), strict=True)]
+        per_copy = [model.base_model.get_rope_index(**copy, **grids)[0] for copy in copies]
         positions = torch.zeros(3, batch.input_ids.size(1) + 1, dtype=torch.long, device=device)
         index = batch.row_index.masked_fill(~batch.row_mask, batch.input_ids.size(1))
         positions[:, index.flatten()] = torch.cat(per_copy, dim=1).to(device, non_blocking=True).flatten(1)

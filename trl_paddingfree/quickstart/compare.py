@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +170,8 @@ def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, 
     """The last message before an answer in the data, and what the trained model answers."""
     tokenizer, row = trainer.processing_class, data[0]
     prompt = row.get("prompt") or row.get("messages", [])[:1] or next(texts(data))[:200]
-    if isinstance(prompt, str):
-        inputs = tokenizer(prompt, return_tensors="pt")
-    else:
-        inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+    chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
+    inputs = (tokenizer if isinstance(prompt, str) else chat)(prompt, return_tensors="pt")
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True).strip()

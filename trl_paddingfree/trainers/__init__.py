@@ -2,23 +2,15 @@
 
 from typing import Any
 
-from .dpo import PaddingFreeDPOTrainer
-from .grpo import PaddingFreeGRPOTrainer
-from .kto import PaddingFreeKTOTrainer
-from .reward import PaddingFreeRewardTrainer
-from .rloo import PaddingFreeRLOOTrainer
-from .sft import PaddingFreeSFTTrainer
+from . import dpo, grpo, kto, reward, rloo, sft
 
 # Data is that of the first task whose columns it has
 TRAINERS: dict[str, Any] = {
-    trainer.task.name: trainer
-    for trainer in (
-        PaddingFreeDPOTrainer,
-        PaddingFreeKTOTrainer,
-        PaddingFreeSFTTrainer,
-        PaddingFreeGRPOTrainer,
-        PaddingFreeRewardTrainer,
-        PaddingFreeRLOOTrainer,
-    )
+    "dpo": dpo.PaddingFreeDPOTrainer,
+    "kto": kto.PaddingFreeKTOTrainer,
+    "sft": sft.PaddingFreeSFTTrainer,
+    "grpo": grpo.PaddingFreeGRPOTrainer,
+    "reward": reward.PaddingFreeRewardTrainer,
+    "rloo": rloo.PaddingFreeRLOOTrainer,
 }
 TASKS = tuple(trainer.task for trainer in TRAINERS.values())

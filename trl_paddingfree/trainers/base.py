@@ -14,7 +14,7 @@ from ..data.arrange import StepSampler
 from ..data.images import ImageProbe, has_images
 from ..data.task import Task
 from ..flat.batch import FlatBatch
-from ..flat.counts import BatchCounts, TokenCounts, gathered
+from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..memory.device import PeakMemory
 from ..memory.plan import MemoryBudget, is_sharded, plan_memory
 from ..memory.steps import BudgetedSteps
@@ -29,7 +29,7 @@ from .refusals import given_datasets, refuse_beside_budget, refuse_images, refus
 
 @dataclass
 class Flat:
-    """What a trainer does beside TRL's; all but the options from the moment that TRL has made its models."""
+    """What a trainer does beside TRL's: options at once, models and their check after TRL's, the rest with training."""
 
     options: PaddingFreeOptions
     check: StartUpCheck | None = None
@@ -241,7 +241,7 @@ class FlatTrainer(Trainer):
 
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
-        counts = gathered(self.counts.total, self.accelerator)
+        counts = BatchCounts(*of_all_processes(self.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
         return counts if self.flat is None or self.flat.models[0].repeats else replace(counts, repeated=0)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
@@ -286,18 +286,15 @@ class FlatTrainer(Trainer):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # Models with images or experts have other names in files than in memory, which transformers' trainer does not
         # know: it warns, and goes on with the weights that the model was made with
-        self.names_differ = bool(load_result.missing_keys and load_result.unexpected_keys)
-        if not self.names_differ:
+        if load_result.missing_keys and load_result.unexpected_keys:
+            load_by_name(*self.loading)
+        else:
             super()._issue_warnings_after_load(load_result)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.names_differ = False
+        self.loading: tuple[Any, Any] = resume_from_checkpoint, self.model if model is None else model
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self.names_differ:
-            load_by_name(resume_from_checkpoint, self.model if model is None else model)
 
     def _load_best_model(self) -> None:
-        self.names_differ = False
+        self.loading = self.state.best_model_checkpoint, self.model
         super()._load_best_model()
-        if self.names_differ:
-            load_by_name(self.state.best_model_checkpoint, self.model)

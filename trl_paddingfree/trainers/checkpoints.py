@@ -62,11 +62,8 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
     """
     if not resume_from_checkpoint:
         return None
-    newest_first = sorted(
-        (path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdigit()),
-        key=lambda path: -int(_step_of(path)),
-    )
-    whole = next(filter(is_whole, newest_first), None)
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdigit()]
+    whole = next(filter(is_whole, sorted(found, key=lambda path: -int(_step_of(path)))), None)
     if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":
         if whole is None:
             raise ValueError(
@@ -85,9 +82,8 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
 
 def load_by_name(checkpoint: Any, model: Any) -> None:
     """Load the weights that a checkpoint has under other names, as `from_pretrained` finds them: all, or it refuses."""
-    loaded, found = type(model).from_pretrained(
-        checkpoint, config=deepcopy(model.config), dtype=model.dtype, output_loading_info=True
-    )
+    options: dict[str, Any] = {"config": deepcopy(model.config), "dtype": model.dtype, "output_loading_info": True}
+    loaded, found = type(model).from_pretrained(checkpoint, **options)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and {len(missing[3:])} others "

@@ -18,19 +18,10 @@ from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts
 from ..memory.parts import split_by_tokens
 from ..memory.plan import MemoryBudget, adds_up_shards
-from ..memory.steps import counts_in_parts
 from ..model.edits import refuse_lost_batch
 from ..model.vision import vision_rules
+from . import refusals
 from .base import FlatTrainer
-from .refusals import (
-    refuse_blind,
-    refuse_lost_gradients,
-    refuse_oversized,
-    refuse_rotary_padding,
-    refuse_to_look_ahead,
-    refuse_to_move,
-    refuse_unseen,
-)
 
 # How many of the largest examples are looked at, by each measure
 _CANDIDATES = 16
@@ -59,7 +50,7 @@ class CollatedTrainer(FlatTrainer):
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
         if has_images(arguments.get("train_dataset")):
-            refuse_unseen(self.flat.options)
+            refusals.refuse_unseen(self.flat.options)
 
     def start_flat(self) -> None:
         """Prove the models, and have the collator make flat batches. Once."""
@@ -71,8 +62,7 @@ class CollatedTrainer(FlatTrainer):
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL computes these, where it has any, inside its `__init__`, right after the models got their fused heads
         self.start_flat()
-        trl: Any = super()
-        return trl._precompute_ref_logps(*args, **kwargs)
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     # --- images -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +74,7 @@ class CollatedTrainer(FlatTrainer):
         if not self._is_vision_dataset:
             return replace(collator, padding_free=True)
         model = self.flat_base(self.model)
-        refuse_blind(model)
+        refusals.refuse_blind(model)
         return replace(collator, padding_free=True, rules=vision_rules(model))
 
     def images_to_try(self) -> ImageProbe | None:
@@ -137,16 +127,16 @@ class CollatedTrainer(FlatTrainer):
         if options.arrange_micro_batches != "none":
             reached = [(kind, length) for kind, length in limits.items() if self.exceeds(length)]
             rotary = [f"`rope_type={kind!r}` and rows of more than {length} tokens" for kind, length in reached]
-            refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
-            refuse_to_look_ahead(options, self.train_dataset, self.args)
-        refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
+            refusals.refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
+            refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
+        refusals.refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
         if options.has_budget and self._adds_up:
-            refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args.gradient_accumulation_steps)
+            refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
         if options.refuses_oversized and has_known_lengths(self.train_dataset):
             tokens = example_tokens(self.example_lengths(), self.flat.route.prefix_sharing)
             longest = int(tokens.argmax())
             name = f"example {longest} of the training data"
-            refuse_oversized(options.max_tokens_per_micro_batch, tokens[longest], name)
+            refusals.refuse_oversized(options.max_tokens_per_micro_batch, tokens[longest], name)
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
@@ -226,7 +216,7 @@ class CollatedTrainer(FlatTrainer):
         is_known = has_known_lengths(self.train_dataset) or flat.steps.fits(inputs["flat_batch"])
         if flat.options.refuses_oversized and not is_known:  # an example of a stream is looked at when it comes
             limit, tokens = flat.options.max_tokens_per_micro_batch, inputs["rows"].tokens()
-            refuse_oversized(limit, max(tokens), *self.smallest_part)
+            refusals.refuse_oversized(limit, max(tokens), *self.smallest_part)
         if self._adds_up:
             return flat.steps.in_parts(lambda part: step(model, part, num_items_in_batch), inputs, num_items_in_batch)
 
@@ -249,7 +239,7 @@ class CollatedTrainer(FlatTrainer):
 
         tokens = rows.tokens() if not self.flat.steps.fits(whole) else [0] * rows.num_examples
         batch = self.flat.steps.divided(whole, tokens, make, split_by_tokens)
-        self.counts.add(counts_in_parts(whole.counts, [part.batch for part in batch.parts]))
+        self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
         return batch
 
     def refuse_edits_of_whole(self, inputs: dict[str, Any]) -> None:

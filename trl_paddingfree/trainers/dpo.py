@@ -18,10 +18,10 @@ from .configs import PaddingFreeDPOConfig
 DPO = Task(
     name="dpo",
     unit="pairs",
-    found_by=(frozenset({"chosen", "rejected"}),),
+    found_by=(("chosen", "rejected"),),
     sequences=(("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     collator=PreferenceCollator,
-    prepare=upstream.prepare_preferences,
+    prepare=upstream.preparation(DPOTrainer, DPOConfig),
     vision_collator=VisionPreferenceCollator,
 )
 

@@ -15,11 +15,11 @@ from .configs import PaddingFreeKTOConfig
 KTO = Task(
     name="kto",
     unit="completions",
-    found_by=(frozenset({"prompt", "completion", "label"}),),
+    found_by=(("prompt", "completion", "label"),),
     sequences=(("prompt_ids", "completion_ids"),),
     other_columns=("label",),
     collator=UnpairedPreferenceCollator,
-    prepare=upstream.prepare_unpaired,
+    prepare=upstream.preparation(KTOTrainer, KTOConfig, calculate_KL=False),
 )
 
 
@@ -71,12 +71,12 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         return lengths if limit is None else np.minimum(lengths, limit)
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        if self.flat is not None:
-            refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
+        if self.flat is None:
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if self.flat is not None:
-            pairs = "chosen" in column_names(dataset)
-            log_dropped(dataset_name, dataset, prepared, args.max_length, examples_of_row=2 if pairs else 1)
+        per_row = 2 if "chosen" in column_names(dataset) else 1
+        log_dropped(dataset_name, dataset, prepared, args.max_length, per_row=per_row)
         return prepared
 
     def _compute_kl_logps(self, model, batch):

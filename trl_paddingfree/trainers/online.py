@@ -1,6 +1,7 @@
 """The base of the trainers that generate their own rows, which become flat where the model is called."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -13,7 +14,6 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart, row_spans
 from ..flat.counts import BatchCounts
 from ..memory.parts import split_in_order
 from ..memory.plan import MemoryBudget
-from ..memory.steps import counts_in_parts
 from ..model.flat_model import FlatModel
 from .base import FlatTrainer
 from .refusals import refuse_oversized, refuse_to_move
@@ -40,6 +40,7 @@ class OnlineTrainer(FlatTrainer):
     _buffered_inputs: Any
     _step: int
     attempted: Any = None  # rows of a pass that trains, while it may have to be made again
+    sample_unit = "completions"
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         super().refuse_arguments(arguments)
@@ -53,11 +54,7 @@ class OnlineTrainer(FlatTrainer):
     # --- rows become flat -------------------------------------------------------------------------------------------
 
     def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
-        """
-        The flat batch of rows whose prompts are padded on the left and completions on the right.
-
-        Of rows that do not fit into a budget, with the parts in which they do.
-        """
+        """The flat batch of rows with prompts padded on the left and completions on the right, in parts that fit."""
         # One copy: each waits for the device
         ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
         starts, lengths = row_spans(mask)
@@ -68,11 +65,8 @@ class OnlineTrainer(FlatTrainer):
                     f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave "
                     "out empty prompts, or set `padding_free=False`."
                 )
-        make = partial(
-            FlatBatch.from_padded,
-            prefix_sharing=self.flat.models[0].route.prefix_sharing,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
+        sharing = self.flat.models[0].route.prefix_sharing
+        make = partial(FlatBatch.from_padded, prefix_sharing=sharing, pad_to_multiple_of=self.pad_to_multiple_of)
         batch = make(ids, targets, lengths, starts)
         if reach := self.reach_of(batch):
             batch = make(ids, targets, lengths, starts, reach=reach)
@@ -92,7 +86,7 @@ class OnlineTrainer(FlatTrainer):
 
                 tokens = [lengths[row] for row in order]
                 batch = self.flat.steps.divided(batch, tokens, part, split_in_order)
-            self.counts.add(counts_in_parts(batch.counts, [each.batch for each in batch.parts]))
+            self.counts.add(batch.counts.in_parts([each.batch.counts for each in batch.parts]))
         return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: Any) -> None:
@@ -111,15 +105,11 @@ class OnlineTrainer(FlatTrainer):
                 "images, also those that tools return, or set `padding_free=False`."
             )
         self.prove_placed(model)
-        trl: Any = super()
-        return trl._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
     def _generate_single_turn(self, *args, **kwargs):
-        trl: Any = super()
-        if self.flat is None:
-            return trl._generate_single_turn(*args, **kwargs)
-        with self.flat.models[0].attention_as_before():
-            return trl._generate_single_turn(*args, **kwargs)
+        with nullcontext() if self.flat is None else self.flat.models[0].attention_as_before():
+            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
@@ -191,10 +181,6 @@ class OnlineTrainer(FlatTrainer):
         windows = [batches[first : first + window] for first in range(0, steps, window)]
         self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
         return self._buffered_inputs[self._step % steps]
-
-    @property
-    def sample_unit(self) -> str:
-        return "completions"
 
 
 def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -36,9 +36,8 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 
 class StartUpCheck:
     """
-    Plans and proves the routes of a trainer's models, as asked for by `options`. The trainer's `accelerator` knows the
-    device, the precision, the engine and the other processes, its `args` whether training recomputes activations;
-    `images` are examples with some, if the data has them.
+    Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
+    and its `args` (whether training recomputes). `images` are examples with some, if there are any.
     """
 
     def __init__(
@@ -58,10 +57,7 @@ class StartUpCheck:
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()
 
     def install(self, models: Sequence[Any]) -> list[FlatModel]:
-        """
-        Have models, under whatever wrappers and the one that is trained first, compute flat batches: by routes that are
-        proven, or planned where the weights are yet to be placed.
-        """
+        """Have models, the trained one first, compute flat batches: by proven routes, or by plans before weights."""
         if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
             self.prove_all(models)
             return [flat for model in models if (flat := FlatModel.of(self._base(model)))]
@@ -85,26 +81,18 @@ class StartUpCheck:
     def plan(self, model: Any) -> Route:
         """The route to try first."""
         base = self._base(model)
-        return choose_route(
-            base,
-            self.options.flat_attention,
-            prefix_sharing=self.options.prefix_sharing,
-            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
-            device=self.accelerator.device if base.device.type == "cpu" else base.device,
-        )
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        device = self.accelerator.device if base.device.type == "cpu" else base.device
+        backend, sharing = self.options.flat_attention, self.options.prefix_sharing
+        return choose_route(base, backend, prefix_sharing=sharing, dtype=dtype, device=device)
 
     def prove_all(self, models: Sequence[Any]) -> Route:
-        """
-        The route of the first model, once every model is proven. Sharing is off for all of them if one cannot share; a
-        model that has no exact route raises an `UnprovenModelError`.
-        """
-        started = time.perf_counter()
+        """The route of the first model, once every model is proven. None shares prefixes if one cannot."""
+        start = time.perf_counter()
         with self.progress.after(_PATIENCE):
             results = self._results_of(models)
         if self.accelerator.is_main_process:
-            logger.warning(
-                f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - started:.1f} s."
-            )
+            logger.warning(f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - start:.1f} s.")
             if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
         return results[0].route
@@ -138,10 +126,8 @@ class StartUpCheck:
                 tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
         if failed and self.accelerator.is_main_process:
-            tried = "\n    ".join(map(str, failed))
-            logger.warning(
-                f"{type(base).__name__} trains as «{result}», because the start-up check failed as\n    {tried}"
-            )
+            tried = "".join(f"\n    {each}" for each in failed)
+            logger.warning(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{tried}")
         return result
 
     @contextmanager
@@ -149,18 +135,17 @@ class StartUpCheck:
         """Within this context, activations are recomputed if training will: its start turns that on, later."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
         wanted = self.args.gradient_checkpointing and trains
-        if not wanted or not base.supports_gradient_checkpointing or base.is_gradient_checkpointing:
+        if not wanted or not base.supports_gradient_checkpointing or base.is_activation_checkpointing:
             yield
             return
         options = dict(self.args.gradient_checkpointing_kwargs or {})
         for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
             options.pop(name, None)
-        # The names that do not warn are not in older releases: `silence` has silenced these
-        base.gradient_checkpointing_enable(options or None)
+        base.activation_checkpointing_enable(options or None)
         try:
             yield
         finally:
-            base.gradient_checkpointing_disable()
+            base.activation_checkpointing_disable()
 
     def _why_no_gradients(self, model: Any) -> str:
         """Which engine stands between a model and its gradients; empty if none does."""

@@ -29,9 +29,7 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
     _refuse_sequence_parallelism(config)
     if Path(config.output_dir).is_file():
-        raise ValueError(
-            f"`output_dir={config.output_dir!r}` is a file, and checkpoints go to a folder: name another one."
-        )
+        raise ValueError(f"`output_dir={config.output_dir!r}` is a file, and checkpoints go to a folder: name another.")
     for name, dataset in given_datasets(arguments):
         if isinstance(dataset, Dataset) and not len(dataset):
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
@@ -150,14 +148,11 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
     moves, of_kwargs = "it moves to the CPU what the budget counts", "gradient_checkpointing_kwargs"
+    hides = "it keeps results of attention that no count of saved tensors shows"
     for is_set, name, reason in (
         (offloads, "`activation_offloading=True`", moves),
         (config.torch_compile, "`torch_compile=True`", "every number of recomputed layers is another graph to compile"),
-        (
-            kwargs.get("selective"),
-            f"`{of_kwargs}={{'selective': True}}`",
-            "it keeps results of attention that no count of saved tensors shows",
-        ),
+        (kwargs.get("selective"), f"`{of_kwargs}={{'selective': True}}`", hides),
         (kwargs.get("offload"), f"`{of_kwargs}={{'offload': True}}`", moves),
         (every != 1, f"`{of_kwargs}={{'every_n_layers': {every}}}`", "it decides which layers recompute, too"),
     ):
@@ -168,9 +163,9 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
             )
 
 
-def refuse_lost_gradients(deepspeed_plugin: Any, gradient_accumulation_steps: int) -> None:
+def refuse_lost_gradients(deepspeed_plugin: Any, config: Any) -> None:
     """Refuse parts above a loss under ZeRO-2 that offloads the optimizer, and drops gradients between passes."""
-    if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or gradient_accumulation_steps > 1:
+    if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
         return
     offload = deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
     if offload.get("device", "none") != "none":

@@ -22,7 +22,7 @@ REWARD = Task(
     found_by=(),  # pairs are found as data of DPO, which wastes and saves the same
     sequences=(("chosen_ids",), ("rejected_ids",)),
     collator=RewardCollator,
-    prepare=upstream.prepare_pairs,
+    prepare=upstream.preparation(RewardTrainer, RewardConfig),
 )
 
 

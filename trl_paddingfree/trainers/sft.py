@@ -8,13 +8,7 @@ from trl import SFTConfig, SFTTrainer
 from .. import upstream
 from ..data.collate import LanguageModelingCollator
 from ..data.task import Task
-from ..data.validate import (
-    column_names,
-    log_dropped,
-    refuse_bad_messages,
-    refuse_unknown_tokens,
-    refuse_unread,
-)
+from ..data.validate import column_names, log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread
 from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX
 from .collated import CollatedTrainer
@@ -23,13 +17,11 @@ from .configs import PaddingFreeSFTConfig
 SFT = Task(
     name="sft",
     unit="rows",
-    found_by=tuple(
-        map(frozenset, ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"text"}, {"input_ids"}))
-    ),
+    found_by=(("messages",), ("conversations",), ("prompt", "completion"), ("text",), ("input_ids",)),
     sequences=(("input_ids",),),
     other_columns=("labels",),
     collator=LanguageModelingCollator,
-    prepare=upstream.prepare_instructions,
+    prepare=upstream.preparation(SFTTrainer, SFTConfig, False, None, chat_template=None),  # no packing, no formatting
     vision_collator=VisionLanguageModelingCollator,
 )
 
@@ -100,9 +92,8 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
                     formats += [("messages",), (args.dataset_text_field,), ("conversations",)]
                 refuse_unread(dataset, dataset_name, "SFT", *formats)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if packing:
-            return prepared
-        log_dropped(dataset_name, dataset, prepared, args.max_length)
+        if not packing:
+            log_dropped(dataset_name, dataset, prepared, args.max_length)
         return prepared
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
