@@ -18,7 +18,7 @@ TESTS = (
 WHICH = "lora and (dpo or sft or grpo) or named_places and dpo"
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.15"), reason="the pretend device needs PyTorch 2.15")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="the pretend device needs PyTorch 2.13")
 def test_trainers_compute_on_the_pretend_device_what_they_compute_on_the_cpu_and_wait_for_nothing_more():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, "-k", WHICH]
     run = subprocess.run(

@@ -1,6 +1,7 @@
 """The check's pass as training will be: models that are wrong only there are caught, and nothing else is."""
 
 import copy
+import math
 import os
 import re
 import time
@@ -8,16 +9,19 @@ import time
 import pytest
 import torch
 from peft import LilyConfig, LoraConfig, get_peft_model
+from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
+from trl_paddingfree.check.probe import rounding_unit
 from trl_paddingfree.check.prove import Progress, UnprovenModelError, check_flat, prove
-from trl_paddingfree.check.training import as_in_training
+from trl_paddingfree.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention
 from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
@@ -277,3 +281,58 @@ def test_a_check_that_takes_long_says_what_it_does_from_then_on():
     with Progress(said.append).after(60.0):
         pass
     assert len(said) == 2
+
+
+def test_adapters_move_off_zero_where_autocast_has_kept_them_as_they_were():
+    model = get_peft_model(make_model(), LoraConfig(r=4, target_modules="all-linear"))
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(ids).logits
+        with moved_off_zero([*model.modules()]):
+            moved = model(ids).logits
+        after = model(ids).logits
+    assert torch.equal(before, after)
+    assert not torch.equal(before, moved)
+
+
+def test_noise_of_training_is_off_while_gradients_are_compared():
+    model = make()
+    FlatModel.install(model, choose_route(model))
+    embeddings = model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    result = check_gradients(lambda: RowsInTraining(model), prefix_sharing=True)
+    assert result.passed
+    assert not math.isnan(result.error)
+    assert embeddings.neftune_noise_alpha == 5
+
+
+@pytest.mark.parametrize("where", ["flat", "gradients", "reference"])
+def test_memory_that_runs_out_is_no_verdict_on_a_model(where, monkeypatch):
+    model = make()
+    forward = model.model.forward
+
+    def fail(*args, **kwargs):
+        is_flat = isinstance(kwargs.get("attention_mask"), FlatMask)
+        if is_flat if where == "flat" else torch.is_grad_enabled() and is_flat == (where == "gradients"):
+            raise torch.OutOfMemoryError("no room")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        prove(model, choose_route(model))
+
+
+def test_tf32_rounds_products_to_three_digits(monkeypatch):
+    model = make()
+    assert rounding_unit(model) == torch.finfo(torch.float32).eps
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision  # no attribute that could be patched
+    try:
+        products.fp32_precision = "tf32"
+        assert rounding_unit(model) == 2**-10
+        with torch.autocast("cpu", torch.bfloat16):
+            assert rounding_unit(model) == torch.finfo(torch.bfloat16).eps
+    finally:
+        products.fp32_precision = before

@@ -168,7 +168,12 @@ def test_a_window_that_does_not_reach_attention_is_caught_however_wide_it_is(win
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [("mistral", "sliding_window"), ("gemma3_text", "sliding_window"), ("llama4_text", "attention_chunk_size")],
+    [
+        ("mistral", "sliding_window"),
+        ("gemma3_text", "sliding_window"),
+        ("llama4_text", "attention_chunk_size"),
+        ("recurrent_gemma", "attention_window_size"),  # which it calls `sliding_window`, too
+    ],
 )
 def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
     model = make(model_type, **{name: 2048})

@@ -32,7 +32,7 @@ EAGER_ONLY = ("gemma2", "gpt_oss", "mamba2")
 ABSOLUTE = ("gpt2", "opt")
 TASKS = ["dpo", "sft", "reward", "kto", "grpo", "rloo"]
 # Where TRL itself keeps packed documents apart, so that there is something to compare with
-PACKABLE = ("llama", "qwen3", "olmo2", "starcoder2", "granite")
+PACKABLE = ("llama", "qwen3", "olmo2", "starcoder2", "granite", "gpt2")
 LOSSES = [
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),

@@ -148,3 +148,14 @@ def test_a_layer_keeps_15_percent_less_of_a_token(once, kilobytes):
     sizes = load(FlatBatch.from_rows([[1] * LENGTH], [[1] * LENGTH], prefix_sharing=False), route)
     sizes[0] = 0  # of any number of tokens
     assert kept @ sizes * WIDTH / LENGTH / 1e3 == pytest.approx([kilobytes] * 2, rel=0.01)
+
+
+def test_layers_with_several_active_adapters_keep_their_casts(casts):
+    """The one cast of their input adds up the gradients of all adapters in float32."""
+    model = adapted(once=False)
+    model.add_adapter("other", LoraConfig(r=4, target_modules="all-linear"))
+    model.base_model.set_adapter(["default", "other"])
+    upstream.cast_inputs_once(model, "cpu")
+    with torch.autocast(**BF16):
+        model(**arguments(False))
+    assert casts

@@ -23,9 +23,9 @@ from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.device import GIB, Attempt
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
-from trl_paddingfree.memory.needs import tensor_bytes
+from trl_paddingfree.memory.needs import fixed_bytes, optimizer_bytes, tensor_bytes
 from trl_paddingfree.memory.plan import adds_up_shards
 from trl_paddingfree.memory.steps import BudgetedSteps
 from trl_paddingfree.model.architecture import recompute_first
@@ -379,3 +379,50 @@ def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, off
     state = SimpleNamespace(fsdp_plugin=plugin)
     assert adds_up_shards(SimpleNamespace(distributed_type=DistributedType.FSDP, state=state)) is expected
     assert not adds_up_shards(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, state=state))
+
+
+class PagesWhatIsLarge(torch.optim.Adam):
+    """As bitsandbytes, whose state of large tensors gives way to everything else."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter, state in self.state.items():
+            for x in state.values():
+                x.is_paged = parameter.numel() >= 100_000
+
+
+def test_state_that_is_paged_counts_for_small_tensors_only():
+    small, large = torch.zeros(100, 100), torch.zeros(400, 400)
+    options = {"lr": 1e-3}
+    assert optimizer_bytes(PagesWhatIsLarge, options, [small]) == pytest.approx(2 * tensor_bytes([small]), rel=0.01)
+    both = optimizer_bytes(PagesWhatIsLarge, options, [small, large])
+    assert both == optimizer_bytes(PagesWhatIsLarge, options, [small])
+
+
+def test_what_holds_memory_beside_the_models_counts():
+    model, optimizer = make_model(), (torch.optim.SGD, {"lr": 1e-3})
+    alone = fixed_bytes([model], optimizer)
+    loaded = tensor_bytes([*model.parameters(), *model.buffers()])
+    assert fixed_bytes([model], optimizer, held=loaded) == alone
+    assert fixed_bytes([model], optimizer, held=loaded + GIB) == alone + GIB
+
+
+def test_gradients_that_are_computed_again_are_dropped_as_they_come():
+    layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
+    trainer = SimpleNamespace(
+        model=layer,
+        _metrics={"train": {}},
+        _total_train_tokens=0,
+        counts=SimpleNamespace(new=None),
+        changed_by_loss=(),
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+    )
+    layer(x).sum().backward()
+    attempt = Attempt(trainer)
+    layer(x).sum().backward()
+    whole = [p.grad.clone() for p in layer.parameters()]
+    with attempt.undone():
+        layer(x).sum().backward()
+        assert all(p.grad is None for p in layer.parameters())
+    layer(x).mul(0).sum().backward()  # nothing is dropped any more
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), whole, strict=True))

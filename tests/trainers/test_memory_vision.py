@@ -61,10 +61,17 @@ def test_micro_batches_in_parts_count_their_images(monkeypatch):
     assert max(numbers) > 1
 
 
-def test_a_budget_wants_to_see_images_first():
+def test_a_budget_wants_to_see_images():
+    without = vision_pairs(12, SEED).filter(lambda row: not row["images"])
+    with pytest.raises(ValueError, match="the first examples have no images, so what the vision tower keeps"):
+        made("llava", "dpo", without)
+
+
+def test_images_are_found_behind_many_examples_without_them():
     data = vision_pairs(12, SEED)
     without = data.filter(lambda row: not row["images"])
-    # More than are searched
+    # More than are searched of a stream
     data = concatenate_datasets([without] * (257 // len(without) + 1) + [data])
-    with pytest.raises(ValueError, match="the first examples have no images, so what the vision tower keeps"):
-        made("llava", "dpo", data)
+    assert {"first", "text"} <= set(made("llava", "dpo", data).flat.check.images.names)
+    with pytest.raises(ValueError, match="The first examples of the train data have no images"):
+        made("llava", "dpo", data.to_iterable_dataset(), memory_budget=None)

@@ -16,7 +16,13 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.equivalence import TOLERANCE, run
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree import (
+    PaddingFreeDPOConfig,
+    PaddingFreeDPOTrainer,
+    PaddingFreeSFTConfig,
+    PaddingFreeSFTTrainer,
+    PreferenceCollator,
+)
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.memory.parts import split_by_tokens
@@ -297,3 +303,14 @@ def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
     plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
     same_training(plain, run(Mine, PaddingFreeDPOConfig, **common), ignored=())
     same_training(plain, run(Mine, PaddingFreeDPOConfig, **common, max_tokens_per_micro_batch=130), ignored=())
+
+
+def test_lengths_are_those_that_a_collator_of_ones_own_leaves(tokenizer, tmp_path):
+    """Not those of the trainer's `max_length`, which TRL hands to a collator of its own only."""
+    collator = PreferenceCollator(pad_token_id=tokenizer.pad_token_id, max_length=6, truncation_mode="keep_end")
+    args = PaddingFreeDPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=1024)
+    data = {"train_dataset": preference_data(8, SEED), "processing_class": tokenizer, "data_collator": collator}
+    trainer = PaddingFreeDPOTrainer(make_model(vocab_size=len(tokenizer)), args=args, **data)
+    lengths = trainer.example_lengths()
+    assert (lengths[:, :1] + lengths[:, 1:]).max() == 6
+    assert not trainer.exceeds(6)

@@ -4,6 +4,7 @@ import logging
 import re
 from dataclasses import dataclass
 
+import peft
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
@@ -458,6 +459,7 @@ def test_dropout_that_cannot_be_disabled_is_said(model_type, config, disable, wa
         assert draws_masks == (warned is not None)
 
 
+VeloraConfig = getattr(peft, "VeloraConfig", None)  # not in the oldest version that will do
 INPUTS = {
     "a list": ({"train_dataset": [GOOD]}, "must be a `Dataset` or `IterableDataset`, got `list`"),
     "a dict": ({"train_dataset": {"text": ["w1"]}}, "must be a `Dataset` or `IterableDataset`, got `dict`"),
@@ -468,11 +470,19 @@ INPUTS = {
         {"peft_config": LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM")},
         r"`alora_invocation_tokens=\[5\]` \(aLoRA\) looks for these tokens in each row",
     ),
+    "VeLoRA": (
+        {"peft_config": LoraConfig(velora_config=VeloraConfig() if VeloraConfig else None, task_type="CAUSAL_LM")},
+        "`velora_config` with `init_type='batch_average'` makes gradients of an average over all tokens",
+    ),
     "messages without roles": (
         {"train_dataset": Dataset.from_list([{"messages": [{"content": "w1"}]}])},
         "Row 0 of the train data: `messages` is a list with .*which has no role",
     ),
 }
+
+
+if VeloraConfig is None:
+    del INPUTS["VeLoRA"]
 
 
 @pytest.mark.parametrize("name", INPUTS)

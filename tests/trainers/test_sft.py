@@ -252,6 +252,40 @@ def test_packing_equals_trls_own(model_dir, strategy):
     compare(model_dir, conversations(30, SEED), packing=True, packing_strategy=strategy, max_length=64)
 
 
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_packed_documents_weigh_as_in_trl_where_labels_are_counted_before_they_shift(tokenizer, tmp_path, strategy):
+    """GPT-2's class has no name by which transformers knows that its loss shifts labels."""
+    make_model("gpt2", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    compare(str(tmp_path), conversations(30, SEED), packing=True, packing_strategy=strategy, max_length=64)
+
+
+def test_noise_of_packed_rows_ties_the_examples_of_a_micro_batch_together(model_dir):
+    arguments = {"model": model_dir, "train_dataset": conversations(16, SEED), "steps": 1, "max_length": 64}
+    options = {"packing": True, "neftune_noise_alpha": 5.0, "arrange_micro_batches": "tokens"}
+    with pytest.raises(ValueError, match="with `neftune_noise_alpha=5.0` and packing the loss of an example"):
+        run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **arguments, **options)
+
+
+def test_rows_that_a_transform_makes_are_not_known_before(tokenizer, model_dir):
+    """TRL's way to prepare rows on the fly."""
+
+    def made(rows):
+        return {"input_ids": [tokenizer(text)["input_ids"][:MAX_LENGTH] for text in rows["text"]]}
+
+    data = language_modeling(16, SEED).with_transform(made)
+    options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    budget = {"max_tokens_per_micro_batch": 2 * MAX_LENGTH}
+    compare(model_dir, data, **options, ours_kwargs=budget)
+    arguments = {"model": model_dir, "train_dataset": data, "steps": 1, **options}
+    for ours, message in (
+        ({"max_tokens_per_micro_batch": 2}, "`max_tokens_per_micro_batch=2` is less than"),
+        ({"arrange_micro_batches": "tokens"}, "or one with a transform, has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **arguments, **ours)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
     from trl.trainer.utils import add_fused_lm_head

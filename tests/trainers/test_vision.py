@@ -3,7 +3,7 @@
 import os
 import pickle
 import random
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -28,8 +28,9 @@ from tests.helpers.vision import (
 from tests.helpers.vision_runs import train
 from tests.helpers.vision_table import refused_model
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.data.images import images_key, images_of
+from trl_paddingfree.data.images import first_with_images, images_key, images_of
 from trl_paddingfree.data.vision import CollatedImageRows, VisionPreferenceCollator, take_images
+from trl_paddingfree.flat.images import VisionRules
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.model.vision import vision_rules, why_no_images
 from trl_paddingfree.trainers import TRAINERS
@@ -307,6 +308,57 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
 def test_options_that_images_rule_out(options, message):
     with pytest.raises(ValueError, match=message):
         refused(**options)
+
+
+def test_statistics_over_all_images_are_refused_beside_a_budget():
+    towers, make = [], make_vision
+
+    def normalized(*args, **kwargs):
+        model, processor = make(*args, **kwargs)
+        model.model.vision_tower.norm = torch.nn.BatchNorm2d(3)
+        towers.append(model.model.vision_tower)
+        return model, processor
+
+    with (
+        patch.dict(globals(), {"make_vision": normalized}),
+        pytest.raises(ValueError, match=r"`.*vision_tower.norm` of LlavaForCond.* takes statistics over all images"),
+    ):
+        refused(memory_budget=8)
+    assert towers
+
+
+def test_positions_that_are_counted_by_something_unknown_are_refused():
+    model, processor = make_vision("llava", seed=SEED)
+    rules = replace(vision_rules(model), counts_grids=True)
+    collator = VisionPreferenceCollator(processor, padding_free=True, rules=rules)
+    with pytest.raises(ValueError, match="The model counts positions of image tokens by what this package does not"):
+        collator([row for row in vision_pairs(8, SEED) if row["images"]])
+
+
+@pytest.mark.parametrize("limit", [3, 4])
+def test_blocks_that_a_window_does_not_cut_are_refused_beyond_it(limit):
+    """As in Gemma 4 Unified: a block of four tokens, and one of two."""
+    rules = VisionRules(9, block_row="token_type_ids", block_types=(1,), longest_block=limit)
+    collator = VisionPreferenceCollator(None, padding_free=True, rules=rules)
+    types = torch.tensor([[0, 1, 1, 1, 1, 0, 1, 1]])
+    rows = {"input_ids": torch.where(types == 1, 9, 5), "token_type_ids": types}
+    if limit == 4:
+        assert collator.images(rows, ["a"]).blocks.tolist() == types.bool().tolist()
+    else:
+        with pytest.raises(ValueError, match="An image has 4 tokens, and in layers with `sliding_window=3`"):
+            collator.images(rows, ["a"])
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_the_first_example_with_images_is_found(column):
+    pictures = [row["images"] for row in vision_pairs(8, SEED) if row["images"]][:2]
+    filled = pictures if column == "images" else [images[0] for images in pictures]
+    empty = [] if column == "images" else None
+    rows = [{column: value, "prompt": "w1"} for value in [empty] * 120 + filled]
+    data = Dataset.from_list(rows)
+    assert first_with_images(data) == 120
+    assert first_with_images(data.select(range(120, 122))) == 0
+    assert first_with_images(data.select(range(3))) == 0
 
 
 def test_keep_end_is_refused_in_trls_words():

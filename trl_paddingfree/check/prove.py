@@ -136,8 +136,8 @@ def check_flat(
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
             return CheckResult(route, failure=told_by(error))
-    error, leak = reference.difference(flat, reference.alone), max(movements)
-    result = CheckResult(route, error, reference.noise, leak, reference.effect, reference.tolerance)
+    wrong = reference.difference(flat, reference.alone)
+    result = CheckResult(route, wrong, reference.noise, max(movements), reference.effect, reference.tolerance)
     if in_training is None or not agree(result.passed):
         return result
     return replace(result, gradients=check_gradients(in_training, route.prefix_sharing))

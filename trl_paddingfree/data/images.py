@@ -7,8 +7,10 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, IterableDataset
+from pyarrow import types
 from transformers.image_utils import load_image
 
 from ..flat.batch import IGNORE_INDEX
@@ -22,6 +24,19 @@ def has_images(dataset: Any) -> bool:
     """Whether TRL takes a data set for one with images. What is none, it refuses in its own words."""
     is_dataset = isinstance(dataset, Dataset | IterableDataset)
     return is_dataset and not {"image", "images"}.isdisjoint(column_names(dataset))
+
+
+def first_with_images(dataset: Dataset) -> int:
+    """The number of the first example that has an image in its column, 0 if none has."""
+    name, before = "image" if "image" in dataset.column_names else "images", 0
+    for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=100):
+        column = table[name]
+        is_list = types.is_list(column.type) or types.is_large_list(column.type)
+        filled = pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else column.is_valid()
+        if (found := np.flatnonzero(filled.to_numpy())).size:
+            return before + int(found[0])
+        before += len(table)
+    return 0
 
 
 def images_of(example: dict[str, Any]) -> list[Any]:

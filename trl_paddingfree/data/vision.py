@@ -41,6 +41,11 @@ class ImagesOnce:
         return output
 
 
+def _runs(row: np.ndarray) -> list[str]:
+    """The runs of tokens that a row of shape `(L,)`, bool, marks."""
+    return "".join(np.where(row, "x", " ")).split() or [""]
+
+
 @dataclass
 class FlatVisionCollator(FlatCollator):
     """What the collators of this module add to TRL's: with `padding_free`, rows come with a `"flat_batch"`."""
@@ -88,6 +93,17 @@ class FlatVisionCollator(FlatCollator):
         grids = {}
         if rules.counts_grids and "mm_token_type_ids" in rows and "image_grid_thw" in rows:
             grids = {name: rows[name] for name in (*COUNTED_ROWS, "image_grid_thw")}
+        if rules.counts_grids and not grids:
+            raise ValueError(
+                "The model counts positions of image tokens by what this package does not know: its processor gives no "
+                "`mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
+            )
+        longest = 0 if blocks is None else max(len(run) for row in blocks for run in _runs(row))
+        if rules.longest_block is not None and longest > rules.longest_block:
+            raise ValueError(
+                f"An image has {longest} tokens, and in layers with `sliding_window={rules.longest_block}` all of them "
+                "see one another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
+            )
         num_pixels = sum(image.numel() for image in rows.get("pixel_values", ()))
         return RowImages(rules.token_id, groups, copies, blocks, grids, num_pixels)
 

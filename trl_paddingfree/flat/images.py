@@ -25,6 +25,7 @@ class VisionRules:
     token_id: int  # the placeholder
     block_row: str = ""  # the processor's row that tells which tokens see one another in both directions, if some do
     block_types: tuple[int, ...] = ()  # the values that mark them
+    longest_block: int | None = None  # beyond which a block sees more than a layer's window, and ours do not
     counts_grids: bool = False  # whether positions of image tokens are counted by the images' grids
 
 

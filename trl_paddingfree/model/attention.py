@@ -84,14 +84,17 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
 
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
-    q, k, v = _flat_states(query, key, value, layout, upstream.flash_target_dtype(query, module))
+    dtype = upstream.flash_target_dtype(query, module)
+    q, k, v = (states[None] for states in _flat_states(query, key, value, layout, dtype))
     kwargs = {**kwargs, "is_causal": True}
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
     output = upstream.flash_attention_forward(
-        *(x[None] for x in (q, k, v)),
+        q,
+        k,
+        v,
         attention_mask=None,
-        query_length=len(q),
+        query_length=q.size(1),
         softmax_scale=scaling,
         attn_implementation=previous,
         **{name: told for name, told in boundaries(layout).items() if name != "seq_idx"},

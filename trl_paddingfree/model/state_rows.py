@@ -90,8 +90,9 @@ def on_rows(
     outputs = []
     for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, cut, strict=True):
         if vars(layer).get("is_causal"):  # attention, whose own mask would not know of rows
-            window, dtype = vars(layer).get("sliding_window"), next(layer.parameters()).dtype
-            group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, dtype)
+            states = next(filter(torch.is_tensor, (*group_args, *group_kwargs.values())))
+            window = vars(layer).get("sliding_window")
+            group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, states.dtype)
         outputs.append(call(*group_args, **group_kwargs, **told))
     # RWKV's blocks give their second layer the state that the first gives back
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)

@@ -18,6 +18,7 @@ from .restored import attributes_set
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
 
 _REFUSED = {
+    "hunyuan_vl": "it counts positions of images by those of other rows of its batch, with padding",
     "mllama": "its text attends to images by cross-attention, row by row, and has no placeholders for them",
     "paligemma": "its attention is bidirectional over all that is not marked as a completion, and TRL does not mark it",
 }
@@ -31,6 +32,8 @@ def vision_rules(model: Any) -> VisionRules:
         blocks = {"block_row": "token_type_ids", "block_types": (1,)}
     elif sees_both_ways(model):
         blocks = {"block_row": "mm_token_type_ids", "block_types": (1, 2)}
+    if config.model_type == "gemma4_unified":  # the others cut blocks where the window ends
+        blocks["longest_block"] = config.get_text_config().sliding_window
     counts_grids = hasattr(model.base_model, "get_rope_index")  # Qwen's backbones have it, without a common class
     return VisionRules(config.image_token_id, counts_grids=counts_grids, **blocks)
 

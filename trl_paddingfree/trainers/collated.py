@@ -12,7 +12,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
-from ..data.images import ImageProbe, has_images
+from ..data.images import ImageProbe, first_with_images, has_images
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import FlatBatch, RowPart
 from ..flat.counts import BatchCounts
@@ -84,8 +84,16 @@ class CollatedTrainer(FlatTrainer):
         collator = self._flat_collator()
         self._set_signature_columns_if_needed()
         kept = self._signature_columns if self.args.remove_unused_columns else None
-        rows = ({k: v for k, v in row.items() if kept is None or k in kept} for row in self.train_dataset)
-        return ImageProbe(collator, rows)
+        data = self.train_dataset
+        if has_known_lengths(data):  # with the example before, which has none
+            data = data.select(range(max(first_with_images(data) - 1, 0), len(data)))
+        probe = ImageProbe(collator, ({k: v for k, v in row.items() if kept is None or k in kept} for row in data))
+        if not probe.names and data is self.train_dataset:
+            raise ValueError(
+                "The first examples of the train data have no images, so that the model's images cannot be tried "
+                "before training, and no others are known. Shuffle the data, or set `padding_free=False`."
+            )
+        return probe
 
     def images_in_memory(self) -> list[dict[str, Any]]:
         images = self.flat.check.images
@@ -130,6 +138,8 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
         refusals.refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
+        if options.has_budget and self._is_vision_dataset:
+            refusals.refuse_batch_statistics(self.flat_base(self.model))
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
         if options.refuses_oversized and has_known_lengths(self.train_dataset):

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptLearningConfig
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
@@ -234,6 +235,16 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
             f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}` with `oversized_examples='error'` goes "
             "by the lengths of all examples, and TRL processes images on the fly: those of examples with images are "
             "not known before. Set `oversized_examples='alone'`."
+        )
+
+
+def refuse_batch_statistics(model: Any) -> None:
+    """Refuse parts of micro-batches whose images share statistics."""
+    found = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    if found is not None:
+        raise ValueError(
+            f"`{found}` of {type(model).__name__} takes statistics over all images of a micro-batch, which a budget "
+            "computes in parts. Leave `memory_budget` and `max_tokens_per_micro_batch` out."
         )
 
 
