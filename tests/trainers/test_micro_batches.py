@@ -310,7 +310,8 @@ def test_lengths_are_those_that_a_collator_of_ones_own_leaves(tokenizer, tmp_pat
     collator = PreferenceCollator(pad_token_id=tokenizer.pad_token_id, max_length=6, truncation_mode="keep_end")
     args = PaddingFreeDPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=1024)
     data = {"train_dataset": preference_data(8, SEED), "processing_class": tokenizer, "data_collator": collator}
-    trainer = PaddingFreeDPOTrainer(make_model(vocab_size=len(tokenizer)), args=args, **data)
+    model = make_model(vocab_size=len(tokenizer))
+    trainer = PaddingFreeDPOTrainer(model, ref_model=make_model(vocab_size=len(tokenizer)), args=args, **data)
     lengths = trainer.example_lengths()
     assert (lengths[:, :1] + lengths[:, 1:]).max() == 6
     assert not trainer.exceeds(6)

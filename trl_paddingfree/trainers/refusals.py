@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptLearningConfig
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
@@ -238,9 +238,12 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
         )
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def refuse_batch_statistics(model: Any) -> None:
     """Refuse parts of micro-batches whose images share statistics."""
-    found = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    found = next((name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)), None)
     if found is not None:
         raise ValueError(
             f"`{found}` of {type(model).__name__} takes statistics over all images of a micro-batch, which a budget "
