@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from trl import pack_dataset
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX
+from trl_paddingfree.memory.device import PeakMemory
 from trl_paddingfree.model.state_layers import carries_state
 from trl_paddingfree.trainers.proving import base_of
 
@@ -138,10 +139,11 @@ class Runner:
 
     def step(self, examples: list[dict[str, Any]]) -> Step:
         """One training step."""
-        trainer, before = self.trainer, 0
-        if self.settings.on_accelerator:
-            torch.accelerator.reset_peak_memory_stats()
-            before = torch.accelerator.memory_allocated()
+        trainer = self.trainer
+        # A budget begins its peak anew for each part
+        peak = getattr(trainer, "peak_memory", None) or PeakMemory(torch.device(self.settings.device))
+        peak.reset()
+        peak.before, before = 0, peak.held
         self.clock = Clock(self.settings.device)
         collated = self.collate(examples)
         batch = trainer._prepare_inputs(collated)
@@ -152,7 +154,7 @@ class Runner:
         trainer.optimizer.step()
         trainer.model.zero_grad()
         self.clock.mark("optimizer")
-        bytes_above = torch.accelerator.max_memory_allocated() - before if self.settings.on_accelerator else 0
+        bytes_above = peak.highest - before if peak.can_reset else 0
         trainer.log({"loss": loss.item(), "grad_norm": float(grad_norm)})
         figures = dict(trainer.state.log_history[-1])
         return Step(self.clock.seconds, figures, self.clock.core_seconds, bytes_above, self.work(collated))

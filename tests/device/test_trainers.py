@@ -93,6 +93,14 @@ def test_a_memory_budget_that_splits(name, parts_made):
     assert 0.9 < result.trainer.flat.memory.needs.correction < 1.5
 
 
+def test_a_memory_budget_counts_what_others_hold():
+    """Such as a reward model; what the first run has left is a small part of that."""
+    alone = train("dpo", memory_budget=1).trainer.flat.memory.needs.fixed
+    held = torch.zeros(2**22, device=pretend_device.DEVICE)
+    beside = train("dpo", memory_budget=1).trainer.flat.memory.needs.fixed
+    assert beside - alone == pytest.approx(held.nbytes, rel=0.1)
+
+
 class Crowded(TrainerCallback):
     """Leaves training no more than some bytes of the device's memory."""
 
