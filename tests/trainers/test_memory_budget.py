@@ -25,8 +25,8 @@ from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.memory.device import GIB, Attempt
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
-from trl_paddingfree.memory.needs import fixed_bytes, optimizer_bytes, tensor_bytes
-from trl_paddingfree.memory.plan import adds_up_shards
+from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
+from trl_paddingfree.memory.plan import CORRECTED, MemoryBudget, adds_up_shards
 from trl_paddingfree.memory.steps import BudgetedSteps
 from trl_paddingfree.model.architecture import recompute_first
 
@@ -426,3 +426,19 @@ def test_gradients_that_are_computed_again_are_dropped_as_they_come():
         assert all(p.grad is None for p in layer.parameters())
     layer(x).mul(0).sum().backward()  # nothing is dropped any more
     assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), whole, strict=True))
+
+
+def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_saved(tmp_path):
+    def made(held):
+        peak = SimpleNamespace(can_reset=True, held=held, current=held + 100)
+        return MemoryBudget(8, 8 * GIB, MemoryNeeds(1000, [[1]], [[1]], [0], [0], (0, 0), [0]), [], None, peak)
+
+    memory = made(held=1500)
+    for _ in range(CORRECTED):
+        memory.held, memory.expected = 1500, memory.needs.fixed + 100
+        memory.finish(has_stepped=True)
+        assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
+    memory.save(tmp_path, 0)
+    resumed = made(held=0)
+    resumed.load(tmp_path, 0)
+    assert resumed.needs == memory.needs

@@ -63,7 +63,7 @@ def test_micro_batches_in_parts_count_their_images(monkeypatch):
 
 def test_a_budget_wants_to_see_images():
     without = vision_pairs(12, SEED).filter(lambda row: not row["images"])
-    with pytest.raises(ValueError, match="the first examples have no images, so what the vision tower keeps"):
+    with pytest.raises(ValueError, match="has an image in its column, so what the vision tower keeps"):
         made("llava", "dpo", without)
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..flat.batch import FlatBatch
 from ..model import architecture
-from ..model.forward import is_pooled
+from ..model.forward import is_allocation_failure, is_pooled
 from .probe import (
     HALF_DIGITS_FACTOR,
     NOISE_FACTOR,
@@ -29,7 +29,6 @@ from .probe import (
     root_mean_square,
     rounding_unit,
     row_inputs,
-    told_by,
 )
 from .training import as_in_training, gradients, small_parameters, watched_embeddings
 
@@ -159,12 +158,15 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding
-        return GradientResult(skipped=f"not checked, as a row alone raises {told_by(error)}")
+        told = f"a row alone raises {type(error).__name__}: {error}"
+        # Memory that ran out says nothing of the model: that is not to pass
+        is_known = not is_allocation_failure(error)
+        return GradientResult(skipped=f"not checked, as {told}") if is_known else GradientResult(failure=told)
     try:
         with reference.in_training():
             return _compare(reference, prefix_sharing)
     except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-        return GradientResult(failure=told_by(error))
+        return GradientResult(failure=f"{type(error).__name__}: {error}")
 
 
 def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
@@ -245,7 +247,7 @@ def _beyond_positions(reference: RowsInTraining, computed: int, draws: bool) -> 
             with torch.no_grad():
                 log_probs = reference.answers(inputs).double().cpu()
         except Exception as error:
-            return told_by(error)  # names the length, and what to change
+            return str(error)  # names the length, and what to change
         wrong = root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
         if not draws and not wrong <= reference.tolerance * root_mean_square(reference.log_probs):
             return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch
-from ..model.forward import is_allocation_failure, is_pooled
+from ..model.forward import is_pooled
 from ..model.restored import attributes_set, modes_restored, random_state_restored
 from ..model.state_layers import is_state_layer
 
@@ -92,13 +92,6 @@ def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
-
-
-def told_by(error: Exception) -> str:
-    """What a model raises while it is tried, which is a verdict: unless memory ran out, which says nothing of it."""
-    if is_allocation_failure(error):
-        raise error
-    return f"{type(error).__name__}: {error}"
 
 
 def root_mean_square(x: torch.Tensor) -> float:

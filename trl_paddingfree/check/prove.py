@@ -29,7 +29,7 @@ from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
 from .gradients import GradientResult, RowsInTraining, check_gradients
-from .probe import Call, RowsAlone, root_mean_square, rounding_unit, told_by
+from .probe import Call, RowsAlone, root_mean_square, rounding_unit
 
 # Rows that move with others must move far less than with their own context: all that may move them is rounding
 LEAK_FRACTION = 0.1
@@ -135,7 +135,7 @@ def check_flat(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-            return CheckResult(route, failure=told_by(error))
+            return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     wrong = reference.difference(flat, reference.alone)
     result = CheckResult(route, wrong, reference.noise, max(movements), reference.effect, reference.tolerance)
     if in_training is None or not agree(result.passed):

@@ -193,7 +193,9 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     def flatten(self, rows: dict[str, Any], reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)
-        return replace(batch, packed=batch.counts.real) if self.cuts_packed else batch
+        multiple = self.pad_to_multiple_of or 1
+        packed = -(-batch.counts.real // multiple) * multiple
+        return replace(batch, packed=packed) if self.cuts_packed else batch
 
 
 def _documents(example: dict[str, Any], cuts_packed: bool) -> list[dict[str, Any]]:

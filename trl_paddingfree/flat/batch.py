@@ -45,7 +45,7 @@ class FlatBatch(HasTensors):
         images ([`~trl_paddingfree.flat.images.FlatImages`], *optional*):
             Which feature of the images each placeholder gets, if rows have images.
         packed (`int`, *optional*):
-            Tokens of the one row in which TRL would compute these, if they are documents that it has packed.
+            Length of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
         recomputed (`int`, *optional*):

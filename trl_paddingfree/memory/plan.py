@@ -94,8 +94,8 @@ class MemoryBudget:
         return ValueError(
             f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {example} needs: {least:.3f} "
             f"GiB for {batch.counts.computed} tokens with all activations recomputed, of which "
-            f"{(self.needs.fixed + beside) / GIB:.3f} GiB are weights, gradients and the optimizer. Raise it to at "
-            f"least {least:.3f}, or lower {lower}."
+            f"{(self.needs.fixed + beside) / GIB:.3f} GiB are weights, gradients, the optimizer and what others hold. "
+            f"Raise it to at least {least:.3f}, or lower {lower}."
         )
 
     def cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
@@ -141,12 +141,13 @@ class MemoryBudget:
 
     def _correct(self) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""
-        # What holds memory beside the models may have come since the plan was made
-        needs = replace(self.needs, fixed=max(self.needs.fixed, self.held))
-        fixed = needs.fixed + self.beside
+        needs = self.needs
         self.observed += 1
-        uncorrected = (self.expected - fixed) / needs.correction
-        self.most_measured = max(self.most_measured, (self.measured.current - fixed) / uncorrected)
+        uncorrected = (self.expected - needs.fixed - self.beside) / needs.correction
+        # What holds memory beside the models may have come since the plan was made
+        self.needs = needs = replace(needs, fixed=max(needs.fixed, self.held))
+        measured = self.measured.current - needs.fixed - self.beside
+        self.most_measured = max(self.most_measured, measured / uncorrected)
         if self.most_measured > needs.correction or self.observed == CORRECTED:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
 
@@ -189,7 +190,8 @@ class MemoryBudget:
 
     def save(self, folder: str, rank: int) -> None:
         """Save what later decisions of the process `rank` follow from."""
-        state = {"option": self.option, "budget": self.budget, "correction": self.needs.correction}
+        needs = self.needs
+        state = {"option": self.option, "budget": self.budget, "correction": needs.correction, "fixed": needs.fixed}
         state |= {"observed": self.observed, "most_measured": self.most_measured, "has_shrunk": self.has_shrunk}
         (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
@@ -200,7 +202,8 @@ class MemoryBudget:
             return
         self.has_shrunk = state["has_shrunk"]
         self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]
-        self.needs = replace(self.needs, correction=state["correction"])
+        fixed = max(self.needs.fixed, state.get("fixed", 0))  # not known to 0.2.0
+        self.needs = replace(self.needs, correction=state["correction"], fixed=fixed)
 
 
 def is_sharded(accelerator: Any) -> bool:
@@ -251,7 +254,7 @@ def plan_memory(trainer: Any, flat: FlatModel, peak: PeakMemory) -> MemoryBudget
         taken = inspect.signature(type(own)).parameters
         optimizer, arguments = type(own), {name: value for name, value in own.defaults.items() if name in taken}
         states = [x for state in own.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        held -= tensor_bytes(x for x in states if x.device == accelerator.device)
+        held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
     needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments), held), base)
     flat.recomputable = layers
     return MemoryBudget(option, budget_bytes(option, accelerator.device), needs, layers, flat.route, peak)

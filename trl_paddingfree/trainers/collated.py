@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from accelerate import DistributedType
 from accelerate.data_loader import SeedableRandomSampler
+from datasets import Dataset
 from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
@@ -30,7 +31,6 @@ _CANDIDATES = 16
 class CollatedTrainer(FlatTrainer):
     """
     Base of the trainers whose batches come from a collator: it makes them flat, and this keeps them within a budget.
-
     It is mixed in before one of TRL's trainers.
 
     >>> from trl_paddingfree import PaddingFreeDPOTrainer
@@ -81,17 +81,16 @@ class CollatedTrainer(FlatTrainer):
         """The first examples with images, as the collator will get them; `None` for text."""
         if not self._is_vision_dataset:
             return None
-        collator = self._flat_collator()
         self._set_signature_columns_if_needed()
         kept = self._signature_columns if self.args.remove_unused_columns else None
-        data = self.train_dataset
+        collator, data = self._flat_collator(), self.train_dataset
         if has_known_lengths(data):  # with the example before, which has none
             data = data.select(range(max(first_with_images(data) - 1, 0), len(data)))
         probe = ImageProbe(collator, ({k: v for k, v in row.items() if kept is None or k in kept} for row in data))
         if not probe.names and data is self.train_dataset:
             raise ValueError(
-                "The first examples of the train data have no images, so that the model's images cannot be tried "
-                "before training, and no others are known. Shuffle the data, or set `padding_free=False`."
+                "The first examples of the train data have no images, so that the model's images cannot be tried: "
+                "shuffle the data, or set `padding_free=False`."
             )
         return probe
 
@@ -99,8 +98,8 @@ class CollatedTrainer(FlatTrainer):
         images = self.flat.check.images
         if images is not None and not images.names:
             raise ValueError(
-                f"`memory_budget={self.flat.options.memory_budget}`: the first examples have no images, so what the "
-                "vision tower keeps of those that follow is not known. Shuffle the data, or leave `memory_budget` out."
+                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
+                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
             )
         return [] if images is None else images.to_count(self.data_collator.prefix_sharing)
 
@@ -114,7 +113,8 @@ class CollatedTrainer(FlatTrainer):
         """Whether a row of training may be longer than `length`."""
         limit = self.collated_by("max_length")
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
-            return limit is None or limit > length
+            is_cut = hasattr(self.data_collator, "max_length") or not isinstance(self.train_dataset, Dataset)
+            return limit is None or limit > length or not is_cut  # TRL cuts nothing that a transform makes
         return bool((row_lengths(self.example_lengths()) > length).any())
 
     def weighed_by_micro_batch(self) -> list[str]:
@@ -144,9 +144,8 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
         if options.refuses_oversized and has_known_lengths(self.train_dataset):
             tokens = example_tokens(self.example_lengths(), self.flat.route.prefix_sharing)
-            longest = int(tokens.argmax())
-            name = f"example {longest} of the training data"
-            refusals.refuse_oversized(options.max_tokens_per_micro_batch, tokens[longest], name)
+            limit, longest = options.max_tokens_per_micro_batch, int(tokens.argmax())
+            refusals.refuse_oversized(limit, tokens[longest], f"example {longest} of the training data")
 
     def _get_train_sampler(self, *args, **kwargs):
         sampler: Any = super()._get_train_sampler(*args, **kwargs)

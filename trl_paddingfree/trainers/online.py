@@ -48,7 +48,7 @@ class OnlineTrainer(FlatTrainer):
         if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
             raise ValueError(
                 "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
-                "training may use."
+                "this process may use, with what vLLM holds."
             )
 
     # --- rows become flat -------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class StartUpCheck:
         images = self.images
         assert images is not None
         if not images.names:
-            logger.warning("The first examples have no images: nothing was there to try the model's images on.")
+            logger.warning("No example has an image in its column: nothing was there to try the model's images on.")
             return results
         if results[0].route.backend in ("flash", "positions") and sees_both_ways(self._base(models[0])):
             logger.warning(
