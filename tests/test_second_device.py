@@ -9,6 +9,8 @@ import pytest
 import torch
 from packaging.version import Version
 
+from tests.helpers.pretend_device import LOWEST
+
 FOLDER = "tests/device"
 TESTS = (
     f"{FOLDER}/test_trainers.py::test_a_trainer_computes_what_it_computes_on_the_cpu",
@@ -18,7 +20,7 @@ TESTS = (
 WHICH = "lora and (dpo or sft or grpo) or named_places and dpo"
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="the pretend device needs PyTorch 2.13")
+@pytest.mark.skipif(Version(torch.__version__) < Version(LOWEST), reason=f"the pretend device needs PyTorch {LOWEST}")
 def test_trainers_compute_on_the_pretend_device_what_they_compute_on_the_cpu_and_wait_for_nothing_more():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, "-k", WHICH]
     run = subprocess.run(

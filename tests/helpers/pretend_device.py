@@ -561,13 +561,13 @@ def _register_autocast(library: torch.library.Library) -> None:
 
 _is_on = False
 # The oldest PyTorch that it was tried with
-_LOWEST = "2.13"
+LOWEST = "2.13"
 
 
 def why_off() -> str:
     """Why the device is off, empty if it is on."""
-    if Version(torch.__version__) < Version(_LOWEST):
-        return f"the pretend device needs PyTorch {_LOWEST}, this is {torch.__version__}"
+    if Version(torch.__version__) < Version(LOWEST):
+        return f"the pretend device needs PyTorch {LOWEST}, this is {torch.__version__}"
     return "" if _is_on else f"the pretend device is off: set TRL_PADDINGFREE_DEVICE={NAME}"
 
 
@@ -696,7 +696,7 @@ def _moves_parameters(function: Callable) -> Callable:
 @functools.cache
 def install() -> None:
     """Turn the device on in this process, before a model is loaded: trainers with `use_cpu=True` choose it."""
-    if Version(torch.__version__) < Version(_LOWEST):
+    if Version(torch.__version__) < Version(LOWEST):
         return
     global DEVICE, _is_on
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module(), device_guard=_Guard())

@@ -51,9 +51,10 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Within this context, sliding windows and chunks are shorter than the rows that are tried."""
 
     def is_wide(holder: Any, name: str, value: Any) -> bool:
+        if not isinstance(value, int) or value <= _NARROW:
+            return False
         by_other_names = getattr(holder, "attribute_map", {}).items()  # of a configuration
-        is_limit = name in _LIMITS or any(other == name and limit in _LIMITS for limit, other in by_other_names)
-        return is_limit and isinstance(value, int) and value > _NARROW
+        return name in _LIMITS or any(other == name and limit in _LIMITS for limit, other in by_other_names)
 
     return attributes_set((*found, _NARROW) for found in where(model.modules(), is_wide))
 

@@ -10,7 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
+from ..model.restored import (
+    attributes_set,
+    buffers_restored,
+    gradients_dropped,
+    local_part,
+    random_state_restored,
+)
 from .probe import where
 
 # Spread of weights that are moved off zero: as after some steps of training
@@ -171,8 +177,6 @@ def gradients(
         for parameter in parameters:
             after.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-            if id(parameter) not in wanted and parameter.requires_grad:
-                drop = parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-                after.enter_context(drop)
+        after.enter_context(gradients_dropped(p for p in parameters if id(p) not in wanted and p.requires_grad))
         loss.backward()
         return [x.grad for x in inputs]

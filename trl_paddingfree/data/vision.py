@@ -41,9 +41,14 @@ class ImagesOnce:
         return output
 
 
-def _runs(row: np.ndarray) -> list[str]:
-    """The runs of tokens that a row of shape `(L,)`, bool, marks."""
-    return "".join(np.where(row, "x", " ")).split() or [""]
+def _refuse_long_blocks(blocks: np.ndarray, limit: int) -> None:
+    """Refuse blocks, marked in rows of shape `(R, L)`, bool, that a window of `limit` tokens would cut."""
+    longest = max(len(run) for row in blocks for run in "".join(np.where(row, "x", " ")).split() or [""])
+    if longest > limit:
+        raise ValueError(
+            f"An image has {longest} tokens, and in layers with `sliding_window={limit}` all of them see one another: "
+            "give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
+        )
 
 
 @dataclass
@@ -98,12 +103,8 @@ class FlatVisionCollator(FlatCollator):
                 "The model counts positions of image tokens by what this package does not know: its processor gives no "
                 "`mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
             )
-        longest = 0 if blocks is None else max(len(run) for row in blocks for run in _runs(row))
-        if rules.longest_block is not None and longest > rules.longest_block:
-            raise ValueError(
-                f"An image has {longest} tokens, and in layers with `sliding_window={rules.longest_block}` all of them "
-                "see one another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
-            )
+        if rules.longest_block is not None and blocks is not None:
+            _refuse_long_blocks(blocks, rules.longest_block)
         num_pixels = sum(image.numel() for image in rows.get("pixel_values", ()))
         return RowImages(rules.token_id, groups, copies, blocks, grids, num_pixels)
 

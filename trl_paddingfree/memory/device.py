@@ -4,11 +4,13 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import torch
+
+from ..model.restored import gradients_dropped
 
 GIB = 2**30
 # What `"auto"` leaves to the device's context, to kernels that need room of their own, and to fragmentation
@@ -70,10 +72,6 @@ class PeakMemory:
             torch.accelerator.reset_peak_memory_stats(self.device)
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
 class Attempt:
     """
     What a forward and backward pass changes, as it was before: gradients, metrics, the random state, and what the
@@ -111,10 +109,9 @@ class Attempt:
         if self.on_device is not None:
             self.on_device.set_rng_state(self.device_random, self.device)
             torch.accelerator.empty_cache()
-        with ExitStack() as hooks:
-            for parameter, _ in added:  # a second gradient would find no room: it is dropped as soon as it is there
-                parameter.grad = None
-                hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+        for parameter, _ in added:
+            parameter.grad = None
+        with gradients_dropped(parameter for parameter, _ in added):  # a second one might find no room
             yield
         for parameter, gradient in added:
             parameter.grad = gradient

@@ -1,7 +1,7 @@
 """What trying a model changes of it and of the random state, put back afterwards."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +45,15 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
             setattr(module, name, buffer)
+
+
+@contextmanager
+def gradients_dropped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within this context, gradients of `parameters` are dropped as soon as they are there."""
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+        yield
 
 
 @contextmanager
