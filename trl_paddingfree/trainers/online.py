@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from ..data.generated import GeneratedRows, by_prompt
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..memory.parts import Split, split_in_order
 from ..memory.plan import MemoryBudget
@@ -17,7 +17,7 @@ from ..model.flat_model import FlatModel
 from .base import FlatTrainer
 from .refusals import refuse_oversized, refuse_to_move
 from .state import when_flat
-from .steps import Inputs, Part
+from .steps import Part
 
 # Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
 _PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
