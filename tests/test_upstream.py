@@ -23,7 +23,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 import trl_paddingfree
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
-from trl_paddingfree import upstream
+from trl_paddingfree import upstream, versions
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
 from trl_paddingfree.model import architecture, state_tree
@@ -110,31 +110,9 @@ PRIVATE = {
 }
 # Set on instances, by the `__init__` of the class
 INSTANCE = {
-    "trl:DPOTrainer._metrics",
-    "trl:SFTTrainer._metrics",
-    "trl:DPOTrainer._tokenizer",
-    "trl:SFTTrainer._tokenizer",
-    "trl:DPOTrainer._total_train_tokens",
-    "trl:SFTTrainer._total_train_tokens",
-    "transformers:Trainer._train_batch_size",
-    "trl:KTOTrainer._metrics",
-    "trl:KTOTrainer._tokenizer",
-    "trl:KTOTrainer._total_train_tokens",
-    "trl:RewardTrainer._metrics",
-    "trl:RewardTrainer._total_train_tokens",
-    "trl:GRPOTrainer._buffered_inputs",
-    "trl:GRPOTrainer._step",
-    "trl:GRPOTrainer._entropy_window_stats",
-    "trl:GRPOTrainer._last_world_entropy",
-    "trl:GRPOTrainer._metrics",
-    "trl:GRPOTrainer._total_train_tokens",
-    "trl:RLOOTrainer._buffered_inputs",
-    "trl:RLOOTrainer._step",
-    "trl:RLOOTrainer._metrics",
-    "trl:RLOOTrainer._total_train_tokens",
-    "transformers:Trainer._signature_columns",
-    "trl:DPOTrainer._is_vision_dataset",
-    "trl:SFTTrainer._is_vision_dataset",
+    f"{'transformers' if owner == 'Trainer' else 'trl'}:{owner}.{name}"
+    for owner, names in versions.INSTANCE_NAMES.items()
+    for name in names
 }
 # Set by functions and methods elsewhere: where they are written
 SET_ELSEWHERE = {
@@ -234,6 +212,20 @@ def test_extended_methods_take_what_upstreams_take():
 
 def test_extended_methods_are_the_ones_listed_here():
     assert {name for _, name, _ in extended_methods()} == EXTENDED
+
+
+def test_every_extended_method_is_asked_for_when_a_class_is_made():
+    asked = {owner: {*names} for owner, names in versions.CLASS_NAMES.items()}
+    for parent, name, _ in extended_methods():
+        assert name == "__init__" or any(name in asked.get(base.__name__, ()) for base in parent.__mro__), name
+
+
+def test_every_private_method_of_a_trainer_is_asked_for_when_a_class_is_made():
+    for place in PRIVATE:
+        owner, _, name = place.partition(":")[2].partition(".")
+        if owner.endswith("Trainer") and name:
+            bases = (base.__name__ for base in find(place.rpartition(".")[0]).__mro__)
+            assert any(name in versions.CLASS_NAMES.get(base, ()) for base in bases), place
 
 
 def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel():

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import FlatBatch
+from ..versions import refuse_moved_head
 from .architecture import recompute_first
 from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
@@ -48,6 +49,7 @@ class FlatModel:
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
         self.previous: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
         self.carries_state = carries_state(model)
+        self.has_trained = False  # whether a flat batch was computed with gradients, see [`training_flat`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
@@ -83,6 +85,7 @@ class FlatModel:
     def _bind(self) -> None:
         """Put our forward in the place of the model's."""
         depth, model = len(self.previous), self.model
+        refuse_moved_head(model.forward)
         self.previous.append(model.forward)
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
@@ -116,6 +119,7 @@ class FlatModel:
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
             return self.previous[-1](*args, **kwargs)
+        self.has_trained |= torch.is_grad_enabled()
         if batch.parts and torch.is_grad_enabled():
             return forward_in_parts(self, batch, **kwargs)
         self.prepare(batch)
@@ -135,3 +139,17 @@ class FlatModel:
             yield
         finally:
             upstream.set_attn_implementation(self.model, ours)
+
+
+@contextmanager
+def training_flat(trainer: Any, flat: FlatModel | None) -> Iterator[None]:
+    """Within this context, a step of `trainer` has a model compute a flat batch, or raises; nothing if it pads."""
+    if flat is not None:
+        flat.has_trained = False
+    yield
+    if flat is not None and not flat.has_trained:
+        raise RuntimeError(
+            f"A training step of {type(trainer).__name__} computed no flat batch, so that it would train with padding: "
+            f"its loss called {type(flat.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers "
+            "that generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
+        )

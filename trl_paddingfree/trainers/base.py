@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from transformers import PreTrainedModel, Trainer
-from trl.trainer.utils import get_config_model_id
+from transformers import PreTrainedModel
 
 from .. import upstream
 from ..check.prove import UnprovenModelError
@@ -19,12 +18,13 @@ from ..memory.device import PeakMemory
 from ..memory.plan import MemoryBudget, is_sharded, plan_memory
 from ..memory.steps import BudgetedSteps
 from ..model import architecture
-from ..model.flat_model import FlatModel
+from ..model.flat_model import FlatModel, training_flat
 from ..model.routes import Route
-from .checkpoints import append_to_card, checkpoint_to_resume, load_by_name, state_file
-from .configs import PaddingFreeOptions, refuse_wrong_options, silence
+from ..versions import naming_versions, refuse_moved_names
+from . import refusals
+from .checkpoints import NamedWeights, append_to_card, checkpoint_to_resume, state_file
+from .configs import PaddingFreeOptions, config_of, options_of, silence
 from .proving import StartUpCheck, base_of
-from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Flat:
         return None if self.steps is None else self.steps.memory
 
 
-class FlatTrainer(Trainer):
+class FlatTrainer(NamedWeights):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
@@ -81,24 +81,22 @@ class FlatTrainer(Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "trl_trainer" in vars(cls):
+            refuse_moved_names(cls)
             cls.__signature__ = inspect.signature(cls.trl_trainer)  # type: ignore[attr-defined]
 
+    @naming_versions()
     def __init__(self, *args: Any, **kwargs: Any):
         """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
         silence()
         self.counts = TokenCounts()
         arguments = inspect.signature(self.trl_trainer.__init__).bind(self, *args, **kwargs).arguments
         del arguments["self"]
-        if arguments.get("args") is None:
-            model = arguments["model"]
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
-        refuse_wrong_options(config := arguments["args"])  # again: they may have been set since
+        arguments["args"] = config = config_of(type(self), arguments)
         if not vars(config).get("padding_free", True):  # not all of TRL's configurations have the flag
+            refusals.warn_of_padding(type(self), config)
             self.trl_trainer.__init__(self, **arguments)
             return
-        is_ours = isinstance(config, PaddingFreeOptions)
-        options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
+        options = options_of(type(self), config)
         self.flat = Flat(options)
         self.refuse_arguments(arguments)
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
@@ -108,23 +106,23 @@ class FlatTrainer(Trainer):
             self.trl_trainer.__init__(self, **arguments)
         finally:
             config.padding_free = True
+        refuse_moved_names(type(self), self)
         self.padding_free = True
         if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
-            refuse_images(arguments)
+            refusals.refuse_images(arguments)
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
         # TRL may be done with the reference
         self.flat.models = [each for each in self.flat.models if each.model in bases]
-        self.refuse_data(given_datasets(arguments))
+        self.refuse_data(refusals.given_datasets(arguments))
         self.refuse_micro_batches()
         if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
             self.plan_steps()
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
-        refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
-        if self.flat.options.has_budget:
-            refuse_beside_budget(self.flat.options, arguments["args"])
+        refusals.refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
+        refusals.refuse_beside_budget(self.flat.options, arguments["args"])
 
     def collator_of(self, with_images: bool) -> Any:
         """The collator class that gives flat batches of data with or without images."""
@@ -162,7 +160,7 @@ class FlatTrainer(Trainer):
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
-        warn_of_dropout(flat.models[0].model, self.args)
+        refusals.warn_of_dropout(flat.models[0].model, self.args)
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
@@ -219,6 +217,10 @@ class FlatTrainer(Trainer):
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with training_flat(self, self.flat and self.flat.models[0]):
+            return super().training_step(*args, **kwargs)
+
     # --- figures ----------------------------------------------------------------------------------------------------
 
     @property
@@ -261,6 +263,7 @@ class FlatTrainer(Trainer):
 
     # --- checkpoints: none is left half written, and runs resume from a whole one -----------------------------------
 
+    @naming_versions()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
@@ -282,19 +285,3 @@ class FlatTrainer(Trainer):
             if self.flat.memory is not None:
                 self.flat.memory.load(checkpoint, self.args.process_index)
         super()._load_rng_state(checkpoint)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Models with images or experts have other names in files than in memory, which transformers' trainer does not
-        # know: it warns, and goes on with the weights that the model was made with
-        if load_result.missing_keys and load_result.unexpected_keys:
-            load_by_name(*self.loading)
-        else:
-            super()._issue_warnings_after_load(load_result)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.loading: tuple[Any, Any] = resume_from_checkpoint, self.model if model is None else model
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        self.loading = self.state.best_model_checkpoint, self.model
-        super()._load_best_model()

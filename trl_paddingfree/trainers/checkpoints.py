@@ -5,6 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -90,3 +91,26 @@ def load_by_name(checkpoint: Any, model: Any) -> None:
             f"of {type(model).__name__}: it is one of another model."
         )
     model.load_state_dict(loaded.state_dict())
+
+
+class NamedWeights(Trainer):
+    """
+    A trainer that loads by name what transformers' leaves out: models with images or experts have other names in files
+    than in memory, of which that one warns, and goes on with the weights that the model was made with.
+    """
+
+    loading: tuple[Any, Any]  # the checkpoint, and the model
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        if load_result.missing_keys and load_result.unexpected_keys:
+            load_by_name(*self.loading)
+        else:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.loading = resume_from_checkpoint, self.model if model is None else model
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self.loading = self.state.best_model_checkpoint, self.model
+        super()._load_best_model()
