@@ -104,6 +104,12 @@ def test_errors_name_the_versions_that_are_not_tested_and_only_those():
     assert "no_such_package of unknown version (tested: 1 to 2)" in note
 
 
+def test_refusals_of_ours_are_no_matter_of_versions():
+    with mock.patch.object(versions, "TESTED", {"trl": ("98", "99")}), pytest.raises(ValueError, match="a") as raised:
+        exec("with naming_versions(): raise ValueError('a')", {**globals(), "__name__": "trl_paddingfree.x"})
+    assert not hasattr(raised.value, "__notes__")
+
+
 def test_builds_of_a_tested_version_are_tested():
     with mock.patch.object(versions, "_version", return_value="2.11.0+cu130"):
         assert "torch" not in versions.untested()

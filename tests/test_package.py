@@ -190,10 +190,8 @@ def test_the_exports_are_the_public_names():
 
 def test_the_names_for_type_checkers_are_the_exports():
     tree = ast.parse(Path(trl_paddingfree.__file__).read_text())
-    imported = {
-        alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
-    }  # fmt: skip
+    (for_checkers,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {alias.name: node.module for node in for_checkers.body for alias in node.names}
     assert imported == trl_paddingfree._EXPORTS
 
 

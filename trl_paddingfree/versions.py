@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from traceback import walk_tb
 from typing import Any
 
 # The lowest and newest versions that the tests run with: those of pyproject.toml, which is not in the wheel
@@ -98,34 +99,33 @@ def _version(package: str) -> str:
 def naming_versions() -> Iterator[None]:
     """
     Within this context, or in a function that it decorates, an import of ours that fails for a name of a tested package
-    raises a [`MovedNameError`], and other errors carry a note with the versions, if there are untested ones.
+    raises a [`MovedNameError`]. Other errors, but our refusals, carry a note with the versions that are not tested.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, ImportError) and (moved := _moved_import(error)) is not None:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        module = frame.f_globals.get("__name__", "")
+        is_ours = module.partition(".")[0] == __package__
+        if is_ours and isinstance(error, ImportError) and (moved := _moved_import(error, module)) is not None:
             raise moved from error
-        packages = [] if isinstance(error, MovedNameError) else untested()
+        is_named = isinstance(error, MovedNameError) or is_ours and type(error) is ValueError
+        packages = [] if is_named else untested()
         note = f"This may be a matter of versions. {installed(packages)}"
         if packages and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
 
 
-def _moved_import(error: ImportError) -> MovedNameError | None:
-    """What a failed import means, if it is one of ours of a name in a tested package."""
-    name, place = error.name, ""
-    if isinstance(error, ModuleNotFoundError) and name is not None:
+def _moved_import(error: ImportError, module: str) -> MovedNameError | None:
+    """What a failed import in one of our modules means, if it is of a name in a tested package."""
+    name, place = error.name or "", ""
+    if isinstance(error, ModuleNotFoundError):
         place, _, name = name.rpartition(".")
     elif found := re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error)):
         name, place = found.groups()
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    user = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
     package = place.partition(".")[0]
-    is_ours = package in TESTED and user.partition(".")[0] == __package__
-    return MovedNameError(package, place, str(name), user) if is_ours else None
+    return MovedNameError(package, place, name, module) if package in TESTED else None
 
 
 def refuse_moved_names(trainer_class: Any, trainer: Any = None) -> None:

@@ -119,7 +119,8 @@ class FlatModel:
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
             return self.previous[-1](*args, **kwargs)
-        self.has_trained |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.has_trained = True
         if batch.parts and torch.is_grad_enabled():
             return forward_in_parts(self, batch, **kwargs)
         self.prepare(batch)

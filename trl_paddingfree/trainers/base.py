@@ -53,10 +53,13 @@ class FlatTrainer(NamedWeights):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
-    With TRL's own configuration, and its `padding_free=True` where it has that flag, the options of this package have
-    their defaults. TRL's default collator is taken over, any other has to give flat batches. With `padding_free=False`,
-    the trainer pads as TRL's does. What cannot be combined with flat batches raises a `ValueError` that names what to
-    change, and a model that does not treat a flat batch as separate sequences an [`UnprovenModelError`].
+    Without a configuration, and with TRL's own, the options of this package have their defaults. With
+    `padding_free=False`, the trainer pads as TRL's does: TRL's `DPOConfig` and `SFTConfig` have that flag, and this
+    default of it, which the trainer says. TRL's default collator is taken over, any other has to give flat batches.
+
+    What cannot be combined with flat batches raises a `ValueError` that names what to change, a model that does not
+    treat a flat batch as separate sequences an [`UnprovenModelError`], a training step that computes no flat batch a
+    `RuntimeError`, and a release of TRL that has moved what this class needs an `ImportError`.
 
     A subclass names TRL's trainer, its own task and configuration. Its arguments are those of TRL's trainer.
     """
@@ -225,9 +228,10 @@ class FlatTrainer(NamedWeights):
 
     @property
     def method(self) -> str:
-        """How batches are computed, in words."""
+        """How batches are computed, in words: a training step that computes them otherwise is an error."""
         if self.flat is None or self.flat.route is None:
-            return "TRL, with padding"
+            is_packed = getattr(self, "padding_free", False)  # by TRL
+            return f"TRL, {'without' if is_packed else 'with'} padding"
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 
