@@ -23,11 +23,12 @@ from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.memory.device import GIB, Attempt
+from trl_paddingfree.memory.attempt import Attempt
+from trl_paddingfree.memory.budget import Budget
+from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
 from trl_paddingfree.memory.plan import CORRECTED, MemoryBudget, adds_up_shards
-from trl_paddingfree.memory.steps import BudgetedSteps
 from trl_paddingfree.model.architecture import recompute_first
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -261,7 +262,9 @@ def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(tokenizer, op
     whole = run(*DPO, **common(), memory_budget=8).trainer
     if limit == "memory":
         steps, memory, fixed = whole.flat.steps, whole.flat.memory, whole.flat.memory.needs.fixed
-        budget = (fixed + steps.beside + 0.7 * (memory.peak(steps.largest[0], LAYERS) - fixed)) / GIB
+        budget = (
+            fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(steps.budget.largest[0], LAYERS) - fixed)
+        ) / GIB
         limited = {"memory_budget": budget}
     else:
         limited = {"max_tokens_per_micro_batch": 120}
@@ -273,16 +276,16 @@ def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(tokenizer, op
 @contextmanager
 def parts_beneath():
     """How many parts each pass that trains ran in."""
-    numbers, divided = [], BudgetedSteps.divided
+    numbers, divided = [], Budget.start
 
-    def watch(*args):
-        batch = divided(*args)
+    def watch(*args, **kwargs):
+        batch = divided(*args, **kwargs)
         numbers.append(len(batch.parts))
         return batch
 
-    BudgetedSteps.divided = watch
+    Budget.start = watch
     yield numbers
-    BudgetedSteps.divided = divided
+    Budget.start = divided
 
 
 @pytest.mark.parametrize(
@@ -409,16 +412,8 @@ def test_what_holds_memory_beside_the_models_counts():
 
 def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
-    trainer = SimpleNamespace(
-        model=layer,
-        _metrics={"train": {}},
-        _total_train_tokens=0,
-        counts=SimpleNamespace(new=None),
-        changed_by_loss=(),
-        accelerator=SimpleNamespace(device=torch.device("cpu")),
-    )
     layer(x).sum().backward()
-    attempt = Attempt(trainer)
+    attempt = Attempt(layer.parameters(), torch.device("cpu"), put_back=lambda: None)
     layer(x).sum().backward()
     whole = [p.grad.clone() for p in layer.parameters()]
     with attempt.undone():

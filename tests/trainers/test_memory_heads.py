@@ -49,7 +49,7 @@ def test_a_budget_changes_no_figure(task):
     fixed = whole.trainer.flat.memory.needs.fixed / GIB
     least = fixed + (between(whole.trainer, LAYERS) - fixed) / 2
     if task == "kto":  # its loss couples the examples of a micro-batch: gradients of parts are added up beside
-        least += whole.trainer.flat.steps.beside / GIB
+        least += whole.trainer.flat.budget.gradient_bytes / GIB
     parts = train(task, "shared", make, data, memory_budget=least, **options)
     assert_same(padded, parts)
     largest = max(entry["flat/predicted_memory_gib"] for entry in parts.log_history if "loss" in entry)

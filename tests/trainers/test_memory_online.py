@@ -13,9 +13,9 @@ from tests.helpers.equivalence import assert_same
 from tests.helpers.head_runs import prompts, score, ties_broken, train
 from tests.helpers.memory import failing
 from tests.helpers.tiny import following_rotary, make_model, make_tokenizer
+from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.plan import MemoryBudget
-from trl_paddingfree.memory.steps import BudgetedSteps
 from trl_paddingfree.model import forward
 from trl_paddingfree.trainers.base import FlatTrainer
 
@@ -50,14 +50,14 @@ def same(one, other):
 @pytest.fixture
 def parts_made(monkeypatch):
     """How many parts each pass that trains ran in."""
-    made, divided = [], BudgetedSteps.divided
+    made, divided = [], Budget.start
 
-    def watch(*args):
-        batch = divided(*args)
+    def watch(*args, **kwargs):
+        batch = divided(*args, **kwargs)
         made.append(max(len(batch.parts), 1))
         return batch
 
-    monkeypatch.setattr(BudgetedSteps, "divided", watch)
+    monkeypatch.setattr(Budget, "start", watch)
     return made
 
 
@@ -85,7 +85,7 @@ def with_room(data):
     """A budget in GiB with room for most of the activations of a micro-batch, all of them recomputed."""
     trainer = train("grpo", "shared", plain, data, memory_budget=8, steps=1).trainer
     steps, memory, fixed = trainer.flat.steps, trainer.flat.memory, trainer.flat.memory.needs.fixed
-    return (fixed + steps.beside + 0.7 * (memory.peak(steps.largest[0], LAYERS) - fixed)) / GIB
+    return (fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(steps.budget.largest[0], LAYERS) - fixed)) / GIB
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,10 @@ def test_the_loss_of_routers_in_parts_is_that_of_the_whole(data, parts_made):
         return {**plain(), "model": make_model("mixtral", output_router_logits=True, **sizes)}
 
     steps = train("grpo", "flat", make, data, memory_budget=8, steps=1).trainer.flat.steps
-    memory, fixed = steps.memory, steps.memory.needs.fixed
-    budget = fixed + steps.beside + 0.7 * (memory.peak(steps.largest[0], len(memory.layers)) - fixed)
+    memory, fixed = steps.budget.memory, steps.budget.memory.needs.fixed
+    budget = (
+        fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(steps.budget.largest[0], len(memory.layers)) - fixed)
+    )
     whole = train("grpo", "padded", make, data)
     assert_same(whole, train("grpo", "flat", make, data, memory_budget=budget / GIB))
     assert max(parts_made) > 1

@@ -11,8 +11,8 @@ from tests.helpers.equivalence import assert_same
 from tests.helpers.memory import assert_predicted, ready, step
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.helpers.vision_runs import train
+from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.steps import BudgetedSteps
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Qwen's images have sizes of their own
@@ -49,14 +49,14 @@ def test_micro_batches_in_parts_count_their_images(monkeypatch):
     data = vision_pairs(8, SEED)
     memory = made("llava", "dpo", data).flat.memory
     least = memory.needs.fixed + 0.7 * (memory.predicted - memory.needs.fixed)
-    whole, numbers, parts_of = train("llava", "dpo", "shared", data), [], BudgetedSteps._parts
+    whole, numbers, parts_of = train("llava", "dpo", "shared", data), [], Budget.batches
 
     def watch(*args):
         parts = parts_of(*args)
         numbers.append(len(parts))
         return parts
 
-    monkeypatch.setattr(BudgetedSteps, "_parts", watch)
+    monkeypatch.setattr(Budget, "batches", watch)
     assert_same(whole, train("llava", "dpo", "shared", data, memory_budget=least / GIB))
     assert max(numbers) > 1
 

@@ -10,7 +10,7 @@ from transformers.data.data_collator import DataCollatorMixin
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
 from ..flat.images import RowImages
 
 
@@ -114,6 +114,16 @@ class CollatedRows:
     def tokens(self) -> list[int]:
         """Tokens to compute of each example alone."""
         return [self.take([i]).with_flat()["flat_batch"].counts.computed for i in range(self.num_examples)]
+
+    @property
+    def num_items(self) -> int:
+        """Examples, which are not divided."""
+        return self.num_examples
+
+    def part(self, items: Sequence[int], reach: int | None) -> RowPart:
+        """The part of a batch that some examples make, with positions that tell of `reach` tokens."""
+        taken = self.take(items)
+        return RowPart(torch.tensor(self.row_numbers(items)), taken.with_flat(reach)["flat_batch"], taken.images())
 
     def images(self) -> dict[str, Any]:
         """What belongs to images, of those of these rows."""

@@ -5,13 +5,14 @@ import inspect
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import DistributedType
+from accelerate import Accelerator, DistributedType
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -221,40 +222,49 @@ def adds_up_shards(accelerator: Any) -> bool:
     return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
 
 
-def plan_memory(trainer: Any, flat: FlatModel, peak: PeakMemory) -> MemoryBudget:
+@dataclass(frozen=True)
+class Training:
+    """What the plan of a run has to know of it."""
+
+    accelerator: Accelerator
+    models: Sequence[torch.nn.Module]  # all that hold weights, the one that is trained first
+    wrapped: torch.nn.Module  # that one, as an engine wraps it
+    optimizer: Any  # the one that trains; or, before there is one, its class and the arguments of that
+    precision: AbstractContextManager  # in which the models are called
+    arguments: dict[str, Any]  # what training gives the model beside a batch
+    images: Sequence[dict[str, Any]]  # arguments of calls with images, which differ in their number; none for text
+
+
+def plan_memory(option: float | str, flat: FlatModel, training: Training, peak: PeakMemory) -> MemoryBudget:
     """
-    The plan of a trainer, a [`~trl_paddingfree.trainers.base.FlatTrainer`] whose models have their weights, for `flat`,
-    the one that is trained. Refuses models without layers that can recompute.
+    The plan of a run whose models have their weights, for `flat`, the one that is trained, under `memory_budget`, the
+    `option`. Refuses models without layers that can recompute.
     """
-    accelerator, base, option = trainer.accelerator, flat.model, trainer.flat.options.memory_budget
-    images = trainer.images_in_memory()
-    layers = recomputable_layers(base, bool(images))
+    accelerator, base = training.accelerator, flat.model
+    layers = recomputable_layers(base, bool(training.images))
     if not layers:
         raise ValueError(
             f"`memory_budget={option}`: {type(base).__name__} has no layers that can recompute their "
             "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."
         )
     # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
-    call = trainer.model_wrapped if is_sharded(accelerator) else None
-    with trainer.flat.check.in_precision():
-        router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
-        kept = count_kept_bytes(base, flat.route, call, accelerator.device, images, **router)
-    if images:  # a tower that nothing trains keeps nothing
+    call = training.wrapped if is_sharded(accelerator) else None
+    with training.precision:
+        kept = count_kept_bytes(base, flat.route, call, accelerator.device, training.images, **training.arguments)
+    if training.images:  # a tower that nothing trains keeps nothing
         working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
         layers, kept = [layers[i] for i in working], kept.of(working)
     gc.collect()  # what the check has left
-    held = peak.held
-    if trainer.optimizer is None:
-        optimizer, arguments = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    else:
-        own = trainer.optimizer
-        while hasattr(own, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
-            own = own.optimizer
-        # Defaults hold more than can be given: AdamW's have what tells it from Adam
-        taken = inspect.signature(type(own)).parameters
-        optimizer, arguments = type(own), {name: value for name, value in own.defaults.items() if name in taken}
-        states = [x for state in own.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    optimizer, held = training.optimizer, peak.held
+    if not isinstance(optimizer, tuple):
+        while hasattr(optimizer, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
+            optimizer = optimizer.optimizer
+        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
-    needs = needs_of(kept, fixed_bytes(trainer.flat_models(), (optimizer, arguments), held), base)
+        # Defaults hold more than can be given: AdamW's have what tells it from Adam
+        taken = inspect.signature(type(optimizer)).parameters
+        arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        optimizer = type(optimizer), arguments
+    needs = needs_of(kept, fixed_bytes(training.models, optimizer, held), base)
     flat.recomputable = layers
     return MemoryBudget(option, budget_bytes(option, accelerator.device), needs, layers, flat.route, peak)

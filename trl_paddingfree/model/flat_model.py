@@ -49,7 +49,7 @@ class FlatModel:
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
         self.previous: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
         self.carries_state = carries_state(model)
-        self.has_trained = False  # whether a flat batch was computed with gradients, see [`training_flat`]
+        self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
@@ -132,6 +132,18 @@ class FlatModel:
             recompute_first(self.recomputable, batch.recomputed)
 
     @contextmanager
+    def must_train(self, trainer: Any) -> Iterator[None]:
+        """Within this context, a training step of `trainer` computes a flat batch here, or raises."""
+        self.has_trained = False
+        yield
+        if not self.has_trained:
+            raise RuntimeError(
+                f"A training step of {type(trainer).__name__} computed no flat batch, and would train with padding: its "
+                f"loss called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers "
+                "that generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
+            )
+
+    @contextmanager
     def attention_as_before(self) -> Iterator[None]:
         """Within this context, the model has the attention implementation that it was loaded with."""
         ours = upstream.attn_implementation(self.model)
@@ -140,17 +152,3 @@ class FlatModel:
             yield
         finally:
             upstream.set_attn_implementation(self.model, ours)
-
-
-@contextmanager
-def training_flat(trainer: Any, flat: FlatModel | None) -> Iterator[None]:
-    """Within this context, a step of `trainer` has a model compute a flat batch, or raises; nothing if it pads."""
-    if flat is not None:
-        flat.has_trained = False
-    yield
-    if flat is not None and not flat.has_trained:
-        raise RuntimeError(
-            f"A training step of {type(trainer).__name__} computed no flat batch, so that it would train with padding: "
-            f"its loss called {type(flat.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers "
-            "that generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
-        )

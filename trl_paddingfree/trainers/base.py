@@ -1,62 +1,39 @@
 """The base of the padding-free trainers: models that compute flat batches, one check, one set of figures."""
 
 import inspect
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
 
 from .. import upstream
 from ..check.prove import UnprovenModelError
-from ..data.arrange import StepSampler
 from ..data.images import ImageProbe, has_images
 from ..data.task import Task
 from ..flat.batch import FlatBatch
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..memory.device import PeakMemory
-from ..memory.plan import MemoryBudget, is_sharded, plan_memory
-from ..memory.steps import BudgetedSteps
+from ..memory.parts import Split
+from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
-from ..model.flat_model import FlatModel, training_flat
-from ..model.routes import Route
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
-from .checkpoints import NamedWeights, append_to_card, checkpoint_to_resume, state_file
-from .configs import PaddingFreeOptions, config_of, options_of, silence
+from .checkpoints import ResumableTrainer, append_to_card
+from .configs import config_of, options_of, silence
 from .proving import StartUpCheck, base_of
+from .state import Flat, when_flat
+from .steps import Inputs, Part, TrainingSteps
 
 
-@dataclass
-class Flat:
-    """What a trainer does beside TRL's: options at once, models and their check after TRL's, the rest with training."""
-
-    options: PaddingFreeOptions
-    check: StartUpCheck | None = None
-    models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
-    steps: BudgetedSteps | None = None  # training steps within budgets; `None` without one, and before the weights
-    sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
-    resumed_from: str | None = None  # the checkpoint that training goes on from
-
-    @property
-    def route(self) -> Route | None:
-        """How batches are computed: planned, and from the check on proven. `None` before the models are there."""
-        return self.models[0].route if self.models else None
-
-    @property
-    def memory(self) -> MemoryBudget | None:
-        """The plan under `memory_budget`."""
-        return None if self.steps is None else self.steps.memory
-
-
-class FlatTrainer(NamedWeights):
+class FlatTrainer(ResumableTrainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
     Without a configuration, and with TRL's own, the options of this package have their defaults. With
     `padding_free=False`, the trainer pads as TRL's does: TRL's `DPOConfig` and `SFTConfig` have that flag, and this
     default of it, which the trainer says. TRL's default collator is taken over, any other has to give flat batches.
-
     What cannot be combined with flat batches raises a `ValueError` that names what to change, a model that does not
     treat a flat batch as separate sequences an [`UnprovenModelError`], a training step that computes no flat batch a
     `RuntimeError`, and a release of TRL that has moved what this class needs an `ImportError`.
@@ -68,14 +45,19 @@ class FlatTrainer(NamedWeights):
     trl_trainer: Any  # TRL's trainer class
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
-    flat: Any = None  # its [`Flat`]; `None`: the trainer pads as TRL's does
+    split: ClassVar[Split]  # which items of a micro-batch above a budget share a part of it
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
+    # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
+    extremes: ClassVar[dict[str, Callable[..., float]]] = {}
+    differences: ClassVar[dict[str, tuple[str, str]]] = {}
     # What a part of a micro-batch that does not fit by itself is called, and what makes it smaller
     smallest_part: ClassVar[tuple[str, str]] = ("an example of the training data", "`max_length`")
     train_dataset: Any
     model: Any
     ref_model: Any = None
-    args: Any
+    # Where TRL's trainers keep metrics and tokens
+    _metrics: Any
+    _total_train_tokens: int
     aux_loss_enabled: Any = False
     router_aux_loss_coef: Any = 0.0
 
@@ -87,20 +69,25 @@ class FlatTrainer(NamedWeights):
             refuse_moved_names(cls)
             cls.__signature__ = inspect.signature(cls.trl_trainer)  # type: ignore[attr-defined]
 
+    if not TYPE_CHECKING:  # for editors and type checkers, the constructor is that of TRL's trainer
+
+        def __init__(self, *args, **kwargs):
+            """Run TRL's `__init__` with the arguments that its signature gives them, and make the trainer flat."""
+            arguments = inspect.signature(self.trl_trainer.__init__).bind(self, *args, **kwargs).arguments
+            del arguments["self"]
+            self._init(arguments)
+
     @naming_versions()
-    def __init__(self, *args: Any, **kwargs: Any):
-        """Run TRL's `__init__` with the arguments that its signature gives them, and then make the trainer flat."""
+    def _init(self, arguments: dict[str, Any]) -> None:
         silence()
         self.counts = TokenCounts()
-        arguments = inspect.signature(self.trl_trainer.__init__).bind(self, *args, **kwargs).arguments
-        del arguments["self"]
         arguments["args"] = config = config_of(type(self), arguments)
-        if not vars(config).get("padding_free", True):  # not all of TRL's configurations have the flag
+        options = options_of(type(self), config)
+        self.flat = Flat(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
+        if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
             self.trl_trainer.__init__(self, **arguments)
             return
-        options = options_of(type(self), config)
-        self.flat = Flat(options)
         self.refuse_arguments(arguments)
         config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         if options.memory_budget is not None:
@@ -157,7 +144,7 @@ class FlatTrainer(NamedWeights):
     def start_flat(self) -> None:
         """Prove the models, and have them compute flat batches: with shared prefixes, if every model can. Once."""
         flat = self.flat
-        if flat is None or flat.models:
+        if flat.models:
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
@@ -168,7 +155,7 @@ class FlatTrainer(NamedWeights):
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
         flat = self.flat
-        if flat is None or flat.check is None or not flat.check.is_due(model):
+        if not flat.models or not flat.check.is_due(model):
             return
         models = [model]
         if self.flat_base(model) is self.flat_base(self.model):
@@ -181,19 +168,70 @@ class FlatTrainer(NamedWeights):
                 "batches had been laid out: set `prefix_sharing=False`."
             )
 
+    # --- a training step --------------------------------------------------------------------------------------------
+
+    @when_flat
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
+        self.plan_steps()
+        step = self.flat.models[0].must_train(self)(super().training_step)
+        if self.flat.steps is None:
+            return step(model, self.started(inputs), num_items_in_batch)
+        is_normalized = num_items_in_batch is not None
+        return self.flat.steps.run(lambda part: step(model, part, num_items_in_batch), inputs, is_normalized)
+
+    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
+        """The parts of a micro-batch that are computed one after another, on all processes as many as need be."""
+        return [Part(inputs)]
+
+    def parts_again(self, part: Part, is_normalized: bool) -> list[Part]:
+        """The parts of a part for which memory ran out, under the budget as it is now."""
+        return [part]
+
+    def started(self, inputs: Inputs) -> Inputs:
+        """What TRL's step gets of a part, or of a micro-batch without a budget, whose pass begins. It is counted."""
+        return inputs
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.flat.pads:
+            if self.model.training:
+                self.counts.add(self.padded_counts(inputs))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        self.prove_placed(model)
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        for flat_model in self.flat.models:  # the device has answered: TRL has read its metrics
+            flat_model.edits.read()
+        return loss if self.flat.steps is None else self.flat.steps.weighted(loss)
+
+    def padded_counts(self, inputs: Inputs) -> BatchCounts:
+        """What TRL computes of a padded micro-batch."""
+        raise NotImplementedError
+
+    def put_back_later(self) -> Callable[[], None]:
+        """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
+        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
+        tokens, counted = self._total_train_tokens, self.counts.new
+        state = {name: vars(self)[name] for name in self.changed_by_loss}
+
+        def put_back() -> None:
+            self._metrics["train"].clear()
+            self._metrics["train"].update(metrics)
+            self._total_train_tokens, self.counts.new = tokens, counted
+            vars(self).update(state)
+
+        return put_back
+
     # --- budgets ----------------------------------------------------------------------------------------------------
 
     def plan_steps(self) -> None:
         """Plan for the budgets that were asked for, and refuse what no example fits into. Once."""
         flat = self.flat
-        if flat is None or flat.steps is not None or not flat.options.has_budget:
+        if flat.steps is not None or not flat.options.has_budget:
             return
-        memory = None
-        if flat.options.memory_budget is not None:
-            memory = plan_memory(self, flat.models[0], self.peak_memory)
-            if flat.resumed_from is not None:
-                memory.load(flat.resumed_from, self.args.process_index)
-        flat.steps = BudgetedSteps(self, memory, flat.options.max_tokens_per_micro_batch)
+        flat.steps = TrainingSteps.planned(self)
+        memory = flat.memory
+        if memory is not None and flat.resumed_from is not None:
+            memory.load(flat.resumed_from, self.args.process_index)
         if memory is not None and not memory.has_shrunk:  # which makes it smaller than the data was measured by
             self.refuse_small_budget(memory)
 
@@ -220,18 +258,13 @@ class FlatTrainer(NamedWeights):
             return data.to(self.args.device, non_blocking=True)
         return super()._prepare_input(data)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with training_flat(self, self.flat and self.flat.models[0]):
-            return super().training_step(*args, **kwargs)
-
     # --- figures ----------------------------------------------------------------------------------------------------
 
     @property
     def method(self) -> str:
         """How batches are computed, in words: a training step that computes them otherwise is an error."""
-        if self.flat is None or self.flat.route is None:
-            is_packed = getattr(self, "padding_free", False)  # by TRL
-            return f"TRL, {'without' if is_packed else 'with'} padding"
+        if self.flat.route is None:
+            return "TRL, without padding" if getattr(self, "padding_free", False) else "TRL, with padding"  # TRL packs
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 
@@ -248,44 +281,21 @@ class FlatTrainer(NamedWeights):
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
         counts = BatchCounts(*of_all_processes(self.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
-        return counts if self.flat is None or self.flat.models[0].repeats else replace(counts, repeated=0)
+        return counts if self.flat.pads or self.flat.models[0].repeats else replace(counts, repeated=0)
 
+    @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        if self.flat is not None and self.model.training and "loss" in logs:
+        if self.model.training and "loss" in logs:
             logs |= self.counts.figures(self.accelerator, self.peak_memory.highest, self.flat.models[0].repeats)
             if self.flat.memory is not None:
                 logs |= self.flat.memory.figures(self.accelerator)
         super().log(logs, *args, **kwargs)
 
+    @when_flat
     def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         tags = [tags] if isinstance(tags, str) else list(tags or [])
-        super().create_model_card(model_name, dataset_name, [*tags, "padding-free"] if self.flat else tags)
-        if self.flat is not None and self.is_world_process_zero():
+        super().create_model_card(model_name, dataset_name, [*tags, "padding-free"])
+        if self.is_world_process_zero():
             append_to_card(self.args.output_dir, self.method, self.counts.total)
-
-    # --- checkpoints: none is left half written, and runs resume from a whole one -----------------------------------
-
-    @naming_versions()
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self.args.should_save:  # a checkpoint that is written anew is not whole until it is whole again
-            state_file(self.args.output_dir, self.state.global_step).unlink(missing_ok=True)
-        super()._save_checkpoint(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)  # which makes the folder, in every process
-        if self.flat is not None and self.flat.memory is not None:
-            self.flat.memory.save(output_dir, self.args.process_index)
-        # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
-        self.accelerator.wait_for_everyone()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.flat is not None and checkpoint is not None:
-            self.flat.resumed_from = checkpoint
-            if self.flat.memory is not None:
-                self.flat.memory.load(checkpoint, self.args.process_index)
-        super()._load_rng_state(checkpoint)

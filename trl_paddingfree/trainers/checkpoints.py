@@ -5,12 +5,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import __version__
 from ..flat.counts import BatchCounts
+from ..versions import naming_versions
+from .state import Flat
 
 # What a model card says beside TRL's text
 MODEL_CARD = """
@@ -93,22 +94,45 @@ def load_by_name(checkpoint: Any, model: Any) -> None:
     model.load_state_dict(loaded.state_dict())
 
 
-class NamedWeights(Trainer):
-    """
-    A trainer that loads by name what transformers' leaves out: models with images or experts have other names in files
-    than in memory, of which that one warns, and goes on with the weights that the model was made with.
-    """
+class ResumableTrainer(Trainer):
+    """A trainer that leaves no checkpoint half written, and resumes from a whole one, whether it pads or not."""
 
-    loading: tuple[Any, Any]  # the checkpoint, and the model
+    flat: Flat
+    args: Any
+
+    @naming_versions()
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:  # a checkpoint that is written anew is not whole until it is whole again
+            state_file(self.args.output_dir, self.state.global_step).unlink(missing_ok=True)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # which makes the folder, in every process
+        if self.flat.memory is not None:
+            self.flat.memory.save(output_dir, self.args.process_index)
+        # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
+        self.accelerator.wait_for_everyone()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.flat.resumed_from = checkpoint
+            if self.flat.memory is not None:
+                self.flat.memory.load(checkpoint, self.args.process_index)
+        super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Models with images or experts have other names in files than in memory, which transformers' trainer does not
+        # know: it warns, and goes on with the weights that the model was made with
         if load_result.missing_keys and load_result.unexpected_keys:
             load_by_name(*self.loading)
         else:
             super()._issue_warnings_after_load(load_result)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.loading = resume_from_checkpoint, self.model if model is None else model
+        self.loading: tuple[Any, Any] = resume_from_checkpoint, self.model if model is None else model
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:

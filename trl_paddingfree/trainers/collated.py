@@ -1,12 +1,9 @@
 """The base of the trainers whose batches come from a collator: flat batches, arranged, and within a budget."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from accelerate import DistributedType
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
@@ -15,14 +12,15 @@ from torch.utils.data import RandomSampler
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.images import ImageProbe, first_with_images, has_images
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
-from ..flat.batch import FlatBatch, RowPart
-from ..flat.counts import BatchCounts
-from ..memory.parts import split_by_tokens
-from ..memory.plan import MemoryBudget, adds_up_shards
+from ..flat.counts import BatchCounts, of_all_processes
+from ..memory.parts import Split, split_by_tokens
+from ..memory.plan import MemoryBudget, is_sharded
 from ..model.edits import refuse_lost_batch
 from ..model.vision import vision_rules
 from . import refusals
 from .base import FlatTrainer
+from .state import when_flat
+from .steps import Inputs, Part, weighted_parts
 
 # How many of the largest examples are looked at, by each measure
 _CANDIDATES = 16
@@ -39,12 +37,9 @@ class CollatedTrainer(FlatTrainer):
     """
 
     data_collator: Any
-    # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
-    extremes: ClassVar[dict[str, Callable[..., float]]] = {}
-    differences: ClassVar[dict[str, tuple[str, str]]] = {}
+    split: ClassVar[Split] = staticmethod(split_by_tokens)
     # What TRL's trainers set
     _train_batch_size: int
-    _total_train_tokens: int
     _is_vision_dataset: Any = False
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
@@ -54,11 +49,12 @@ class CollatedTrainer(FlatTrainer):
 
     def start_flat(self) -> None:
         """Prove the models, and have the collator make flat batches. Once."""
-        if self.flat is None or self.flat.models:
+        if self.flat.models:
             return
         super().start_flat()
         self.data_collator = replace(self._flat_collator(), prefix_sharing=self.flat.models[0].route.prefix_sharing)
 
+    @when_flat
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL computes these, where it has any, inside its `__init__`, right after the models got their fused heads
         self.start_flat()
@@ -129,8 +125,6 @@ class CollatedTrainer(FlatTrainer):
         return token_lengths(self.train_dataset, self.task.token_columns)
 
     def refuse_micro_batches(self) -> None:
-        if self.flat is None or self.flat.route is None:
-            return
         options, limits = self.flat.options, self.rotary_limits()
         if options.arrange_micro_batches != "none":
             reached = [(kind, length) for kind, length in limits.items() if self.exceeds(length)]
@@ -142,15 +136,17 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_batch_statistics(self.flat_base(self.model))
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
-        if options.refuses_oversized and has_known_lengths(self.train_dataset):
-            tokens = example_tokens(self.example_lengths(), self.flat.route.prefix_sharing)
-            limit, longest = options.max_tokens_per_micro_batch, int(tokens.argmax())
+        limit = options.most_tokens_of_example
+        if limit and has_known_lengths(self.train_dataset):
+            tokens = example_tokens(self.example_lengths(), self.flat.models[0].route.prefix_sharing)
+            longest = int(tokens.argmax())
             refusals.refuse_oversized(limit, tokens[longest], f"example {longest} of the training data")
 
+    @when_flat
     def _get_train_sampler(self, *args, **kwargs):
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
         flat = self.flat
-        if flat is None or flat.route is None or flat.options.arrange_micro_batches == "none":
+        if flat.route is None or flat.options.arrange_micro_batches == "none":
             return sampler
         if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
             # What accelerate would put in its place, had it found it
@@ -167,9 +163,8 @@ class CollatedTrainer(FlatTrainer):
         flat.sampler = StepSampler(sampler, step_size, arrange)
         return flat.sampler
 
+    @when_flat
     def get_train_dataloader(self):
-        if self.flat is None:
-            return super().get_train_dataloader()
         collator = self.data_collator
         if self.flat.options.has_budget:  # in training only: evaluation keeps no activations and needs no parts
             self.data_collator = replace(collator, keeps_rows=True)
@@ -208,93 +203,62 @@ class CollatedTrainer(FlatTrainer):
         if not memory.can_hold(batches[worst]):
             raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        step, flat = super().training_step, self.flat
-        if flat is None:
-            slots = inputs["input_ids"].numel()
-            self.counts.add(BatchCounts(slots, 0, slots, 0))
-            return step(model, inputs, num_items_in_batch)
-        refuse_lost_batch(inputs, needs_rows=flat.options.has_budget)
-        if flat.options.has_budget and inputs["rows"].collator is None:  # a worker has sent them
+    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
+        refuse_lost_batch(inputs, needs_rows=True)
+        if inputs["rows"].collator is None:  # a worker has sent them
             inputs = {**inputs, "rows": replace(inputs["rows"], collator=self.data_collator)}
-        self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
-        self.plan_steps()
-        if flat.steps is None:
-            self.counts.add(inputs["flat_batch"].counts)
-            return step(model, inputs, num_items_in_batch)
-        is_known = has_known_lengths(self.train_dataset) or flat.steps.fits(inputs["flat_batch"])
-        if flat.options.refuses_oversized and not is_known:  # an example of a stream is looked at when it comes
-            limit, tokens = flat.options.max_tokens_per_micro_batch, inputs["rows"].tokens()
-            refusals.refuse_oversized(limit, max(tokens), *self.smallest_part)
-        if self._adds_up:
-            return flat.steps.in_parts(lambda part: step(model, part, num_items_in_batch), inputs, num_items_in_batch)
+        whole, rows, budget = inputs["flat_batch"], inputs["rows"], self.flat.budget
+        is_known = has_known_lengths(self.train_dataset) or budget.fits(whole)
+        if (limit := self.flat.options.most_tokens_of_example) and not is_known:  # a stream's, looked at as it comes
+            refusals.refuse_oversized(limit, max(rows.tokens()), *self.smallest_part)
+        if not self._adds_up:
+            return [Part(inputs)]
+        batches, accelerator = self._batches(inputs), self.accelerator
+        most = int(of_all_processes([len(batches)], accelerator).max())
+        # Where each backward pass is one of all processes, those with fewer parts repeat one
+        in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
+        num_wanted, parts = most if in_step else len(batches), [Part(inputs)]
+        if most > 1:
+            parts = weighted_parts(batches, self.part_sizes, num_wanted=num_wanted, is_normalized=is_normalized)
+        self.counts.add(whole.counts.in_parts([part.inputs["flat_batch"].counts for part in parts]))
+        return parts
 
-        def divided() -> torch.Tensor:
-            flat.steps.begin()
-            batch = self._divided(inputs["flat_batch"], inputs["rows"])
-            whole = {name: value for name, value in inputs.items() if name != "rows"}
-            return step(model, {**whole, "flat_batch": batch}, num_items_in_batch)
+    def parts_again(self, part: Part, is_normalized: bool) -> list[Part]:
+        batches = self._batches(part.inputs) if self._adds_up else []
+        if len(batches) < 2:
+            return [part]
+        wanted = len(batches)
+        return weighted_parts(batches, self.part_sizes, num_wanted=wanted, is_normalized=is_normalized, within=part)
 
-        return flat.steps.beneath(divided)
-
-    def _divided(self, whole: FlatBatch, rows: Any) -> FlatBatch:
-        """The batch of a micro-batch whose loss couples examples, with the parts in which the model computes it."""
+    def _batches(self, inputs: Inputs) -> list[Inputs]:
+        """The batches into which one is split by its budget; itself if it fits."""
+        whole, rows, budget = inputs["flat_batch"], inputs["rows"], self.flat.budget
+        if budget.fits(whole):
+            return [inputs]
+        self._refuse_edits_of_whole(inputs)
         reach = self.reach_of(whole)
+        return budget.batches(whole, rows, lambda examples: rows.take(examples).batch(reach))
 
-        def make(examples: list[int]) -> RowPart:
-            taken = rows.take(examples)
-            batch = replace(taken.batch(reach)["flat_batch"], companion=None, packed=whole.packed)
-            return RowPart(torch.tensor(rows.row_numbers(examples)), batch, taken.images())
+    def started(self, inputs: Inputs) -> Inputs:
+        if self.flat.steps is None:
+            refuse_lost_batch(inputs, needs_rows=False)
+            self.counts.add(inputs["flat_batch"].counts)
+            return inputs
+        whole, splits = inputs["flat_batch"], not self._adds_up
+        batch = self.flat.budget.start(whole, inputs["rows"], splits=splits, reach=self.reach_of(whole))
+        if splits:
+            self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
+        return {**{name: value for name, value in inputs.items() if name != "rows"}, "flat_batch": batch}
 
-        tokens = rows.tokens() if not self.flat.steps.fits(whole) else [0] * rows.num_examples
-        batch = self.flat.steps.divided(whole, tokens, make, split_by_tokens)
-        self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
-        return batch
-
-    def refuse_edits_of_whole(self, inputs: dict[str, Any]) -> None:
+    def _refuse_edits_of_whole(self, inputs: dict[str, Any]) -> None:
         """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
         rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
         self.flat.models[0].edits.ask(inputs["flat_batch"], rows, in_parts=True)
 
-    @contextmanager
-    def synchronizing(self, is_last: bool) -> Iterator[None]:
-        """A context for a part of a micro-batch, after the last of which gradients are synchronized."""
-        state, sync_gradients = self.accelerator.gradient_state, self.accelerator.sync_gradients
-        # DeepSpeed goes by the flag below: its `no_sync` refuses some of its stages. FSDP's keeps gradients whole
-        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        holds = is_last or is_deepspeed or adds_up_shards(self.accelerator)
-        state._set_sync_gradients(sync_gradients and is_last)
-        try:
-            with nullcontext() if holds else self.accelerator.no_sync(self.model_wrapped):
-                yield
-        finally:
-            state._set_sync_gradients(sync_gradients)
-
-    @property
-    def _part(self) -> Any:
-        """The part of a micro-batch that is being computed, and where its metrics go; `None` outside of one."""
-        return None if self.flat is None or self.flat.steps is None else self.flat.steps.current
-
-    def compute_loss_context_manager(self):
-        stack: Any = super().compute_loss_context_manager()
-        if self._part is not None:
-            part, metrics = self._part
-            stack.enter_context(metrics.of(part))
-        return stack
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        self.prove_placed(model)
-        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
-        # The device has answered: TRL has read its metrics
-        for flat_model in [] if self.flat is None else self.flat.models:
-            flat_model.edits.read()
-        if self._part is None:
-            return loss
-        weight, self.flat.steps.is_weighted = self._part[0].weight, True
-        return (weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else weight * loss
+    def padded_counts(self, inputs: Inputs) -> BatchCounts:
+        slots = inputs["input_ids"].numel()
+        return BatchCounts(slots, 0, slots, 0)
 
     def total_counts(self) -> BatchCounts:
-        total = super().total_counts()
-        if self.flat is None:  # TRL counts the real tokens of padded batches
-            total = replace(total, real=self._total_train_tokens)
-        return total
+        total = super().total_counts()  # TRL counts the real tokens of padded batches
+        return replace(total, real=self._total_train_tokens) if self.flat.pads else total

@@ -168,9 +168,9 @@ class PaddingFreeOptions:
         return self.memory_budget is not None or self.max_tokens_per_micro_batch is not None
 
     @property
-    def refuses_oversized(self) -> bool:
-        """Whether an example above the limit of tokens is an error."""
-        return self.max_tokens_per_micro_batch is not None and self.oversized_examples == "error"
+    def most_tokens_of_example(self) -> int | None:
+        """The tokens above which an example is an error; `None` if it is not."""
+        return self.max_tokens_per_micro_batch if self.oversized_examples == "error" else None
 
     def __post_init__(self):
         silence()

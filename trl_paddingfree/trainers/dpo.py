@@ -14,6 +14,7 @@ from ..data.validate import check_preferences, log_dropped
 from ..data.vision import VisionPreferenceCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
+from .state import when_flat
 
 DPO = Task(
     name="dpo",
@@ -74,15 +75,15 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     def example_lengths(self) -> np.ndarray:
         return truncated(super().example_lengths(), *map(self.collated_by, ("max_length", "truncation_mode")))
 
+    @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        if self.flat is None:
-            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         with args.main_process_first(desc=f"checking the {dataset_name} data"):
             dataset = check_preferences(dataset, self._tokenizer, dataset_name, args.dataset_num_proc)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         log_dropped(dataset_name, dataset, prepared, args.max_length)
         return prepared
 
+    @when_flat
     def compute_ref_log_probs(self, model, inputs):
         self.prove_placed(model)
         return super().compute_ref_log_probs(model, inputs)

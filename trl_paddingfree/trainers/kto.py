@@ -11,6 +11,7 @@ from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
+from .state import when_flat
 
 KTO = Task(
     name="kto",
@@ -70,24 +71,23 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         lengths, limit = super().example_lengths().sum(1, keepdims=True), self.collated_by("max_length")
         return lengths if limit is None else np.minimum(lengths, limit)
 
+    @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        if self.flat is None:
-            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         per_row = 2 if "chosen" in column_names(dataset) else 1
         log_dropped(dataset_name, dataset, prepared, args.max_length, per_row=per_row)
         return prepared
 
+    @when_flat
     def _compute_kl_logps(self, model, batch):
         # TRL hands what it does not know to the model: the mismatched rows would be computed as the matched ones
-        if self.flat is not None and self.calculate_KL:
+        if self.calculate_KL:
             batch = {**batch, "flat_batch": batch["flat_batch"].companion}
         return super()._compute_kl_logps(model, batch)
 
+    @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        if self.flat is None:
-            return super().compute_ref_log_probs(model, inputs)
         self.prove_placed(model)
         # TRL calls the model on the matched rows and then on the mismatched ones, with arguments that it knows
         batches = iter((inputs["flat_batch"], inputs["flat_batch"].companion))

@@ -1,22 +1,23 @@
 """The base of the trainers that generate their own rows, which become flat where the model is called."""
 
 import math
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
 from datasets import Dataset
-from trl.trainer.utils import split_tensor_dict
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart, row_spans
+from ..data.generated import GeneratedRows, by_prompt
+from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.counts import BatchCounts
-from ..memory.parts import split_in_order
+from ..memory.parts import Split, split_in_order
 from ..memory.plan import MemoryBudget
 from ..model.flat_model import FlatModel
 from .base import FlatTrainer
 from .refusals import refuse_oversized, refuse_to_move
+from .state import when_flat
+from .steps import Inputs, Part
 
 # Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
 _PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
@@ -31,6 +32,7 @@ class OnlineTrainer(FlatTrainer):
     is TRL's, over all its rows: what does not fit into a budget is divided beneath it.
     """
 
+    split: ClassVar[Split] = staticmethod(split_in_order)
     smallest_part = ("a row", "`max_completion_length`")
     # What TRL's trainers set
     pad_to_multiple_of: Any = None
@@ -39,7 +41,7 @@ class OnlineTrainer(FlatTrainer):
     _tokenize_prompts: Any
     _buffered_inputs: Any
     _step: int
-    attempted: Any = None  # rows of a pass that trains, while it may have to be made again
+    _generated: Any = None  # the rows of the last pass under a budget, which may have to be made again
     sample_unit = "completions"
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
@@ -55,51 +57,35 @@ class OnlineTrainer(FlatTrainer):
 
     def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
         """The flat batch of rows with prompts padded on the left and completions on the right, in parts that fit."""
-        # One copy: each waits for the device
-        ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
-        starts, lengths = row_spans(mask)
-        firsts = targets.gather(1, torch.tensor(starts)[:, None])[:, 0]
-        for row, start in enumerate(starts):
-            if start and lengths[row] and firsts[row] != IGNORE_INDEX:
-                raise ValueError(
-                    f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave "
-                    "out empty prompts, or set `padding_free=False`."
-                )
-        sharing = self.flat.models[0].route.prefix_sharing
-        make = partial(FlatBatch.from_padded, prefix_sharing=sharing, pad_to_multiple_of=self.pad_to_multiple_of)
-        batch = make(ids, targets, lengths, starts)
+        flat = self.flat
+        rows = GeneratedRows.of(
+            *(input_ids, attention_mask, labels),
+            prefix_sharing=flat.models[0].route.prefix_sharing,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+        batch = rows.batch()
         if reach := self.reach_of(batch):
-            batch = make(ids, targets, lengths, starts, reach=reach)
+            batch = rows.batch(reach=reach)
         if torch.is_grad_enabled():  # the policy's pass, which trains
-            options = self.flat.options
-            if options.refuses_oversized:
-                refuse_oversized(options.max_tokens_per_micro_batch, max(lengths), *self.smallest_part)
-            if self.flat.steps is not None:
-                in_prompt = mask.bool() & (targets == IGNORE_INDEX)
-                prompts = [row[chosen].numpy().tobytes() for row, chosen in zip(ids, in_prompt, strict=True)]
-                order = sorted(range(len(prompts)), key=prompts.__getitem__)
-
-                def part(items: list[int]) -> RowPart:
-                    rows = [order[item] for item in items]
-                    spans = [lengths[row] for row in rows], [starts[row] for row in rows]
-                    return RowPart(torch.tensor(rows), make(ids[rows], targets[rows], *spans, reach=reach))
-
-                tokens = [lengths[row] for row in order]
-                batch = self.flat.steps.divided(batch, tokens, part, split_in_order)
+            if limit := flat.options.most_tokens_of_example:
+                refuse_oversized(limit, max(rows.lengths), *self.smallest_part)
+            if flat.steps is not None:
+                batch = flat.budget.start(batch, rows, splits=True, reach=reach)
             self.counts.add(batch.counts.in_parts([each.batch.counts for each in batch.parts]))
         return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: Any) -> None:
-        if self.flat is None or self.flat.check is None:
+        if not self.flat.models:
             return
         super().prove_placed(model)
         flat_model = FlatModel.of(model)
         assert flat_model is not None
         flat_model.flattener = WeakMethod(self.flatten)  # models live on without their trainers
 
+    @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
-        if self.flat is not None and beside:
+        if beside:
             raise ValueError(
                 f"The rows come with `{beside[0]}`: only SFT and DPO train on images without padding. Leave out "
                 "images, also those that tools return, or set `padding_free=False`."
@@ -107,8 +93,9 @@ class OnlineTrainer(FlatTrainer):
         self.prove_placed(model)
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
+    @when_flat
     def _generate_single_turn(self, *args, **kwargs):
-        with nullcontext() if self.flat is None else self.flat.models[0].attention_as_before():
+        with self.flat.models[0].attention_as_before():
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
 
     # --- budgets ----------------------------------------------------------------------------------------------------
@@ -120,7 +107,7 @@ class OnlineTrainer(FlatTrainer):
         prompt, name = self.longest_row()
         row = [0] * (prompt + self.max_completion_length)
         batch = FlatBatch.from_rows([row], [[IGNORE_INDEX] * prompt + row[prompt:]], prefix_sharing=False)
-        beside = self.flat.steps.beside if self.args.per_device_train_batch_size > 1 else 0
+        beside = self.flat.budget.gradient_bytes if self.args.per_device_train_batch_size > 1 else 0
         if not memory.can_hold(batch, beside):
             raise memory.too_small_for(batch, name, self.smallest_part[1], beside)
 
@@ -133,34 +120,21 @@ class OnlineTrainer(FlatTrainer):
         limit = f"`max_completion_length={self.max_completion_length}`"
         return prompt, f"a prompt of {prompt} tokens with a completion of {limit}"
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        step = super().training_step
-        self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
-        self.plan_steps()
-        if self.flat is None or self.flat.steps is None:
-            return step(model, inputs, num_items_in_batch)
-        try:
-            return self.flat.steps.beneath(lambda: step(model, inputs, num_items_in_batch))
-        finally:
-            self.attempted = None
+    def parts_again(self, part: Part, is_normalized: bool) -> list[Part]:
+        return [replace(part, inputs=self._generated)]
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.flat is None and self.model.training:
-            masks = [inputs["prompt_mask"], inputs["completion_mask"]]
-            slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
-            self.counts.add(BatchCounts(slots, real, slots, 0))
-        if self.flat is not None and self.flat.steps is not None and self.model.training:
-            self.flat.steps.begin()
-            self.attempted = inputs
-        return super().compute_loss(model, inputs, *args, **kwargs)
+    def padded_counts(self, inputs: Inputs) -> BatchCounts:
+        masks = [inputs["prompt_mask"], inputs["completion_mask"]]
+        slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
+        return BatchCounts(slots, real, slots, 0)
 
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
     def refuse_micro_batches(self) -> None:
         options, most = self.flat.options, self.max_completion_length
-        if options.refuses_oversized and most is not None:
+        if (limit := options.most_tokens_of_example) and most is not None:
             prompt, name = self.longest_row()
-            refuse_oversized(options.max_tokens_per_micro_batch, prompt + most, name, self.smallest_part[1])
+            refuse_oversized(limit, prompt + most, name, self.smallest_part[1])
         if options.arrange_micro_batches == "tokens":
             raise ValueError(
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
@@ -168,43 +142,19 @@ class OnlineTrainer(FlatTrainer):
             )
         refuse_to_move(options, self.coupled_by())
 
+    @when_flat
     def _prepare_inputs(self, generation_batch):
-        if self.attempted is not None:  # the same rows again
-            return self.attempted
+        if generation_batch is self._generated:  # a pass that is made again
+            return generation_batch
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.flat is None or self.flat.options.arrange_micro_batches == "none" or self._buffered_inputs is before:
-            return inputs
-        steps = self.args.steps_per_generation
-        window = math.gcd(self.args.gradient_accumulation_steps, steps)  # these share each optimizer step
-        batches = self._buffered_inputs
-        windows = [batches[first : first + window] for first in range(0, steps, window)]
-        self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
-        return self._buffered_inputs[self._step % steps]
-
-
-def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    The rows of some micro-batches of one width, those of one prompt together, in micro-batches of the same size. As TRL
-    keeps them, these hold tensors and lists of one entry per row, and values that all rows have in common.
-
-    >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
-    >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
-    [[[1], [1]], [[2], [2]]]
-    """
-    whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-    prompts = [row.tobytes() for row in whole["prompt_ids"].cpu().numpy()]
-    order = sorted(range(len(prompts)), key=prompts.__getitem__)
-
-    def ordered(value):
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value[order]
-        return [value[row] for row in order] if isinstance(value, list) else value
-
-    return split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
-
-
-def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor) and values[0].ndim:
-        return torch.cat(values)
-    return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
+        if self.flat.options.arrange_micro_batches != "none" and self._buffered_inputs is not before:
+            steps = self.args.steps_per_generation
+            window = math.gcd(self.args.gradient_accumulation_steps, steps)  # these share each optimizer step
+            windows = [self._buffered_inputs[first : first + window] for first in range(0, steps, window)]
+            self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
+            inputs = self._buffered_inputs[self._step % steps]
+        if self.flat.steps is not None and self.model.training:
+            self._generated = inputs
+            self.flat.steps.begin()  # what generation has changed is not taken back
+        return inputs

@@ -243,7 +243,7 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
             "processes images on the fly: those of examples with images are not known before. Leave it out."
         )
-    if options.refuses_oversized:
+    if options.most_tokens_of_example:
         raise ValueError(
             f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}` with `oversized_examples='error'` goes "
             "by the lengths of all examples, and TRL processes images on the fly: those of examples with images are "

@@ -15,6 +15,7 @@ from ..data.validate import check_preferences, column_names, log_dropped, refuse
 from .collated import CollatedTrainer
 from .configs import PaddingFreeRewardConfig
 from .refusals import refuse_images
+from .state import when_flat
 
 REWARD = Task(
     name="reward",
@@ -82,9 +83,8 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     def example_lengths(self) -> np.ndarray:
         return pair_lengths(self.train_dataset, *self.task.token_columns)
 
+    @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        if self.flat is None:
-            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         prepared_before = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
         refuse_unread(dataset, dataset_name, "a reward model", ("chosen", "rejected"), *prepared_before)
         if {"chosen", "rejected"} <= set(column_names(dataset)):

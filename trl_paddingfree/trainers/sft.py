@@ -13,6 +13,7 @@ from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
+from .state import when_flat
 
 SFT = Task(
     name="sft",
@@ -83,22 +84,23 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         alone = self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices
         return ["`average_tokens_across_devices=False`"] if alone else []
 
+    @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        if self.flat is not None:
-            refuse_bad_messages(dataset, dataset_name)
-            if formatting_func is None:
-                formats = [("prompt", "completion"), ("input_ids",)]
-                if "prompt" not in column_names(dataset):  # for TRL, a prompt needs a completion
-                    formats += [("messages",), (args.dataset_text_field,), ("conversations",)]
-                refuse_unread(dataset, dataset_name, "SFT", *formats)
+        refuse_bad_messages(dataset, dataset_name)
+        if formatting_func is None:
+            formats = [("prompt", "completion"), ("input_ids",)]
+            if "prompt" not in column_names(dataset):  # for TRL, a prompt needs a completion
+                formats += [("messages",), (args.dataset_text_field,), ("conversations",)]
+            refuse_unread(dataset, dataset_name, "SFT", *formats)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if not packing:
             log_dropped(dataset_name, dataset, prepared, args.max_length)
         return prepared
 
+    @when_flat
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self.flat is None or logits is None or not getattr(self.data_collator, "cuts_packed", False):
+        if logits is None or not getattr(self.data_collator, "cuts_packed", False):
             return loss, logits, labels
         # Documents come one after another in one row, as TRL has those of packed rows: the number of rows says nothing
         mask = inputs["attention_mask"].bool()

@@ -1,0 +1,175 @@
+"""What a pass that trains may take: tokens, memory, or both. And the parts in which a batch above that is computed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from ..flat.batch import FlatBatch, RowPart
+from ..flat.counts import of_all_processes
+from ..model.forward import is_allocation_failure
+from .needs import tensor_bytes
+from .parts import Split, parts_that_fit
+from .plan import MemoryBudget, is_sharded
+
+Inputs = dict[str, Any]
+
+
+class HostRows(Protocol):
+    """What a batch was made of, on the host, from which parts of it are made: items, each a row or the rows of one."""
+
+    @property
+    def num_items(self) -> int: ...
+
+    def tokens(self) -> list[int]:
+        """Tokens to compute of each item alone."""
+
+    def part(self, items: list[int], reach: int | None) -> RowPart:
+        """The part of some items, with positions that tell of `reach` tokens."""
+
+
+class Budget:
+    """
+    The budget of each pass that trains: the plan under `memory_budget`, a `limit` of tokens, or both.
+
+    `trained` are the parameters that get gradients. `split` says which items share a part beneath the loss or above it,
+    see [`~trl_paddingfree.memory.parts`], and `smallest_part` what the smallest is called, and what makes it smaller.
+    `is_reentrant` is whether layers recompute as reentrant checkpoints do.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryBudget | None,
+        limit: int | None,
+        accelerator: Accelerator,
+        trained: Sequence[torch.Tensor],
+        *,
+        split: Split,
+        is_reentrant: bool,
+        smallest_part: tuple[str, str],
+    ):
+        self.memory, self.limit, self.accelerator, self.trained = memory, limit, accelerator, trained
+        self.split, self.is_reentrant, self.smallest_part = split, is_reentrant, smallest_part
+        # Of this pass: the batch that needs most, how many layers recompute in it, and how many items it has
+        self.largest: tuple[FlatBatch, int, int] | None = None
+        self.recomputes_twice = False  # whether layers recompute within parts that are computed again
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes that parts beneath a loss need on top: gradients are added up over them before they reach `grad`."""
+        return tensor_bytes(self.trained)
+
+    def fits(self, batch: FlatBatch, is_alone: bool = False) -> bool:
+        """Whether a batch need not be split. One item alone may be above the limit of tokens, but not above memory."""
+        in_memory = self.memory is None or self.memory.can_hold(batch)
+        return in_memory and (is_alone or self.limit is None or batch.counts.computed <= self.limit)
+
+    def _most_tokens(self, batch: FlatBatch) -> int:
+        """Tokens of a part to begin with."""
+        limits = [self.limit, None if self.memory is None else self.memory.most_tokens(batch)]
+        return min(limit for limit in limits if limit is not None)
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def batches(self, whole: FlatBatch, rows: HostRows, make: Callable[[list[int]], Inputs]) -> list[Inputs]:
+        """The batches, with a `"flat_batch"` each, that `make` gives of the items of `whole`, which does not fit."""
+        fits = lambda batch: self.fits(batch["flat_batch"])  # noqa: E731
+        batches = parts_that_fit(rows.tokens(), self._most_tokens(whole), self.split, make, fits)
+        self._refuse_large([batch["flat_batch"] for batch in batches])
+        return batches
+
+    def start(self, whole: FlatBatch, rows: HostRows, *, splits: bool, reach: int | None = None) -> FlatBatch:
+        """
+        The batch of a pass that begins: told how many of its layers recompute and, if it `splits`, in which parts the
+        model computes it beneath the loss. Their positions tell of `reach` tokens.
+        """
+        memory = self.memory
+        fits = not splits or self.fits(whole, is_alone=rows.num_items == 1)
+        number = 0 if memory is None else memory.num_recomputed(whole)
+        if is_sharded(self.accelerator) and (splits or memory is not None):  # all processes recompute as often
+            number, too_large = of_all_processes([number, not fits], self.accelerator).amax(0).tolist()
+            fits = not too_large
+        if not fits:
+            return self._in_parts(whole, rows, reach)
+        self.recomputes_twice = False
+        if memory is None:
+            return whole
+        memory.start(whole, number)
+        self.largest = whole, number, rows.num_items
+        return replace(whole, recomputed=number)
+
+    def _in_parts(self, whole: FlatBatch, rows: HostRows, reach: int | None) -> FlatBatch:
+        """A batch with the parts in which it fits, each with how many layers recompute in it on top."""
+        memory, accelerator = self.memory, self.accelerator
+        if is_sharded(accelerator):
+            reason = "where weights are sharded it cannot run in parts, because all processes gather them together"
+            raise self._cannot_split(whole, reason)
+        if self.is_reentrant and accelerator.num_processes > 1:
+            reason = "with `use_reentrant=True` processes exchange gradients of its last part only"
+            raise self._cannot_split(whole, reason)
+        beside = self.gradient_bytes if rows.num_items > 1 else 0
+
+        def keeps_all(part: RowPart) -> bool:
+            in_memory = memory is None or memory.keeps_all(part.batch, beside)
+            return in_memory and (self.limit is None or part.batch.counts.computed <= self.limit)
+
+        # Items that share prefixes need fewer tokens together than by themselves
+        tokens = rows.tokens()
+        most = self._most_tokens(whole) * max(sum(tokens) / whole.counts.computed, 1)
+        parts = parts_that_fit(tokens, int(most), self.split, lambda items: rows.part(items, reach), keeps_all)
+        batches = [replace(part.batch, companion=None, packed=whole.packed) for part in parts]
+        if memory is not None:
+            self._refuse_large(batches, beside)
+            numbers = [memory.num_recomputed(batch, beside) for batch in batches]
+            peaks = [memory.peak(batch, number) for batch, number in zip(batches, numbers, strict=True)]
+            most_at = peaks.index(max(peaks))
+            self.largest = batches[most_at], numbers[most_at], len(parts[most_at].rows)
+            self.recomputes_twice = any(numbers)
+            memory.start(batches[most_at], numbers[most_at], beside)
+            memory.number = len(memory.layers)  # each of which is computed again with its part
+            batches = [replace(batch, recomputed=number) for batch, number in zip(batches, numbers, strict=True)]
+        parts = [replace(part, batch=batch) for part, batch in zip(parts, batches, strict=True)]
+        return replace(whole, parts=tuple(parts))
+
+    def _refuse_large(self, batches: Sequence[FlatBatch], beside: int = 0) -> None:
+        """Refuse a part that memory cannot hold: unless a failed allocation has made the budget smaller since."""
+        memory = self.memory
+        if memory is None or memory.has_shrunk:
+            return
+        for batch in batches:
+            if not memory.can_hold(batch, beside):
+                raise memory.too_small_for(batch, *self.smallest_part, beside)
+
+    def _cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
+        if self.memory is not None and not self.memory.can_hold(batch):
+            return self.memory.cannot_split(batch, reason)
+        if self.fits(batch):
+            return ValueError(f"A micro-batch of another process is above its budget, and {reason}: raise the budget.")
+        return ValueError(
+            f"`max_tokens_per_micro_batch={self.limit}` is less than the {batch.counts.computed} tokens of a "
+            f"micro-batch, and {reason}. Raise it, or lower `per_device_train_batch_size`."
+        )
+
+    # --- failed allocations -----------------------------------------------------------------------------------------
+
+    def shrink(self, error: RuntimeError) -> None:
+        """Lower the budget, if `error` says that memory ran out in a pass and another decision follows; or raise it."""
+        # Generation and the reference have memory of their own
+        if self.memory is None or self.largest is None or not is_allocation_failure(error):
+            raise error
+        if advice := self._why_not_again(self.memory):
+            raise type(error)(f"{error}\n{advice}") from error
+        if not self.memory.shrink(*self.largest):
+            raise error
+
+    def _why_not_again(self, memory: MemoryBudget) -> str:
+        """Why a pass cannot be made again after a failed allocation; empty if it can."""
+        if self.recomputes_twice and self.is_reentrant:
+            return (
+                "Layers that recompute within parts of a micro-batch add to the same gradients several times with "
+                "`use_reentrant=True`, so that it cannot be computed again. Leave `use_reentrant` out."
+            )
+        return memory.why_not_again(self.accelerator)

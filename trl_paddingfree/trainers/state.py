@@ -1,0 +1,70 @@
+"""What this package keeps for one trainer, and how its overrides stand aside while the trainer pads."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ..data.arrange import StepSampler
+from ..memory.plan import MemoryBudget
+from ..model.flat_model import FlatModel
+from ..model.routes import Route
+from .configs import PaddingFreeOptions
+from .proving import StartUpCheck
+
+if TYPE_CHECKING:
+    from ..memory.budget import Budget
+    from .steps import TrainingSteps
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass
+class Flat:
+    """The state that this package keeps for one trainer: options at once, models and check after TRL's `__init__`."""
+
+    options: PaddingFreeOptions
+    pads: bool = False  # whether the trainer pads as TRL's does; then nothing else is there
+    check: StartUpCheck = field(init=False)
+    models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
+    steps: "TrainingSteps | None" = None  # training steps under budgets; `None` without one, and before the weights
+    sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
+    resumed_from: str | None = None  # the checkpoint that training goes on from
+
+    @property
+    def route(self) -> Route | None:
+        """How batches are computed: planned, and from the check on proven. `None` before the models are there."""
+        return self.models[0].route if self.models else None
+
+    @property
+    def budget(self) -> "Budget":
+        """What each pass that trains may take, once there are `steps`."""
+        assert self.steps is not None
+        return self.steps.budget
+
+    @property
+    def memory(self) -> MemoryBudget | None:
+        """The plan under `memory_budget`."""
+        return None if self.steps is None else self.steps.budget.memory
+
+
+class _WhenFlat:
+    """A method that overrides one of TRL's, and stands aside while the trainer pads."""
+
+    def __init__(self, method: Callable[..., Any]):
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        method = self.method
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called = getattr(super(owner, self), name) if self.flat.pads else functools.partial(method, self)
+            return called(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+
+def when_flat(method: Method) -> Method:
+    """Decorate an override of one of TRL's methods that is not called, but TRL's is, while the trainer pads."""
+    return cast(Method, _WhenFlat(method))
