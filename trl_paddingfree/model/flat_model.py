@@ -138,9 +138,9 @@ class FlatModel:
         yield
         if not self.has_trained:
             raise RuntimeError(
-                f"A training step of {type(trainer).__name__} computed no flat batch, and would train with padding: its "
-                f"loss called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers "
-                "that generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
+                f"A training step of {type(trainer).__name__} computed no flat batch, but rows with padding: its loss "
+                f"called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers that "
+                "generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
             )
 
     @contextmanager

@@ -31,12 +31,11 @@ class FlatTrainer(ResumableTrainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
-    Without a configuration, and with TRL's own, the options of this package have their defaults. With
-    `padding_free=False`, the trainer pads as TRL's does: TRL's `DPOConfig` and `SFTConfig` have that flag, and this
-    default of it, which the trainer says. TRL's default collator is taken over, any other has to give flat batches.
-    What cannot be combined with flat batches raises a `ValueError` that names what to change, a model that does not
-    treat a flat batch as separate sequences an [`UnprovenModelError`], a training step that computes no flat batch a
-    `RuntimeError`, and a release of TRL that has moved what this class needs an `ImportError`.
+    Without a configuration, and with TRL's own, our options have their defaults. With `padding_free=False`, the default
+    of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's default collator is taken over, any
+    other has to give flat batches. What cannot be combined with these raises a `ValueError` that names what to change,
+    a model that does not treat them as separate sequences an [`UnprovenModelError`], a training step that computes none
+    a `RuntimeError`, and a release of TRL that has moved what we need an `ImportError`.
 
     A subclass names TRL's trainer, its own task and configuration. Its arguments are those of TRL's trainer.
     """
