@@ -14,6 +14,7 @@ import pytest
 
 from tests.helpers.moved_names import VERSION, copy_of_trl
 from trl_paddingfree import versions
+from trl_paddingfree.cli.options import refuse
 from trl_paddingfree.versions import MovedNameError, naming_versions
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +109,13 @@ def test_refusals_of_ours_are_no_matter_of_versions():
     with mock.patch.object(versions, "TESTED", {"trl": ("98", "99")}), pytest.raises(ValueError, match="a") as raised:
         exec("with naming_versions(): raise ValueError('a')", {**globals(), "__name__": "trl_paddingfree.x"})
     assert not hasattr(raised.value, "__notes__")
+
+
+def test_commands_print_the_note(capsys):
+    error = OSError("no such file")
+    error.add_note("Installed: so and so.")
+    refuse("dpo", error)
+    assert capsys.readouterr().err == "trl-paddingfree dpo: no such file\nInstalled: so and so.\n"
 
 
 def test_builds_of_a_tested_version_are_tested():

@@ -138,7 +138,6 @@ EXTENDED = {
     "_load_rng_state",
     "_save_rng_state",
     "compute_loss",
-    "compute_loss_context_manager",
     "compute_ref_log_probs",
     "create_model_card",
     "get_train_dataloader",
@@ -214,18 +213,15 @@ def test_extended_methods_are_the_ones_listed_here():
     assert {name for _, name, _ in extended_methods()} == EXTENDED
 
 
-def test_every_extended_method_is_asked_for_when_a_class_is_made():
-    asked = {owner: {*names} for owner, names in versions.CLASS_NAMES.items()}
-    for parent, name, _ in extended_methods():
-        assert name == "__init__" or any(name in asked.get(base.__name__, ()) for base in parent.__mro__), name
-
-
-def test_every_private_method_of_a_trainer_is_asked_for_when_a_class_is_made():
+def test_every_method_that_is_extended_or_private_is_asked_for_when_a_class_is_made():
+    taken = {(parent, name) for parent, name, _ in extended_methods() if name != "__init__"}
     for place in PRIVATE:
-        owner, _, name = place.partition(":")[2].partition(".")
-        if owner.endswith("Trainer") and name:
-            bases = (base.__name__ for base in find(place.rpartition(".")[0]).__mro__)
-            assert any(name in versions.CLASS_NAMES.get(base, ()) for base in bases), place
+        owner, _, name = place.rpartition(".")
+        if owner.endswith("Trainer"):
+            taken.add((find(owner), name))
+    for parent, name in taken:
+        assert any(name in versions.CLASS_NAMES.get(base.__name__, ()) for base in parent.__mro__), name
+    assert {name for names in versions.CLASS_NAMES.values() for name in names} == {name for _, name in taken}
 
 
 def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel():
