@@ -23,7 +23,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 import trl_paddingfree
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
-from trl_paddingfree import upstream
+from trl_paddingfree import upstream, versions
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
 from trl_paddingfree.model import architecture, state_tree
@@ -110,31 +110,9 @@ PRIVATE = {
 }
 # Set on instances, by the `__init__` of the class
 INSTANCE = {
-    "trl:DPOTrainer._metrics",
-    "trl:SFTTrainer._metrics",
-    "trl:DPOTrainer._tokenizer",
-    "trl:SFTTrainer._tokenizer",
-    "trl:DPOTrainer._total_train_tokens",
-    "trl:SFTTrainer._total_train_tokens",
-    "transformers:Trainer._train_batch_size",
-    "trl:KTOTrainer._metrics",
-    "trl:KTOTrainer._tokenizer",
-    "trl:KTOTrainer._total_train_tokens",
-    "trl:RewardTrainer._metrics",
-    "trl:RewardTrainer._total_train_tokens",
-    "trl:GRPOTrainer._buffered_inputs",
-    "trl:GRPOTrainer._step",
-    "trl:GRPOTrainer._entropy_window_stats",
-    "trl:GRPOTrainer._last_world_entropy",
-    "trl:GRPOTrainer._metrics",
-    "trl:GRPOTrainer._total_train_tokens",
-    "trl:RLOOTrainer._buffered_inputs",
-    "trl:RLOOTrainer._step",
-    "trl:RLOOTrainer._metrics",
-    "trl:RLOOTrainer._total_train_tokens",
-    "transformers:Trainer._signature_columns",
-    "trl:DPOTrainer._is_vision_dataset",
-    "trl:SFTTrainer._is_vision_dataset",
+    f"{'transformers' if owner == 'Trainer' else 'trl'}:{owner}.{name}"
+    for owner, names in versions.INSTANCE_NAMES.items()
+    for name in names
 }
 # Set by functions and methods elsewhere: where they are written
 SET_ELSEWHERE = {
@@ -160,7 +138,6 @@ EXTENDED = {
     "_load_rng_state",
     "_save_rng_state",
     "compute_loss",
-    "compute_loss_context_manager",
     "compute_ref_log_probs",
     "create_model_card",
     "get_train_dataloader",
@@ -234,6 +211,17 @@ def test_extended_methods_take_what_upstreams_take():
 
 def test_extended_methods_are_the_ones_listed_here():
     assert {name for _, name, _ in extended_methods()} == EXTENDED
+
+
+def test_every_method_that_is_extended_or_private_is_asked_for_when_a_class_is_made():
+    taken = {(parent, name) for parent, name, _ in extended_methods() if name != "__init__"}
+    for place in PRIVATE:
+        owner, _, name = place.rpartition(".")
+        if owner.endswith("Trainer"):
+            taken.add((find(owner), name))
+    for parent, name in taken:
+        assert any(name in versions.CLASS_NAMES.get(base.__name__, ()) for base in parent.__mro__), name
+    assert {name for names in versions.CLASS_NAMES.values() for name in names} == {name for _, name in taken}
 
 
 def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel():

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..trainers.configs import silence
+from ..versions import naming_versions
 from .options import LOADING, NO, OK, TRAINING, make_parser, refuse
 
 # As shells report processes that SIGINT or SIGPIPE ended
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
 
 
+@naming_versions()
 def run(given: list[str]) -> int:
     """Run the command that the arguments name, and give its exit code."""
     # These have a parser of their own, with hundreds of options

@@ -28,7 +28,8 @@ TRAINING = {
 
 def refuse(command: str, error: Exception) -> int:
     """Say why a command cannot be carried out."""
-    sys.stderr.write(f"trl-paddingfree {command}: {error}\n")
+    notes = getattr(error, "__notes__", ())
+    sys.stderr.write("\n".join([f"trl-paddingfree {command}: {error}", *notes, ""]))
     return WRONG_USE
 
 

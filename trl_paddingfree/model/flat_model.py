@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import FlatBatch
+from ..versions import refuse_moved_head
 from .architecture import recompute_first
 from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
@@ -48,6 +49,7 @@ class FlatModel:
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
         self.previous: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
         self.carries_state = carries_state(model)
+        self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
@@ -83,6 +85,7 @@ class FlatModel:
     def _bind(self) -> None:
         """Put our forward in the place of the model's."""
         depth, model = len(self.previous), self.model
+        refuse_moved_head(model.forward)
         self.previous.append(model.forward)
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
@@ -116,6 +119,8 @@ class FlatModel:
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
             return self.previous[-1](*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.has_trained = True
         if batch.parts and torch.is_grad_enabled():
             return forward_in_parts(self, batch, **kwargs)
         self.prepare(batch)
@@ -125,6 +130,18 @@ class FlatModel:
         """Have as many layers recompute as the batch says: TRL sets all of them after each pass of its reference."""
         if batch.recomputed is not None and torch.is_grad_enabled():
             recompute_first(self.recomputable, batch.recomputed)
+
+    @contextmanager
+    def must_train(self, trainer: Any) -> Iterator[None]:
+        """Within this context, a training step of `trainer` computes a flat batch here, or raises."""
+        self.has_trained = False
+        yield
+        if not self.has_trained:
+            raise RuntimeError(
+                f"A training step of {type(trainer).__name__} computed no flat batch, but rows with padding: its loss "
+                f"called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers that "
+                "generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
+            )
 
     @contextmanager
     def attention_as_before(self) -> Iterator[None]:

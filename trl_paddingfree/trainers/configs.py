@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
+from trl.trainer.utils import get_config_model_id
 
 from ..model.backends import BackendName
 
@@ -20,6 +21,22 @@ def silence() -> None:
     """Silence warnings about names that TRL calls and transformers has renamed, and about kernels nobody asked for."""
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def config_of(trainer_class: Any, arguments: dict[str, Any]) -> Any:
+    """The configuration among the arguments of a trainer. Without one, ours, with a folder named as TRL names it."""
+    if (config := arguments.get("args")) is None:
+        model = arguments["model"]
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        config = trainer_class.config_class(f"{name.split('/')[-1]}-{trainer_class.trl_trainer._name}")
+    refuse_wrong_options(config)  # again: they may have been set since
+    return config
+
+
+def options_of(trainer_class: Any, config: Any) -> "PaddingFreeOptions":
+    """The options of a configuration. With one of TRL's they have the defaults of the trainer."""
+    is_ours = isinstance(config, PaddingFreeOptions)
+    return config if is_ours else PaddingFreeOptions(prefix_sharing=trainer_class.config_class.prefix_sharing)
 
 
 def refuse_wrong_options(config: Any) -> None:
