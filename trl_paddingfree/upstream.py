@@ -19,6 +19,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
+# The lowest and newest versions that the tests run with: those of pyproject.toml, which is not in the wheel
+TESTED = {
+    "torch": ("2.11.0", "2.15.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+    "trl": ("1.16.0", "1.16.0"),
+    "peft": ("0.20.0", "0.21.2"),
+    "accelerate": ("1.12.0", "1.15.0"),
+    "datasets": ("4.7.0", "5.2.0"),
+}
+
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
     """The attention function that `module` would call under the implementation `name`."""
