@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.helpers.versions import is_older
 from trl_paddingfree.upstream import TESTED
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -61,9 +61,10 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
         **overrides:
             Values that go before the tiny ones.
     """
-    is_newest = Version(transformers.__version__) >= Version(TESTED["transformers"][1])
-    if model_type not in CONFIG_MAPPING and not is_newest:
+    if model_type not in CONFIG_MAPPING and is_older(TESTED["transformers"][1]):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    if model_type == "recurrent_gemma" and is_older("5.23"):
+        pytest.skip("the start-up check refuses RecurrentGemma: it takes no mask but its own")
     default = AutoConfig.for_model(model_type)
     return AutoConfig.for_model(model_type, **{**_shrunk(default), **overrides})
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
+from tests.helpers.versions import is_older
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.saved_bytes import SavedBytes
@@ -40,7 +39,7 @@ def counted(trainer, batch, number):
     kept = sum(counter.total(i) for i in (-1, *range(number, len(memory.layers))))
     # A checkpoint keeps the input of its layer. Before transformers 5.23, hooks of the layer run within the checkpoint:
     # there the input is counted outside of all layers
-    return kept if Version(transformers.__version__) < Version("5.23") else kept + sum(counter.inputs[:number])
+    return kept if is_older("5.23") else kept + sum(counter.inputs[:number])
 
 
 def assert_predicted(trainer):
