@@ -21,7 +21,7 @@ def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
 
 
 def token_ids(dataset: Dataset, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, ...]]:
-    """Of each example, the ids in each column. Before datasets 4.8.4, its numpy format fails beside torchvision 0.26."""
+    """The ids of each example in each column. Before datasets 4.8.4, its numpy format fails beside torchvision 0.26."""
     for table in dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=1_000):
         for lists in zip(*(table[column] for column in columns), strict=True):
             yield tuple(ids.values.to_numpy() for ids in lists)
