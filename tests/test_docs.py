@@ -179,12 +179,12 @@ def test_the_readmes_test_command_is_that_of_ci():
         assert "python -m pytest -n 2" in (ROOT / name).read_text(encoding="utf-8"), name
 
 
-def test_contributing_names_what_ci_checks_and_the_lowest_versions():
+def test_contributing_names_what_ci_checks():
     documented = [" ".join(argv) for argv in commands(PAGES["CONTRIBUTING.md"])]
-    assert "scripts/lowest_versions.sh" in documented
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    checks = [line.removesuffix(" -q") for line in lines[lines.index("ruff check .") :]]
-    assert [check for check in checks if check not in documented] == []
+    checks = [line.strip().removesuffix(" -q") for line in lines[lines.index("ruff check .") :]]
+    others = ("deactivate", "rm ", "((room")
+    assert [check for check in checks if check not in documented and not check.startswith(others)] == []
 
 
 @pytest.mark.parametrize("name", ["README.md", CHINESE])

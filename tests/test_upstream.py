@@ -6,7 +6,10 @@ An upgrade that moves one of them fails here, under its name.
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -335,12 +338,32 @@ def test_llama4_scales_queries_by_their_place_on_the_axis():
     assert {"attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale"} <= vars(layer).keys()
 
 
-def test_layers_that_carry_state_say_which_kernel_keeps_sequences_apart():
-    from trl_paddingfree.upstream import _MISSING_KERNEL
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("causal_conv1d_fn", "causal-conv1d"),
+        ("mamba2_chunk_scan", "mamba-ssm"),
+        ("torch_chunk_gated_delta_rule", "flash-linear-attention"),
+    ],
+)
+def test_functions_of_layers_that_carry_state_say_which_kernel_is_missing(name, package):
+    modeling = {"torch_chunk_gated_delta_rule": "qwen3_5"}.get(name, "bamba")
+    function = getattr(importlib.import_module(f"transformers.models.{modeling}.modeling_{modeling}"), name)
+    there = importlib.util.find_spec({"flash-linear-attention": "fla"}.get(package, package.replace("-", "_")))
+    assert upstream._missing_kernel(name, function) == (None if there else package)
 
-    model = tiny_model("lfm2")
-    with pytest.raises(ValueError, match=_MISSING_KERNEL.pattern):
-        model(torch.zeros(1, 4, dtype=torch.long), seq_idx=torch.tensor([[0, 0, 1, 1]], dtype=torch.int32))
+
+def test_a_kernel_that_is_there_is_not_missing(monkeypatch):
+    """transformers' decorator takes the kernel of a package when a module is imported: here one of our own."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    package = types.ModuleType("causal_conv1d")
+    package.causal_conv1d_fn = lambda x, weight, seq_idx=None: x
+    monkeypatch.setitem(sys.modules, "causal_conv1d", package)
+    function = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(
+        lambda hidden_states, weight: hidden_states
+    )
+    assert upstream._missing_kernel("causal_conv1d_fn", function) is None
 
 
 # What stands in for these functions is given, and gives them, these parameters

@@ -5,12 +5,13 @@ when an upgrade moves one. Public names are imported where they are used.
 """
 
 import inspect
-import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,8 +19,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
-
-from .versions import TESTED as TESTED
 
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
@@ -138,6 +137,24 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
             layer.cast_input_dtype_enabled = switch
 
 
+@contextmanager
+def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Iterator[None]:
+    """
+    Within this context, activations of `model` are recomputed: with `options`, unless that was on before.
+
+    transformers 5.23 has another name for it, and warns of the former one.
+    """
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    if getattr(model, f"is_{name}"):
+        yield
+        return
+    getattr(model, f"{name}_enable")(options)
+    try:
+        yield
+    finally:
+        getattr(model, f"{name}_disable")()
+
+
 def keep_varlen_results(model: Any) -> None:
     """
     Have TRL's selective checkpointing keep the results of PyTorch's varlen kernel too.
@@ -185,8 +202,6 @@ _STATE_FUNCTIONS = {
 }
 # Fused forms of a convolution and a scan: without kernels they are `None`, and the parts are called
 _FUSED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-# What transformers raises where it has no kernel that keeps sequences apart, with the package that has it
-_MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")
 
 
 def state_functions(forward: Callable) -> dict[str, Callable]:
@@ -205,12 +220,13 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
     # What transformers' decorator does not wrap has no kernel (LFM3); with the package `kernels`, it makes a module
     if not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):
         return ""
-    try:  # transformers keeps to itself which kernels it found, but without one refuses boundaries before all else
+    # transformers keeps to itself which kernels it found. A call without tensors always fails. Without a kernel,
+    # its decorator has looked up who distributes it: to refuse boundaries or, before 5.20, for a warning only
+    try:
         function(**{boundaries: True})
-    except ValueError as error:
-        return next((package.replace("_", "-") for package in _MISSING_KERNEL.findall(str(error))), None)
-    except TypeError:  # a kernel, which misses its tensors
-        pass
+    except (TypeError, ValueError) as error:
+        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+        return next((found["distribution"].replace("_", "-") for found in frames if "distribution" in found), None)
     return None
 
 

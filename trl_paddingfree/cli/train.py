@@ -212,7 +212,7 @@ def train(trainer: Any, script_args: Any, training_args: Any) -> None:
     trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:

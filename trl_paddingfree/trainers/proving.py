@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .. import upstream
 from ..check.prove import CheckResult, Progress, prove
 from ..check.vision import prove_images
 from ..data.images import ImageProbe
@@ -135,17 +136,14 @@ class StartUpCheck:
         """Within this context, activations are recomputed if training will: its start turns that on, later."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
         wanted = self.args.gradient_checkpointing and trains
-        if not wanted or not base.supports_gradient_checkpointing or base.is_activation_checkpointing:
+        if not wanted or not base.supports_gradient_checkpointing:
             yield
             return
         options = dict(self.args.gradient_checkpointing_kwargs or {})
         for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
             options.pop(name, None)
-        base.activation_checkpointing_enable(options or None)
-        try:
+        with upstream.checkpointing(base, options or None):
             yield
-        finally:
-            base.activation_checkpointing_disable()
 
     def _why_no_gradients(self, model: Any) -> str:
         """Which engine stands between a model and its gradients; empty if none does."""

@@ -103,8 +103,9 @@ def _refuse_sequence_parallelism(config: Any) -> None:
         parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
     if parallelism is None:
         return
+    # Before accelerate 1.12 there is no sequence parallelism
     for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
-        if (size := vars(parallelism)[name]) > 1:
+        if (size := vars(parallelism).get(name, 1)) > 1:
             raise ValueError(
                 f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
                 f"and a flat batch is not made of rows. Set `{name}=1`, or `padding_free=False`."
