@@ -1,6 +1,5 @@
 """The options that this package adds to TRL's configurations."""
 
-import logging
 import warnings
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -8,18 +7,21 @@ from numbers import Integral
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from transformers import TrainingArguments
+from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from ..model.backends import BackendName
+
+logger = logging.get_logger(__name__)
 
 SHARING = "Whether to compute a prefix that several rows of a micro-batch share once."
 
 
 def silence() -> None:
-    """Silence warnings about names that TRL calls and transformers has renamed, and about kernels nobody asked for."""
+    """Silence warnings about names that TRL calls and transformers has renamed."""
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def refuse_wrong_options(config: Any) -> None:
@@ -37,7 +39,7 @@ def refuse_wrong_options(config: Any) -> None:
         kinds, value = _kinds(hint), values[name]
         if not any(_allows(kind, value) for kind in kinds):
             expected = " or ".join(_description(kind) for kind in kinds)
-            raise ValueError(f"`{name}={value!r}` must be {expected}.{_suggestion(name, value, kinds)}")
+            raise ValueError(f"`{name}={value!r}` must be {expected}.{suggestion(name, value, kinds)}")
 
 
 def _kinds(hint: Any) -> list[Any]:
@@ -60,7 +62,7 @@ def _description(kind: Any) -> str:
     return {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}[kind]
 
 
-def _suggestion(name: str, value: Any, kinds: list[Any]) -> str:
+def suggestion(name: str, value: Any, kinds: list[Any]) -> str:
     """What the user may have meant."""
     words = [word for kind in kinds if isinstance(kind, tuple) for word in kind]
     meant: list[Any] = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
@@ -85,6 +87,17 @@ def checked_budget(budget: float | str | None) -> float | str | None:
     if not 0 < gib < float("inf"):
         raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
     return gib
+
+
+def train_where_one_can(config: Any) -> None:
+    """
+    Choose the CPU and float32 on a machine without an accelerator, and say so, unless the precision or `use_cpu` is
+    set: TRL's default, bfloat16, is refused there until `use_cpu` is.
+    """
+    is_open = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
+    if is_open and not torch.accelerator.is_available():
+        config.use_cpu, config.bf16 = True, False
+        logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -159,6 +172,7 @@ class PaddingFreeOptions:
         silence()
         refuse_wrong_options(self)
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
+            train_where_one_can(self)
             super().__post_init__()  # type: ignore[misc]
 
 
