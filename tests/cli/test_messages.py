@@ -4,10 +4,12 @@ import gzip
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from accelerate.commands import launch as accelerate_launch
@@ -15,8 +17,9 @@ from datasets import Dataset
 
 import trl_paddingfree
 from tests.helpers.tiny import preference_data
-from trl_paddingfree.cli.options import refuse_broken
+from trl_paddingfree.cli.options import TAKES_JSON, refuse_broken
 from trl_paddingfree.cli.train import main as run_script
+from trl_paddingfree.trainers import TRAINERS
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(trl_paddingfree.__file__).parents[1])}
 cli = importlib.import_module("trl_paddingfree.cli.main")  # the package gives its function by this name
@@ -121,9 +124,17 @@ def test_what_is_no_json_or_yaml_is_named_with_the_line(capsys, tmp_path, case):
     assert message.replace("WHERE", file) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", ["{% if a %}{% endif %}", "{{ a }}", '{"a": {"b": [1]}}', "{}", "a{"])
-def test_templates_and_json_are_not_taken_for_broken_json(value):
-    refuse_broken(["--option", value, f"--option={value}", "--dataset_name", "pairs.json", "--deepspeed", "no.json"])
+@pytest.mark.parametrize("value", ['{"a": {"b": [1]}}', "{}", "a{", "no.json"])
+def test_json_and_what_is_asked_for_as_none_is_not_taken_for_broken(value):
+    refuse_broken(["--deepspeed", value, f"--model-init-kwargs={value}", "--run_name", "{seed}", "--run_name={% a %}"])
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+def test_the_options_that_take_json_are_known_by_their_names(task):
+    hints = get_type_hints(TRAINERS[task].config_class)
+    takes = {name for name, hint in hints.items() if re.search(r"\bdict\b", str(hint)) and not name.startswith("_")}
+    assert {"model_init_kwargs", "deepspeed", "accelerator_config"} <= takes
+    assert [name for name in takes if not TAKES_JSON.fullmatch(f"--{name}")] == []
 
 
 ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}'

@@ -10,8 +10,7 @@ from trl import DPOConfig, TrlParser
 from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig
 from trl_paddingfree.trainers import TRAINERS
-from trl_paddingfree.trainers.configs import PaddingFreeOptions, train_where_one_can
-from trl_paddingfree.trainers.refusals import refuse_unknown_loss
+from trl_paddingfree.trainers.configs import PaddingFreeOptions, refuse_wrong_options, train_where_one_can
 from trl_paddingfree.upstream import loss_types
 
 COMMON = {"output_dir": "unused", "bf16": False, "report_to": "none", "use_cpu": True}
@@ -108,18 +107,17 @@ def test_a_loss_beside_one_that_trl_knows_is_refused_too():
 @pytest.mark.parametrize("name", ["compute_loss", "_compute_loss"])
 def test_the_losses_of_a_subclass_that_computes_its_own_are_its_own(name):
     own = type("Own", (PaddingFreeDPOTrainer,), {name: lambda self, *args, **kwargs: None})
-    refuse_unknown_loss(own, PaddingFreeDPOConfig(**COMMON, loss_type="mine"))
+    config = PaddingFreeDPOConfig(**COMMON, loss_type="mine")
+    refuse_wrong_options(config, own)
     with pytest.raises(ValueError, match="must be one of"):
-        refuse_unknown_loss(
-            type("Like", (PaddingFreeDPOTrainer,), {}), PaddingFreeDPOConfig(**COMMON, loss_type="mine")
-        )
+        refuse_wrong_options(config, type("Like", (PaddingFreeDPOTrainer,), {}))
 
 
 @pytest.mark.parametrize("task", TRAINERS)
 def test_every_loss_of_trl_is_accepted(task):
     trainer = TRAINERS[task]
     for name in loss_types(trainer.trl_trainer):
-        refuse_unknown_loss(trainer, trainer.config_class(**COMMON, loss_type=name))
+        refuse_wrong_options(trainer.config_class(**COMMON, loss_type=name), trainer)
 
 
 @pytest.mark.parametrize("task", TRAINERS)

@@ -10,7 +10,7 @@ from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from yaml import YAMLError
 
 from ..trainers import TRAINERS
-from ..trainers.refusals import refuse_unknown_loss
+from ..trainers.configs import refuse_wrong_options
 from .options import NO
 from .train import check_names, make_parser, say_where
 
@@ -28,7 +28,7 @@ def launch(task: str, argv: list[str]) -> int:
     parsed: Any = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
-    refuse_unknown_loss(TRAINERS[task], training_args)
+    refuse_wrong_options(training_args, TRAINERS[task])
     check_names(script_args, model_args, dataset_args)
     script_args = without(argv, from_command_line)
     launcher = accelerate_launch.launch_command_parser()

@@ -31,8 +31,8 @@ TRAINING = {
 }
 
 
-# Options of transformers that take JSON, or a file of it
-JSON_FILES = ("--accelerator_config", "--deepspeed", "--fsdp_config")
+# Options of transformers and TRL that take JSON, or a file of it
+TAKES_JSON = re.compile(r"--(\w+_kwargs|\w+_config|deepspeed)")
 
 
 def refuse(command: str, error: Exception) -> int:
@@ -93,9 +93,11 @@ def refuse_broken(argv: Sequence[str]) -> None:
 
 def _refuse_broken_json(name: str, value: str, where: str = "") -> None:
     text, what = value, " ".join(value.split())
-    if name in JSON_FILES and value.endswith(".json") and Path(value).is_file():
+    if not TAKES_JSON.fullmatch(name):
+        return
+    if value.endswith(".json") and Path(value).is_file():
         text, what = Path(value).read_text(encoding="utf-8"), f"the file {value}"
-    elif not re.match(r"\s*{(?![{%#])", value):  # of what begins with a brace, templates are no JSON
+    elif not value.startswith("{"):  # by which transformers tells JSON from names
         return
     try:
         json.loads(text)

@@ -21,10 +21,10 @@ from ..memory.steps import BudgetedSteps
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
-from . import refusals
 from .checkpoints import append_to_card, checkpoint_to_resume, load_by_name, state_file
 from .configs import PaddingFreeOptions, refuse_wrong_options, silence
 from .proving import StartUpCheck, base_of
+from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
 
 
 @dataclass
@@ -90,10 +90,10 @@ class FlatTrainer(Trainer):
         arguments = inspect.signature(self.trl_trainer.__init__).bind(self, *args, **kwargs).arguments
         del arguments["self"]
         if arguments.get("args") is None:
-            name = model if isinstance(model := arguments["model"], str) else get_config_model_id(model.config)
+            model = arguments["model"]
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
             arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
-        refuse_wrong_options(config := arguments["args"])  # again: they may have been set since
-        refusals.refuse_unknown_loss(type(self), config)
+        refuse_wrong_options(config := arguments["args"], type(self))  # again: they may have been set since
         if not vars(config).get("padding_free", True):  # not all of TRL's configurations have the flag
             self.trl_trainer.__init__(self, **arguments)
             return
@@ -110,21 +110,21 @@ class FlatTrainer(Trainer):
             config.padding_free = True
         self.padding_free = True
         if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
-            refusals.refuse_images(arguments)
+            refuse_images(arguments)
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
         # TRL may be done with the reference
         self.flat.models = [each for each in self.flat.models if each.model in bases]
-        self.refuse_data(refusals.given_datasets(arguments))
+        self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
         if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
             self.plan_steps()
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
-        refusals.refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
+        refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
         if self.flat.options.has_budget:
-            refusals.refuse_beside_budget(self.flat.options, arguments["args"])
+            refuse_beside_budget(self.flat.options, arguments["args"])
 
     def collator_of(self, with_images: bool) -> Any:
         """The collator class that gives flat batches of data with or without images."""
@@ -162,7 +162,7 @@ class FlatTrainer(Trainer):
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
-        refusals.warn_of_dropout(flat.models[0].model, self.args)
+        warn_of_dropout(flat.models[0].model, self.args)
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""

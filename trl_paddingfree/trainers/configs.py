@@ -1,7 +1,7 @@
 """The options that this package adds to TRL's configurations."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral
 from types import NoneType, UnionType
@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
+from .. import upstream
 from ..model.backends import BackendName
 
 logger = logging.get_logger(__name__)
@@ -24,12 +25,14 @@ def silence() -> None:
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
 
 
-def refuse_wrong_options(config: Any) -> None:
+def refuse_wrong_options(config: Any, trainer_class: Any = None) -> None:
     """
     Refuse values that options of this package cannot have, in a configuration of ours or of TRL's, naming what to write
     in their place. Annotations say which: `bool` allows `True` and `False`, `int` whole numbers from 1, `Literal` its
-    words, and a union what any of its members allows.
+    words, and a union what any of its members allows. Of a trainer's class, also a `loss_type` that TRL does not know.
     """
+    if trainer_class is not None:
+        _refuse_unknown_loss(trainer_class, config)
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
         config.memory_budget = checked_budget(config.memory_budget)
@@ -39,7 +42,28 @@ def refuse_wrong_options(config: Any) -> None:
         kinds, value = _kinds(hint), values[name]
         if not any(_allows(kind, value) for kind in kinds):
             expected = " or ".join(_description(kind) for kind in kinds)
-            raise ValueError(f"`{name}={value!r}` must be {expected}.{suggestion(name, value, kinds)}")
+            raise ValueError(f"`{name}={value!r}` must be {expected}.{_suggestion(name, value, kinds)}")
+
+
+def _refuse_unknown_loss(trainer_class: Any, config: Any) -> None:
+    """
+    Some of TRL's trainers refuse an unknown loss in the first step, KTO's not at all. The losses of a subclass that
+    computes its own are not known here.
+    """
+    values = vars(config).get("loss_type")
+    if values is None:
+        return
+    default: Any = next(each for each in fields(config) if each.name == "loss_type")
+    defaults = default.default_factory() if callable(default.default_factory) else default.default
+    names, defaults = ([x] if isinstance(x, str) else x for x in (values, defaults))
+    trl_trainer, classes = trainer_class.trl_trainer, trainer_class.__mro__
+    own = [each for each in classes[: classes.index(trl_trainer)] if not each.__module__.startswith(__package__)]
+    if set(names) <= set(defaults) or any({"compute_loss", "_compute_loss"} & vars(each).keys() for each in own):
+        return
+    known = upstream.loss_types(trl_trainer)
+    if unknown := [name for name in names if name not in known and set(defaults) <= set(known)]:
+        expected, meant = ", ".join(map(repr, known)), _suggestion("loss_type", unknown[0], [tuple(known)])
+        raise ValueError(f"`loss_type={unknown[0]!r}` must be one of {expected}.{meant}")
 
 
 def _kinds(hint: Any) -> list[Any]:
@@ -62,7 +86,7 @@ def _description(kind: Any) -> str:
     return {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}[kind]
 
 
-def suggestion(name: str, value: Any, kinds: list[Any]) -> str:
+def _suggestion(name: str, value: Any, kinds: list[Any]) -> str:
     """What the user may have meant."""
     words = [word for kind in kinds if isinstance(kind, tuple) for word in kind]
     meant: list[Any] = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 from trl import SFTConfig
 
-from .. import upstream
 from ..data.lengths import has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
 from ..model import architecture
 from ..model.vision import why_no_images
-from .configs import PaddingFreeOptions, suggestion
+from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
 
@@ -55,29 +53,6 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
         )
-
-
-def refuse_unknown_loss(trainer_class: Any, config: Any) -> None:
-    """
-    Refuse a `loss_type` that TRL does not know: some of its trainers say so in the first step, KTO's not at all. The
-    losses of a subclass that computes its own are not known here.
-    """
-    values = vars(config).get("loss_type")
-    if values is None:
-        return
-    default: Any = next(each for each in fields(config) if each.name == "loss_type")
-    defaults = default.default_factory() if callable(default.default_factory) else default.default
-    names, defaults = ([x] if isinstance(x, str) else x for x in (values, defaults))
-    trl_trainer, classes = trainer_class.trl_trainer, trainer_class.__mro__
-    own = [each for each in classes[: classes.index(trl_trainer)] if not each.__module__.startswith(__package__)]
-    if set(names) <= set(defaults) or any({"compute_loss", "_compute_loss"} & vars(each).keys() for each in own):
-        return
-    known = upstream.loss_types(trl_trainer)
-    for name in names:
-        if name not in known and set(defaults) <= set(known):
-            expected = ", ".join(map(repr, known))
-            meant = suggestion("loss_type", name, [tuple(known)])
-            raise ValueError(f"`loss_type={name!r}` must be one of {expected}.{meant}")
 
 
 def given_datasets(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
