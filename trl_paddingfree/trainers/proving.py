@@ -93,7 +93,9 @@ class StartUpCheck:
         with self.progress.after(_PATIENCE):
             results = self._results_of(models)
         if self.accelerator.is_main_process:
-            logger.warning(f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - start:.1f} s.")
+            seconds = time.perf_counter() - start
+            logger.warning(f"Padding-free, {results[0].route}: exact on this model (checked in {seconds:.1f} s).")
+            logger.info(f"The start-up check: {results[0]}.")
             if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
         return results[0].route
