@@ -271,6 +271,7 @@ def test_env_imports_pytorch_only_where_it_may_see_devices():
 
 
 MISSING = {
+    "nothing": ([], "Name the model"),
     "no model": (["--dataset_name", "PAIRS"], "Name the model"),
     "no data": (["--model_name_or_path", "MODEL"], "Name the data"),
     "no such file": (
@@ -290,8 +291,8 @@ def test_what_a_run_lacks_is_said_before_it_is_launched(capsys, monkeypatch, tmp
     monkeypatch.setattr(accelerate_launch, "launch_command", launched.append)
     file = tmp_path / "pairs.jsonl"
     preference_data(4, int(os.environ["TRL_PADDINGFREE_SEED"])).to_json(file)
-    short = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
     argv, message = MISSING[case]
+    short = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)] if argv else []
     assert cli.main(["dpo", *short, *({"PAIRS": str(file), "MODEL": model_dir}.get(x, x) for x in argv)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trl-paddingfree dpo: ")

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,7 +86,7 @@ def spelled(argv: Sequence[str]) -> list[str]:
 def refuse_broken(argv: Sequence[str]) -> None:
     """Refuse JSON that is none, in an option, in its file, or in the YAML file of `--config`, and YAML that is none."""
     given = [part for argument in spelled(argv) for part in argument.split("=", argument.startswith("--"))]
-    for name, value in zip(given, [*given[1:], ""], strict=True):
+    for name, value in pairwise([*given, ""]):
         if name == "--config":
             _refuse_broken_config(value)
         elif name.startswith("--"):
