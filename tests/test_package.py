@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quickstart": {"charts", "data", "trainers"},
     "cli": {"flat", "upstream", "model", "memory", "check", "charts", "data", "trainers", "quickstart"},
     "__main__": {"cli"},
-    "__init__": {"flat", "check", "data", "trainers"},
+    "__init__": {"flat", "model", "check", "data", "trainers"},
 }
 
 

@@ -2,13 +2,14 @@
 
 TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token, or
 `model(input_ids=rows, ...)` with a pooled head and read one float per row. With a `flat_batch` among the arguments, the
-model computes the flat tokens instead, and the answer is the same rows.
+model computes the flat tokens instead, and the answer is the same rows. Losses with a head of their own get the hidden
+states that such a head needs.
 """
 
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -127,9 +128,7 @@ def forward_in_parts(
     The answer of TRL's head to rows that the model computes in parts, one after another, with the gradients of the
     whole. Logits of rows would not fit in parts either: another head is refused.
 
-    The loss is the caller's, over all rows. Each part keeps nothing between its forward and its backward pass, which
-    computes it again: a loss that couples rows is as exact as any other. The last part is the first to have its
-    backward pass, and keeps what it computed.
+    The loss is the caller's, over all rows: one that couples rows is as exact as any other.
     """
     if not fused_lm_head or labels is None:
         raise ValueError(
@@ -140,14 +139,11 @@ def forward_in_parts(
     refuse_unanswerable(flat.model.config, kwargs, fused_lm_head=True)
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
 
-    # The labels are an argument of what is checkpointed: by their device it finds the random state to come back to
     def answer(part: RowPart, labels: torch.Tensor) -> Any:
         flat.prepare(part.batch)
         return scored_in_rows(flat, part.batch, {**kwargs, **part.arguments})
 
-    *first, last = batch.parts
-    answers = [checkpoint(answer, part, labels, use_reentrant=False) for part in first] + [answer(last, labels)]
-    outputs, routers = zip(*answers, strict=True)
+    outputs, routers = zip(*_of_parts(batch, answer, labels), strict=True)
     order = torch.cat([part.rows for part in batch.parts]).argsort()
 
     joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
@@ -157,6 +153,39 @@ def forward_in_parts(
         weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
         whole = replace(whole, aux_loss=upstream.router_loss(flat.model, layers, weights))
     return with_loss(flat.model, whole, labels, kwargs.get("num_items_in_batch"))
+
+
+def _of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Any], beside: torch.Tensor) -> list[Any]:
+    """
+    What `answer` gives of each part, one after another, and of a tensor `beside` it. Each keeps nothing between its
+    forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
+    what it computed.
+    """
+    *first, last = batch.parts
+    # By the device of the tensor, what is checkpointed finds the random state to come back to
+    return [checkpoint(answer, part, beside, use_reentrant=False) for part in first] + [answer(last, beside)]
+
+
+def hidden_states(flat: "FlatModel", batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
+    """`(1, N, H)` hidden states by which the `scored` tokens `(R, L-1)` of rows are predicted, see [`FlatModel`]."""
+
+    def answer(part: RowPart, scored: torch.Tensor) -> torch.Tensor:
+        flat.prepare(part.batch)
+        return _scored_states(flat, part.batch, scored[part.rows])
+
+    if not batch.parts:
+        flat.prepare(batch)
+        return _scored_states(flat, batch, scored)
+    places = scored.flatten().cumsum(0).view_as(scored)
+    order = torch.cat([places[part.rows][scored[part.rows]] for part in batch.parts]).argsort()
+    found = torch.cat(_of_parts(batch, answer, scored), 1)
+    return found[:, order.to(found.device)]
+
+
+def _scored_states(flat: "FlatModel", batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
+    index = batch.row_index[:, :-1][scored]
+    with _flat_backbone(flat, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
+        return flat.model.base_model(**_flat_inputs(flat, batch)).last_hidden_state
 
 
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:

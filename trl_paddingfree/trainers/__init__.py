@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import dpo, grpo, kto, reward, rloo, sft
+from . import distillation, dpo, grpo, kto, reward, rloo, sft
 
 # Data is that of the first task whose columns it has
 TRAINERS: dict[str, Any] = {
@@ -12,5 +12,6 @@ TRAINERS: dict[str, Any] = {
     "grpo": grpo.PaddingFreeGRPOTrainer,
     "reward": reward.PaddingFreeRewardTrainer,
     "rloo": rloo.PaddingFreeRLOOTrainer,
+    "distillation": distillation.PaddingFreeDistillationTrainer,
 }
 TASKS = tuple(trainer.task for trainer in TRAINERS.values())

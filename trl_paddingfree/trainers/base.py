@@ -16,6 +16,7 @@ from ..data.task import Task
 from ..flat.batch import FlatBatch
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..memory.device import PeakMemory
+from ..memory.needs import HeadBytes, fused_head
 from ..memory.parts import Split
 from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
@@ -238,6 +239,10 @@ class FlatTrainer(ResumableTrainer):
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that an example, of those that are known, does not fit into."""
         raise NotImplementedError
+
+    def head_bytes(self) -> HeadBytes:
+        """Bytes of the head that the loss puts on the model that is trained: that of TRL."""
+        return fused_head(self.flat_base(self.model))
 
     def images_in_memory(self) -> list[dict[str, Any]]:
         """Arguments of calls with images, of which one differs from another in their number; none for text."""

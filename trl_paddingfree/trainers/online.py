@@ -8,7 +8,10 @@ from weakref import WeakMethod
 import torch
 from datasets import Dataset
 
+from .. import upstream
+from ..data.collate_heads import PromptGroups
 from ..data.generated import GeneratedRows, by_prompt
+from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.counts import BatchCounts
 from ..memory.parts import Split, split_in_order
@@ -19,6 +22,15 @@ from .refusals import refuse_oversized, refuse_to_move
 from .state import when_flat
 from .steps import Inputs, Part
 
+# Of tasks that generate. Trainers give it their names, and the first of them what it is found by
+PROMPTS = Task(
+    name="prompts",
+    unit="prompts",
+    sequences=(("prompt_ids",),),
+    collator=PromptGroups,
+    prepare=upstream.prepare_prompts,
+    truncates=False,
+)
 # Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
 _PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
 
@@ -84,14 +96,17 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
-        if beside:
-            raise ValueError(
-                f"The rows come with `{beside[0]}`: only SFT and DPO train on images without padding. Leave out "
-                "images, also those that tools return, or set `padding_free=False`."
-            )
+        self.refuse_beside_rows([name for name, x in kwargs.items() if name not in _PASS_OPTIONS and x is not None])
         self.prove_placed(model)
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+
+    def refuse_beside_rows(self, names: list[str]) -> None:
+        """Refuse what comes with the rows of a pass, by its names: only images do."""
+        if names:
+            raise ValueError(
+                f"The rows come with `{names[0]}`: only SFT and DPO train on images without padding. Leave out "
+                "images, also those that tools return, or set `padding_free=False`."
+            )
 
     @when_flat
     def _generate_single_turn(self, *args, **kwargs):
@@ -142,6 +157,11 @@ class OnlineTrainer(FlatTrainer):
             )
         refuse_to_move(options, self.coupled_by())
 
+    @property
+    def steps_per_generation(self) -> int:
+        """Micro-batches whose rows are generated together."""
+        return self.args.steps_per_generation
+
     @when_flat
     def _prepare_inputs(self, generation_batch):
         if generation_batch is self._generated:  # a pass that is made again
@@ -149,7 +169,7 @@ class OnlineTrainer(FlatTrainer):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.flat.options.arrange_micro_batches != "none" and self._buffered_inputs is not before:
-            steps = self.args.steps_per_generation
+            steps = self.steps_per_generation
             window = math.gcd(self.args.gradient_accumulation_steps, steps)  # these share each optimizer step
             windows = [self._buffered_inputs[first : first + window] for first in range(0, steps, window)]
             self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
