@@ -229,7 +229,7 @@ def prove(
 
     Tries `route` with and without sharing, then, with `fallback`, backends that ask less of the model; in low precision
     each on up to three draws of rows, as long as rows do not see one another. `call` is that of [`RowsAlone`], `agree`
-    that of [`check_flat`]. Gradients are checked of a model that `trains`, unless `no_gradients` says why they cannot be.
+    that of [`check_flat`]. Gradients are checked of a model that `trains`, unless `no_gradients` says why they are not.
     `tell` is told of each thing that is done.
     """
     started = time.perf_counter()

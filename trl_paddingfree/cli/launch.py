@@ -23,7 +23,7 @@ def launch(task: str, argv: list[str]) -> int:
     parsed: Any = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
-    check_names(script_args, model_args, dataset_args)
+    check_names(script_args, training_args, model_args, dataset_args)
     say_where(training_args)
     script_args = without(argv, from_command_line)
     try:

@@ -16,8 +16,8 @@ from .state import when_flat
 
 # What TRL says of rows; all else would be of images
 _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "num_items_in_batch")
-# Without Triton, TRL makes a tile into its gradient by nine more of its size at a time, in float32
-_TORCH_TILES = 9
+# Without Triton, TRL makes a tile into its gradient by ten more of its size at a time, in float32
+_TORCH_TILES = 10
 
 
 class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
