@@ -19,6 +19,7 @@ _MODULES = {
     "trainers.collated": ("CollatedTrainer",),
     "trainers.configs": ("PaddingFreeOptions",),
     "trainers.online": ("OnlineTrainer",),
+    "trainers.state": ("when_flat",),
 }
 _TRAINERS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
 _EXPORTS = {
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from .trainers.reward import PaddingFreeRewardTrainer
     from .trainers.rloo import PaddingFreeRLOOTrainer
     from .trainers.sft import PaddingFreeSFTTrainer
+    from .trainers.state import when_flat
 
 
 def __getattr__(name: str) -> Any:

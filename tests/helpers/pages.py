@@ -13,7 +13,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 def short_and_local(example: str, models: dict[str, str], folder: Path) -> str:
     """
-    An example with a model of the tests in place of the one that it names, which trains one step on the CPU.
+    An example with models of the tests in place of those that it names, which trains one step on the CPU.
 
     Args:
         example (`str`):
@@ -24,8 +24,9 @@ def short_and_local(example: str, models: dict[str, str], folder: Path) -> str:
             Where the example writes.
     """
     on_cpu = f'output_dir={str(folder)!r}, bf16=False, use_cpu=True, max_steps=1, report_to="none"'
-    (model,) = [name for name in models if f'"{name}"' in example]
-    for written, runs in {f'"{model}"': repr(models[model]), 'output_dir="out"': on_cpu}.items():
+    named = {f'"{name}"': repr(folder) for name, folder in models.items() if f'"{name}"' in example}
+    assert named
+    for written, runs in {**named, 'output_dir="out"': on_cpu}.items():
         assert written in example
         example = example.replace(written, runs)
     return example

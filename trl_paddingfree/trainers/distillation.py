@@ -69,7 +69,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         (rows, columns), head = upstream.divergence_tile(), student.get_output_embeddings().weight
         per_row = 2 * 4 * columns + student.dtype.itemsize * columns  # logits of both in float32, and the gradient
         if not upstream.has_head_kernel(head.device):
-            per_row += 4 * _TORCH_TILES * min(columns, len(head))
+            per_row += 4 * _TORCH_TILES * min(columns, student.config.get_text_config().vocab_size)
         kept = teacher.dtype.itemsize * teacher.config.get_text_config().hidden_size
         return replace(fused_head(student), tile=(per_row, rows), kept=kept)
 
