@@ -73,6 +73,7 @@ BUDGETS = {
     "kto-without-divergence": (0.004, {"loss_type": "apo_zero_unpaired"}),
     "grpo": (0.003, {}),
     "rloo": (0.003, {}),
+    "distillation": (0.003, {}),
 }
 
 

@@ -182,9 +182,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
     if not reference.trains:
-        wrong = _relative(reference.differentiate(inputs)[0], reference.log_probs)
-        failure = "" if wrong <= reference.tolerance else f"answers on long rows are wrong by {wrong:.1e} of their size"
-        failure = failure or _beyond_positions(reference, batch.counts.computed, draws=False)
+        failure = _wrong_answers(reference, inputs) or _beyond_positions(reference, batch.counts.computed, draws=False)
         return GradientResult(failure=failure, skipped="not needed, as it does not train", notes=reference.notes)
     errors: dict[str, float] = {}
     answers, small, notes = [], [], list(reference.notes)
@@ -213,6 +211,15 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     if not skipped and not errors[worst] <= tolerance:
         tolerance = max(tolerance, min(NOISE_FACTOR * reference.noise(), _MOST_NOISE))
     return GradientResult(errors[worst], worst, tolerance, skipped=skipped, notes=tuple(notes))
+
+
+def _wrong_answers(reference: RowsInTraining, inputs: dict[str, Any]) -> str:
+    """How far flat answers are from those of the rows alone, if that is more than padding explains."""
+    alone, wide = reference.log_probs, len(reference.rows[0]) + 5  # another width is another draw of the noise
+    padded, _ = reference.differentiate(row_inputs(reference.model, reference.rows, wide))
+    noise, wrong = _relative(padded[:, : alone.size(1)], alone), _relative(reference.differentiate(inputs)[0], alone)
+    tolerance = min(NOISE_FACTOR * noise + reference.unit, reference.tolerance)
+    return "" if wrong <= tolerance else f"answers on long rows are wrong by {wrong:.1e} of their size"
 
 
 def _of_parameters(small: list[list[torch.Tensor | None]], expected: list[torch.Tensor | None]) -> float | None:

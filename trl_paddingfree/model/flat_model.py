@@ -129,9 +129,10 @@ class FlatModel:
 
         Args:
             batch (`FlatBatch`):
-                The rows, on the device of `scored`.
+                The rows, on the device of the model.
             scored (`torch.Tensor` of shape `(R, L-1)`, bool):
-                Of each row as wide as TRL pads it, which of its tokens from the second on are scored.
+                Of each row as wide as TRL pads it, which of its tokens from the second on are scored. On the CPU, too:
+                nothing then waits for the device, unless the batch is in parts.
 
         Returns:
             `(1, N, H)`: for each scored token, row by row, the hidden state by which the model predicts it. A token

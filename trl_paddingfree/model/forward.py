@@ -176,6 +176,7 @@ def hidden_states(flat: "FlatModel", batch: FlatBatch, scored: torch.Tensor) -> 
     if not batch.parts:
         flat.prepare(batch)
         return _scored_states(flat, batch, scored)
+    scored = scored.to(batch.row_index.device, non_blocking=True)
     places = scored.flatten().cumsum(0).view_as(scored)
     order = torch.cat([places[part.rows][scored[part.rows]] for part in batch.parts]).argsort()
     found = torch.cat(_of_parts(batch, answer, scored), 1)
@@ -183,7 +184,8 @@ def hidden_states(flat: "FlatModel", batch: FlatBatch, scored: torch.Tensor) -> 
 
 
 def _scored_states(flat: "FlatModel", batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
-    index = batch.row_index[:, :-1][scored]
+    # Nothing waits for the device if it is the host that says what is scored
+    index = batch.row_index[tuple(x.to(batch.row_index.device, non_blocking=True) for x in scored.nonzero().T)]
     with _flat_backbone(flat, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
         return flat.model.base_model(**_flat_inputs(flat, batch)).last_hidden_state
 

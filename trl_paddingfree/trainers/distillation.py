@@ -78,13 +78,14 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         """TRL's loss of one row: that of all scored tokens."""
         self.refuse_beside_rows([name for name in inputs if name not in _ROWS])
         ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
-        is_scored = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
-        scored = torch.cat([torch.zeros_like(inputs["prompt_mask"], dtype=torch.bool), is_scored], 1)
-        self._row = self.flatten(ids, mask, ids.masked_fill(~scored, IGNORE_INDEX)), scored[:, 1:]
-        self._states = {}
-        tokens = ids[scored][None]
-        nothing, ones = tokens[:, :0], torch.ones_like(tokens)
-        row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": tokens, "completion_mask": ones}
+        scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
+        host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # one copy: each waits for the device
+        labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
+        batch = self.flatten(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
+        self._row, self._states = (batch, scored[:, 1:] > 0), {}
+        ones = ids.new_ones(1, int(scored.sum()))
+        nothing = ones[:, :0]
+        row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
         teacher = self.accelerator.unwrap_model(self.teacher_model.eval())
         try:
             with torch.no_grad():
