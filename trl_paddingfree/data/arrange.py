@@ -6,9 +6,9 @@ example has the weight in the step that it had before.
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 
@@ -37,12 +37,12 @@ class StepSampler(Sampler[int]):
         return len(self.sampler)
 
     @property
-    def generator(self) -> Any:
+    def generator(self) -> torch.Generator | None:
         """That of the sampler underneath, if it has one: accelerate makes it the same on every process."""
         return self.sampler.generator  # type: ignore[union-attr]
 
     @generator.setter
-    def generator(self, generator: Any) -> None:
+    def generator(self, generator: torch.Generator) -> None:
         self.sampler.generator = generator  # type: ignore[union-attr]
 
     def set_epoch(self, epoch: int) -> None:
@@ -92,7 +92,7 @@ def by_tokens(
     return arrange
 
 
-def by_prefix(keys: Sequence[Any]) -> Callable[[list[int]], list[int]]:
+def by_prefix(keys: Sequence[bytes]) -> Callable[[list[int]], list[int]]:
     """An arrangement of a step in which examples that start alike stand side by side, sorted by their `keys`."""
     ranks = np.empty(len(keys), dtype=np.int64)  # the keys of a large data set are large, and not kept
     ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))

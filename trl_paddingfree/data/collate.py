@@ -10,8 +10,9 @@ from transformers.data.data_collator import DataCollatorMixin
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart
 from ..flat.images import RowImages
+from .lengths import Example
 
 
 @dataclass
@@ -52,11 +53,11 @@ class FlatCollator(DataCollatorMixin):
     # Arguments of TRL's collator that flat batches are padded by, too
     padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")
 
-    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
+    def row_labels(self, rows: Inputs) -> torch.Tensor:
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
-    def flatten(self, rows: dict[str, Any], reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
         """The flat batch of padded rows, with positions that tell of `reach` tokens; `images` are those of the rows."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
@@ -70,14 +71,14 @@ class FlatCollator(DataCollatorMixin):
         options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
         return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), **options)
 
-    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+    def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)
         if not self.padding_free:
             return rows
         on_host = self.on_host(rows, len(features))
         return on_host.batch() if self.keeps_rows else on_host.with_flat()
 
-    def on_host(self, rows: dict[str, Any], num_features: int) -> "CollatedRows":
+    def on_host(self, rows: Inputs, num_features: int) -> "CollatedRows":
         """What batches are made of: the rows of so many features."""
         per_example = self.rows_per_example or len(rows["input_ids"]) // num_features
         return CollatedRows(self, rows, len(rows["input_ids"]) // per_example)
@@ -87,12 +88,13 @@ class FlatCollator(DataCollatorMixin):
 class CollatedRows:
     """The rows of a batch on the host, from which parts of it are made."""
 
-    collator: Any  # the [`FlatCollator`] that gave the batch; `None` once a worker of the data loader has sent it
-    rows: dict[str, Any]  # the batch without its flat batch: values of one entry per row, per example, or for all
+    collator: FlatCollator  # that gave the batch; no longer there once a worker of the data loader has sent it
+    rows: Inputs  # the batch without its flat batch: values of one entry per row, per example, or for all
     num_examples: int
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "collator": None}  # the trainer has it: with a processor, it is larger than all rows
+        # The trainer has the collator: with a processor, it is larger than all rows
+        return {name: value for name, value in vars(self).items() if name != "collator"}
 
     def row_numbers(self, examples: Sequence[int]) -> list[int]:
         """The rows of some examples."""
@@ -125,15 +127,15 @@ class CollatedRows:
         taken = self.take(items)
         return RowPart(torch.tensor(self.row_numbers(items)), taken.with_flat(reach)["flat_batch"], taken.images())
 
-    def images(self) -> dict[str, Any]:
+    def images(self) -> Inputs:
         """What belongs to images, of those of these rows."""
         return {}
 
-    def with_flat(self, reach: int | None = None) -> dict[str, Any]:
+    def with_flat(self, reach: int | None = None) -> Inputs:
         """The batch of these rows, with positions that tell of `reach` tokens."""
         return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach)}
 
-    def batch(self, reach: int | None = None) -> dict[str, Any]:
+    def batch(self, reach: int | None = None) -> Inputs:
         """The batch of these rows, with them under `"rows"`."""
         return {**self.with_flat(reach), "rows": self}
 
@@ -189,10 +191,10 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     rows_per_example: ClassVar[int | None] = 1  # documents are examples of their own
 
-    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
+    def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"]
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
             return super().torch_call(examples)
         pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
@@ -201,16 +203,17 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             rows["labels"][:, 0] = IGNORE_INDEX  # as TRL's: some losses are means over all labels, before the shift
         return rows
 
-    def flatten(self, rows: dict[str, Any], reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)
         multiple = self.pad_to_multiple_of or 1
         packed = -(-batch.counts.real // multiple) * multiple
         return replace(batch, packed=packed) if self.cuts_packed else batch
 
 
-def _documents(example: dict[str, Any], cuts_packed: bool) -> list[dict[str, Any]]:
+def _documents(example: Example, cuts_packed: bool) -> list[Example]:
     """The documents of one example, each with its `input_ids` and `labels`."""
-    ids, labels = example["input_ids"], example.get("labels", example["input_ids"])
+    ids = example["input_ids"]
+    labels: list[int] = {"labels": ids, **example}["labels"]
     lengths = example["seq_lengths"] if cuts_packed and "seq_lengths" in example else [len(ids)]
     if len(labels) != len(ids) or sum(lengths) != len(ids):
         raise ValueError(
@@ -230,7 +233,7 @@ def concatenated_inputs(
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     pad_to_multiple_of: int | None = None,
-) -> dict[str, Any]:
+) -> Inputs:
     """
     Turn preference pairs into the inputs of a model: all chosen sequences first, then all rejected ones.
 

@@ -8,8 +8,9 @@ import torch
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from .collate import FlatCollator
+from .lengths import Example
 
 
 @dataclass
@@ -30,7 +31,7 @@ class RewardCollator(FlatCollator, DataCollatorForPreference):
 
     rows_per_example: ClassVar[int | None] = 2
 
-    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
+    def row_labels(self, rows: Inputs) -> torch.Tensor:
         return torch.full_like(rows["input_ids"], IGNORE_INDEX)  # the head reads rows, and scores no token
 
 
@@ -55,7 +56,7 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
 
     rows_per_example: ClassVar[int | None] = 1
 
-    def flatten(self, rows: dict[str, Any], *args: Any, **kwargs: Any) -> FlatBatch:
+    def flatten(self, rows: Inputs, *args: Any, **kwargs: Any) -> FlatBatch:
         batch = super().flatten(rows, *args, **kwargs)
         if "KL_input_ids" not in rows:
             return batch
@@ -71,7 +72,7 @@ class PromptGroups:
     num_generations: int = 8
     max_completion_length: int = 256
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, examples: list[Example]) -> Inputs:
         tokens, prompts = count(-1, -1), [x["prompt_ids"] for x in examples for _ in range(self.num_generations)]
         rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in prompts]
         nothing = [[IGNORE_INDEX] * len(row) for row in rows]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import split_tensor_dict
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart, row_spans
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart, row_spans
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _by_key(keys: Sequence[bytes]) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     """
     The rows of some micro-batches of one width, those of one prompt together, in micro-batches of the same size. As TRL
     keeps them, these hold tensors and lists of one entry per row, and values that all rows have in common.

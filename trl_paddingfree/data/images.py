@@ -13,14 +13,17 @@ from datasets import Dataset, IterableDataset
 from pyarrow import types
 from transformers.image_utils import load_image
 
-from ..flat.batch import IGNORE_INDEX
+from ..flat.batch import IGNORE_INDEX, Inputs
+from .lengths import AnyDataset, Example
 from .validate import column_names
 
+# Pillow's, an array, or text that names one
+Image = Any
 # How many examples are searched for images
 _EXAMPLES_SEARCHED = 256
 
 
-def has_images(dataset: Any) -> bool:
+def has_images(dataset: AnyDataset) -> bool:
     """Whether TRL takes a data set for one with images. What is none, it refuses in its own words."""
     is_dataset = isinstance(dataset, Dataset | IterableDataset)
     return is_dataset and not {"image", "images"}.isdisjoint(column_names(dataset))
@@ -39,7 +42,7 @@ def first_with_images(dataset: Dataset) -> int:
     return 0
 
 
-def images_of(example: dict[str, Any]) -> list[Any]:
+def images_of(example: Example) -> list[Image]:
     """The images of an example: its column, and those that stand in its messages."""
     images = [example["image"]] if "image" in example else list(example.get("images") or [])  # TRL reads one of them
     for messages in example.values():
@@ -50,7 +53,7 @@ def images_of(example: dict[str, Any]) -> list[Any]:
     return images
 
 
-def _image_of(part: dict[str, Any]) -> list[Any]:
+def _image_of(part: Example) -> list[Image]:
     """The image that stands in a part of a message, if one does: by itself, by a name, or as OpenAI writes it."""
     if part.get("type") == "image_url":
         url = part["image_url"]
@@ -59,7 +62,7 @@ def _image_of(part: dict[str, Any]) -> list[Any]:
     return [part[name] for name in names if part.get(name) is not None]
 
 
-def images_key(example: dict[str, Any]) -> str:
+def images_key(example: Example) -> str:
     """Text that examples with equal images have in common, and no others."""
     digest = hashlib.blake2b()
     for image in images_of(example):
@@ -68,13 +71,14 @@ def images_key(example: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _content(image: Any) -> tuple[str, bytes]:
+def _content(image: Image) -> tuple[str, bytes]:
     """All that an image's features may depend on: what kind of image it is, and its bytes."""
-    from PIL import ExifTags, Image  # text needs no Pillow
+    from PIL import ExifTags  # text needs no Pillow
+    from PIL.Image import Image as Picture
 
     if isinstance(image, str):  # a path, an address or base64
         return "str", image.encode()
-    if isinstance(image, Image.Image):  # what loading it asks for: its palette, and which side is up
+    if isinstance(image, Picture):  # what loading it asks for: its palette, and which side is up
         kind = f"{image.mode} {image.size} {image.getpalette()} {image.info.get('transparency')}"
         return f"{kind} {image.getexif().get(ExifTags.Base.Orientation)}", image.tobytes()
     array = np.asarray(image)
@@ -108,9 +112,9 @@ class ImageProbe:
     one without images, as far as the data has them. The trainer's collator makes batches of them.
     """
 
-    def __init__(self, collator: Any, examples: Iterable[dict[str, Any]]):
+    def __init__(self, collator: Any, examples: Iterable[Example]):
         self.collator = collator
-        self.examples: dict[str, dict[str, Any]] = {}
+        self.examples: dict[str, Example] = {}
         for example in islice(examples, _EXAMPLES_SEARCHED):
             if not images_of(example):
                 self.examples.setdefault("text", example)
@@ -139,16 +143,16 @@ class ImageProbe:
         found = [(names, [i for i, name in enumerate(names) if name == self.names[i]]) for names in (swapped, changed)]
         return [(names, staying) for names, staying in found if 0 < len(staying) < len(names)]
 
-    def to_count(self, prefix_sharing: bool) -> list[dict[str, Any]]:
+    def to_count(self, prefix_sharing: bool) -> list[Inputs]:
         """Flat batches with the images of one example, and of two if they have different ones."""
         seen = [name for name in ("first", "second") if name in self.examples]
         return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*((name,) for name in seen), (*seen,)])]
 
-    def padded(self, names: Sequence[str]) -> dict[str, Any]:
+    def padded(self, names: Sequence[str]) -> Inputs:
         """TRL's batch of some examples, with all tokens scored."""
         return _scoring_all(self.collator.padded([self.examples[name] for name in names]))
 
-    def flat(self, names: Sequence[str], prefix_sharing: bool) -> dict[str, Any]:
+    def flat(self, names: Sequence[str], prefix_sharing: bool) -> Inputs:
         """The flat batch of some examples, with all tokens scored."""
         examples = [self.examples[name] for name in names]
         rows = _scoring_all(self.collator.rows(examples))
@@ -157,10 +161,10 @@ class ImageProbe:
         return {**rows, "flat_batch": collator.flatten(rows, images=images)}
 
 
-def _scoring_all(rows: dict[str, Any]) -> dict[str, Any]:
+def _scoring_all(rows: Inputs) -> Inputs:
     labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
     return {**{name: value for name, value in rows.items() if name != "completion_mask"}, "labels": labels}
 
 
-def _sizes(example: dict[str, Any]) -> list[Any]:
+def _sizes(example: Example) -> list[tuple[int, ...]]:
     return [np.shape(np.asarray(image)) for image in images_of(example)]

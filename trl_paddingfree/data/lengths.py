@@ -1,14 +1,17 @@
 """Lengths of examples in tokens, and the work of computing them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from pyarrow.compute import fill_null, list_value_length
 
+AnyDataset: TypeAlias = Dataset | IterableDataset
+Example = dict[str, Any]  # a row of a data set, by its columns
 
-def has_known_lengths(dataset: Any) -> bool:
+
+def has_known_lengths(dataset: AnyDataset) -> bool:
     """Whether the lengths of all examples are known before training: not of streams, or of what a transform makes."""
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 

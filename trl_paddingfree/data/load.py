@@ -1,7 +1,6 @@
 """Loading data: a mixture, a hub data set, a local folder or a local file."""
 
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
@@ -21,7 +20,7 @@ def refuse_missing(name: str | None, advice: str) -> None:
         raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
 
 
-def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
+def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, seed: int) -> DatasetDict:
     """
     The data that [`~trl.ScriptArguments`], with files also compressed, or [`~trl.DatasetMixtureConfig`] name. The
     latter's `test_split_size` also splits, by `seed`, a data set that has no test split of its own.
@@ -30,7 +29,7 @@ def load_data(script_args: Any, dataset_args: Any, seed: int) -> DatasetDict:
         return get_dataset(dataset_args)
     name, streaming = script_args.dataset_name, script_args.dataset_streaming
     refuse_missing(name, NAME_THE_DATA)
-    file = Path(name)
+    file = Path(str(name))
     if file.is_file():
         loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
         if loader is None:

@@ -7,6 +7,7 @@ from datasets import Dataset, Features, Value
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
+from .lengths import AnyDataset
 from .validate import column_names, message_problem
 
 logger = logging.get_logger(__name__)
@@ -15,9 +16,10 @@ logger = logging.get_logger(__name__)
 CUT = ("prompt", "completion")
 # Column that says which conversation a row is of, until they have been counted and shuffled
 PLACE = "place_of_the_conversation"
+Columns = dict[str, list[Any]]  # of some rows
 
 
-def split_turns(dataset: Any, seed: int | None = None, num_proc: int | None = None) -> Any:
+def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | None = None) -> AnyDataset:
     """
     Cut conversations into one row per assistant turn, in TRL's conversational prompt-completion format.
 
@@ -79,9 +81,9 @@ def split_turns(dataset: Any, seed: int | None = None, num_proc: int | None = No
     return turns.remove_columns([PLACE])
 
 
-def _cut(batch: dict[str, list[Any]], indices: list[int], kept: list[str]) -> dict[str, list[Any]]:
+def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
     """The rows of some conversations."""
-    rows: dict[str, list[Any]] = {column: [] for column in (*kept, *CUT, PLACE)}
+    rows: Columns = {column: [] for column in (*kept, *CUT, PLACE)}
     for i, (index, messages) in enumerate(zip(indices, batch["messages"], strict=True)):
         problem = "a string" if isinstance(messages, str) else message_problem(messages)
         if problem:

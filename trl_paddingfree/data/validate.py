@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 from pyarrow import types
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..flat.batch import IGNORE_INDEX
-from .lengths import has_known_lengths, token_lengths
+from .lengths import AnyDataset, Example, has_known_lengths, token_lengths
 
 logger = logging.get_logger(__name__)
 
@@ -19,12 +20,12 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 _FIX = "Correct the row, or leave it out with `dataset.filter`."
 
 
-def column_names(dataset: Any) -> list[str]:
+def column_names(dataset: AnyDataset) -> list[str]:
     """A streaming data set may know its columns from its first example only."""
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
-def refuse_unread(dataset: Any, name: str, task: str, *formats: Sequence[str]) -> None:
+def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[str]) -> None:
     """Refuse data that has the columns of none of the `formats` that `task` reads."""
     columns = column_names(dataset)
     if not any(set(needed) <= set(columns) for needed in formats):
@@ -35,7 +36,9 @@ def refuse_unread(dataset: Any, name: str, task: str, *formats: Sequence[str]) -
         )
 
 
-def check_preferences(dataset: Any, tokenizer: Any, name: str, num_proc: int | None = None) -> Any:
+def check_preferences(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, name: str, num_proc: int | None = None
+) -> AnyDataset:
     """
     Refuse preference data that TRL would stumble over, and count what it trains on though it teaches little.
 
@@ -63,7 +66,7 @@ def check_preferences(dataset: Any, tokenizer: Any, name: str, num_proc: int | N
     return dataset
 
 
-def _pair_oddities(example: dict[str, Any], index: int, name: str) -> dict[str, bool]:
+def _pair_oddities(example: Example, index: int, name: str) -> dict[str, bool]:
     """What is odd about a pair that is trained on all the same."""
     _refuse_bad_pair(example, index, name)
     completions = [example["chosen"], example["rejected"]]
@@ -76,7 +79,7 @@ def _pair_oddities(example: dict[str, Any], index: int, name: str) -> dict[str, 
     }
 
 
-def _refuse_bad_pair(example: dict[str, Any], index: int, name: str) -> dict[str, Any]:
+def _refuse_bad_pair(example: Example, index: int, name: str) -> Example:
     texts = {column: example[column] for column in PAIR_COLUMNS if column in example}
     problems = [f"`{column}` is {problem}" for column, text in texts.items() if (problem := message_problem(text))]
     if not problems and len(set(map(type, texts.values()))) > 1:
@@ -89,9 +92,9 @@ def _refuse_bad_pair(example: dict[str, Any], index: int, name: str) -> dict[str
     return {}
 
 
-def refuse_bad_messages(dataset: Any, name: str) -> None:
+def refuse_bad_messages(dataset: AnyDataset, name: str) -> None:
     """Refuse conversations whose first row TRL would not know for one: it would look for a column of text instead."""
-    first: dict[str, Any] = next(iter(dataset), {})
+    first: Example = next(iter(dataset), {})
     if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
         raise ValueError(
             f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
@@ -99,7 +102,7 @@ def refuse_bad_messages(dataset: Any, name: str) -> None:
         )
 
 
-def message_problem(text: Any) -> str:
+def message_problem(text: object) -> str:
     """Why `text` is neither a string nor a list of messages; empty if it is one."""
     if isinstance(text, str):
         return ""
@@ -115,18 +118,18 @@ def message_problem(text: Any) -> str:
     return ""
 
 
-def _says_something_else(message: dict[str, Any]) -> bool:
+def _says_something_else(message: Example) -> bool:
     """Whether a message without content calls tools or the like."""
     return message.get("content") is None and any(v for k, v in message.items() if k not in ("role", "content"))
 
 
-def _is_empty(text: str | list[dict[str, Any]]) -> bool:
+def _is_empty(text: str | list[Example]) -> bool:
     if isinstance(text, str):
         return not text.strip()
     return not any(message.get("content") or _says_something_else(message) for message in text)
 
 
-def refuse_bad_tokens(dataset: Any, name: str) -> None:
+def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
     """Refuse tokenized data whose columns do not fit each other. The collator looks at streaming data, by the batch."""
     if not (columns := _token_columns(dataset)):
         return
@@ -149,7 +152,7 @@ def refuse_bad_tokens(dataset: Any, name: str) -> None:
         )
 
 
-def refuse_unknown_tokens(dataset: Any, name: str, vocab_size: int) -> None:
+def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> None:
     """Refuse tokenized data, which [`refuse_bad_tokens`] has passed, with tokens that the model does not have."""
     if not (columns := _token_columns(dataset)):
         return
@@ -166,7 +169,7 @@ def refuse_unknown_tokens(dataset: Any, name: str, vocab_size: int) -> None:
                 )
 
 
-def _token_columns(dataset: Any) -> list[str]:
+def _token_columns(dataset: AnyDataset) -> list[str]:
     """`input_ids`, and `labels` if there are any, of data that the user has tokenized."""
     if not has_known_lengths(dataset) or "input_ids" not in dataset.column_names:
         return []
@@ -174,7 +177,12 @@ def _token_columns(dataset: Any) -> list[str]:
 
 
 def log_dropped(
-    name: str, before: Any, after: Any, max_length: Any, reason: str = "leaves nothing to learn from", per_row: int = 1
+    name: str,
+    before: AnyDataset,
+    after: AnyDataset,
+    max_length: int | None,
+    reason: str = "leaves nothing to learn from",
+    per_row: int = 1,
 ) -> None:
     """Say how many examples TRL left out for the `reason` of their length, `per_row` of each; refuse if none stays."""
     if not isinstance(before, Dataset) or len(after) == (examples := per_row * len(before)):

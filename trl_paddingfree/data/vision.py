@@ -9,9 +9,11 @@ import torch
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from ..flat.batch import Inputs
 from ..flat.images import COUNTED_ROWS, RowImages, VisionRules
 from .collate import CollatedRows, FlatCollator
 from .images import images_key, images_of
+from .lengths import Example
 
 # What a processor and TRL's collators give row by row; all else belongs to images
 _ROWS = ("input_ids", "attention_mask", "completion_mask", "labels", "token_type_ids", "mm_token_type_ids")
@@ -58,22 +60,22 @@ class FlatVisionCollator(FlatCollator):
     padded_by: ClassVar[tuple[str, ...]] = ()
     rules: VisionRules | None = None  # what the model wants to know; needed if `padding_free`
 
-    def rows(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def rows(self, examples: list[Example]) -> Inputs:
         """TRL's rows, with one copy of what belongs to images."""
         return dict(self.padded(examples))
 
-    def padded(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def padded(self, examples: list[Example]) -> Inputs:
         """TRL's batch."""
         trl: Any = super(FlatCollator, self)
         return trl.torch_call(list(map(dict, examples)))  # TRL's collators change examples
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
             return self.padded(examples)
         # A subclass may have changed which examples there are, and in which order
         return {**self.rows(examples), _EXAMPLES: examples}
 
-    def on_host(self, rows: dict[str, Any], num_features: int) -> "CollatedImageRows":
+    def on_host(self, rows: Inputs, num_features: int) -> "CollatedImageRows":
         if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
             raise ValueError(
                 f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "
@@ -82,10 +84,10 @@ class FlatVisionCollator(FlatCollator):
         examples = rows.pop(_EXAMPLES)
         return CollatedImageRows(self, rows, len(examples), examples, list(map(images_key, examples)))
 
-    def row_labels(self, rows: dict[str, Any]) -> torch.Tensor:
+    def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"] if "labels" in rows else super().row_labels(rows)
 
-    def images(self, rows: dict[str, Any], keys: Sequence[str]) -> RowImages | None:
+    def images(self, rows: Inputs, keys: Sequence[str]) -> RowImages | None:
         """What the flat batch has to know of the images of examples with these `keys`; `None` if rows have none."""
         rules = self.rules
         assert rules is not None
@@ -113,7 +115,7 @@ class FlatVisionCollator(FlatCollator):
 class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreference):
     """Collator of preference pairs with images: TRL's. With `padding_free`, each image is there once."""
 
-    def rows(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def rows(self, examples: list[Example]) -> Inputs:
         return dict(replace(self, processor=ImagesOnce(self.processor)).padded(examples))  # type: ignore[arg-type]
 
 
@@ -128,7 +130,8 @@ class VisionLanguageModelingCollator(FlatVisionCollator, DataCollatorForVisionLa
 class CollatedImageRows(CollatedRows):
     """The rows of a batch with images, and what belongs to their images."""
 
-    examples: Sequence[dict[str, Any]] = ()  # processed again, where images of some cannot be cut out of those of all
+    collator: FlatVisionCollator
+    examples: Sequence[Example] = ()  # processed again, where images of some cannot be cut out of those of all
     keys: Sequence[str] = ()  # for each example, what its images have in common with equal ones
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
@@ -144,17 +147,17 @@ class CollatedImageRows(CollatedRows):
         text = {name: x for name, x in self.rows.items() if name in _ROWS}
         return CollatedRows.tokens(replace(self, rows=text))
 
-    def with_flat(self, reach: int | None = None) -> dict[str, Any]:
+    def with_flat(self, reach: int | None = None) -> Inputs:
         batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.keys))
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
         return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
 
-    def images(self) -> dict[str, Any]:
+    def images(self) -> Inputs:
         """What belongs to the images."""
         return {name: value for name, value in self.rows.items() if name not in _ROWS}
 
 
-def take_images(rows: dict[str, Any], examples: Sequence[int], counts: Sequence[int]) -> dict[str, Any] | None:
+def take_images(rows: Inputs, examples: Sequence[int], counts: Sequence[int]) -> Inputs | None:
     """
     What belongs to the images of some examples of a batch, whose examples have so many images each.
 
@@ -172,7 +175,7 @@ def take_images(rows: dict[str, Any], examples: Sequence[int], counts: Sequence[
     if "image_grid_thw" in rows and len(rows["image_grid_thw"]) == ends[-1]:
         patches = rows["image_grid_thw"].prod(-1).tolist()
         cuts.append([sum(patches[a:b]) for a, b in zip(ends, ends[1:], strict=False)])
-    taken: dict[str, Any] = {}
+    taken: Inputs = {}
     for name in of_images:
         sizes = {tuple(cut) for cut in cuts if sum(cut) == len(rows[name])}
         if len(sizes) != 1:

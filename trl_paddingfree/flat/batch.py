@@ -19,6 +19,8 @@ from .segments import Segments
 from .transfer import HasTensors
 
 IGNORE_INDEX = -100
+# Arguments of a model by their names, as a collator gives them: padded rows, their flat batch, what belongs to images
+Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)

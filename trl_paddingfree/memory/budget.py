@@ -3,19 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 
-from ..flat.batch import FlatBatch, RowPart
+from ..flat.batch import FlatBatch, Inputs, RowPart
 from ..flat.counts import of_all_processes
 from ..model.forward import is_allocation_failure
 from .needs import tensor_bytes
 from .parts import Split, parts_that_fit
 from .plan import MemoryBudget, is_sharded
-
-Inputs = dict[str, Any]
 
 
 class HostRows(Protocol):

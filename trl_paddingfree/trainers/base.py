@@ -13,7 +13,7 @@ from .. import upstream
 from ..check.prove import UnprovenModelError
 from ..data.images import ImageProbe, has_images
 from ..data.task import Task
-from ..flat.batch import FlatBatch
+from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..memory.device import PeakMemory
 from ..memory.needs import HeadBytes, fused_head
@@ -25,7 +25,7 @@ from .configs import PaddingFreeOptions, refuse_wrong_options, silence
 from .proving import StartUpCheck, base_of
 from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
 from .state import Flat, when_flat
-from .steps import Inputs, Part, TrainingSteps
+from .steps import Part, TrainingSteps
 
 
 class FlatTrainer(ResumableTrainer):
@@ -244,7 +244,7 @@ class FlatTrainer(ResumableTrainer):
         """Bytes of the head that the loss puts on the model that is trained: that of TRL."""
         return fused_head(self.flat_base(self.model))
 
-    def images_in_memory(self) -> list[dict[str, Any]]:
+    def images_in_memory(self) -> list[Inputs]:
         """Arguments of calls with images, of which one differs from another in their number; none for text."""
         return []
 

@@ -12,6 +12,7 @@ from torch.utils.data import RandomSampler
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.images import ImageProbe, first_with_images, has_images
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
+from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..memory.parts import Split, split_by_tokens
 from ..memory.plan import MemoryBudget, is_sharded
@@ -20,7 +21,7 @@ from ..model.vision import vision_rules
 from . import refusals
 from .base import FlatTrainer
 from .state import when_flat
-from .steps import Inputs, Part, weighted_parts
+from .steps import Part, weighted_parts
 
 # How many of the largest examples are looked at, by each measure
 _CANDIDATES = 16
@@ -90,7 +91,7 @@ class CollatedTrainer(FlatTrainer):
             )
         return probe
 
-    def images_in_memory(self) -> list[dict[str, Any]]:
+    def images_in_memory(self) -> list[Inputs]:
         images = self.flat.check.images
         if images is not None and not images.names:
             raise ValueError(
@@ -179,7 +180,7 @@ class CollatedTrainer(FlatTrainer):
 
     # --- a micro-batch, whole or in parts ---------------------------------------------------------------------------
 
-    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+    def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         """What the loss, under the name "loss", and each metric of a part of a micro-batch is a mean over: how many."""
         raise NotImplementedError
 
@@ -205,8 +206,8 @@ class CollatedTrainer(FlatTrainer):
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         refuse_lost_batch(inputs, needs_rows=True)
-        if inputs["rows"].collator is None:  # a worker has sent them
-            inputs = {**inputs, "rows": replace(inputs["rows"], collator=self.data_collator)}
+        # A worker sends them without the collator
+        inputs = {**inputs, "rows": replace(inputs["rows"], collator=self.data_collator)}
         whole, rows, budget = inputs["flat_batch"], inputs["rows"], self.flat.budget
         is_known = has_known_lengths(self.train_dataset) or budget.fits(whole)
         if (limit := self.flat.options.most_tokens_of_example) and not is_known:  # a stream's, looked at as it comes
@@ -250,7 +251,7 @@ class CollatedTrainer(FlatTrainer):
             self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
         return {**{name: value for name, value in inputs.items() if name != "rows"}, "flat_batch": batch}
 
-    def _refuse_edits_of_whole(self, inputs: dict[str, Any]) -> None:
+    def _refuse_edits_of_whole(self, inputs: Inputs) -> None:
         """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
         rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
         self.flat.models[0].edits.ask(inputs["flat_batch"], rows, in_parts=True)

@@ -1,7 +1,5 @@
 """DPO without padding."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from trl import DPOConfig, DPOTrainer
@@ -12,6 +10,7 @@ from ..data.lengths import truncated
 from ..data.task import Task
 from ..data.validate import check_preferences, log_dropped
 from ..data.vision import VisionPreferenceCollator
+from ..flat.batch import Inputs
 from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
 from .state import when_flat
@@ -60,7 +59,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
         coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch
         return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
 
-    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+    def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         chosen, rejected = inputs["completion_mask"][:, 1:].sum(1).chunk(2)
         pairs, (chosen_tokens, rejected_tokens) = len(chosen), torch.stack([chosen.sum(), rejected.sum()]).tolist()
         per_pair = ("loss", *(f"rewards/{x}" for x in ("chosen", "rejected", "accuracies", "margins")))

@@ -1,6 +1,6 @@
 """KTO without padding."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from trl import KTOConfig, KTOTrainer
@@ -9,6 +9,7 @@ from .. import upstream
 from ..data.collate_heads import UnpairedPreferenceCollator
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
+from ..flat.batch import Inputs
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
 from .state import when_flat
@@ -59,7 +60,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         # The divergence is a mean over the micro-batch inside the loss, and over pairs made with their neighbours
         return [*([f"`loss_type={self.loss_type!r}`"] if self.calculate_KL else []), *super().coupled_by()]
 
-    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+    def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         labels, tokens = inputs["label"].bool(), inputs["completion_mask"][:, 1:].sum(1)
         sizes = {"loss": len(labels), "entropy": int(tokens.sum())}
         for kind, rows in (("chosen", labels), ("rejected", ~labels)):

@@ -12,7 +12,7 @@ from .. import upstream
 from ..data.collate_heads import PromptGroups
 from ..data.generated import GeneratedRows, by_prompt
 from ..data.task import Task
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..memory.parts import Split, split_in_order
 from ..memory.plan import MemoryBudget
@@ -20,7 +20,7 @@ from ..model.flat_model import FlatModel
 from .base import FlatTrainer
 from .refusals import refuse_oversized, refuse_to_move
 from .state import when_flat
-from .steps import Inputs, Part
+from .steps import Part
 
 # Of tasks that generate. Trainers give it their names, and the first of them what it is found by
 PROMPTS = Task(

@@ -12,6 +12,7 @@ from ..data.collate_heads import RewardCollator
 from ..data.lengths import pair_lengths
 from ..data.task import Task
 from ..data.validate import check_preferences, column_names, log_dropped, refuse_unread
+from ..flat.batch import Inputs
 from .collated import CollatedTrainer
 from .configs import PaddingFreeRewardConfig
 from .refusals import refuse_images
@@ -77,7 +78,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
                 f"`config.pad_token_id={ends}`: set `pad_token_id={ends}` of the collator."
             )
 
-    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+    def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         return {"loss": len(inputs["input_ids"]) // 2}
 
     def example_lengths(self) -> np.ndarray:

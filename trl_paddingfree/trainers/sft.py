@@ -10,7 +10,7 @@ from ..data.collate import LanguageModelingCollator
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread
 from ..data.vision import VisionLanguageModelingCollator
-from ..flat.batch import IGNORE_INDEX
+from ..flat.batch import IGNORE_INDEX, Inputs
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 from .state import when_flat
@@ -74,7 +74,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         for name, dataset in datasets:
             refuse_unknown_tokens(dataset, name, embeddings.num_embeddings)
 
-    def part_sizes(self, inputs: dict[str, Any]) -> dict[str, int]:
+    def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
         return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), scored)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator, DistributedType
 
+from ..flat.batch import Inputs
 from ..memory.attempt import Attempt
 from ..memory.budget import Budget
 from ..memory.plan import Training, adds_up_shards, plan_memory
@@ -21,7 +22,6 @@ from .metrics import PartMetrics
 if TYPE_CHECKING:
     from .base import FlatTrainer
 
-Inputs = dict[str, Any]
 Step = Callable[[Inputs], torch.Tensor]
 
 
