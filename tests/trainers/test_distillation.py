@@ -23,7 +23,7 @@ from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.memory.saved_bytes import SavedBytes
-from trl_paddingfree.model import forward
+from trl_paddingfree.model import hidden_states
 from trl_paddingfree.quickstart.side_by_side import ON_CPU, Trajectory, classes_of, make_trainer
 from trl_paddingfree.trainers.base import FlatTrainer
 
@@ -285,7 +285,7 @@ def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, started
     options = {"gradient_accumulation_steps": 2, "beta": 0.5}
     padded = train("distillation", "padded", with_lora, data, **options)
     limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone", "gradient_checkpointing": True}
-    with mock.patch.object(forward, "_scored_states", wraps=forward._scored_states) as computed:
+    with mock.patch.object(hidden_states, "_hidden_states", wraps=hidden_states._hidden_states) as computed:
         assert_same(padded, train("distillation", "shared", with_lora, data, **options, **limited))
     assert max(len(batch.parts) for batch in started) > 1
     batches = [call.args[1] for call in computed.call_args_list]
@@ -330,25 +330,28 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 
 
 def test_what_a_wide_teacher_keeps_is_counted(data):
-    """Beside what TRL's head of one model keeps, and in tiles of two models."""
-    narrow, wide = (made(data, lambda n=n: plain(make_model(seed=1, hidden_size=n)), memory_budget=8) for n in (32, 96))
-    batch = FlatBatch.from_rows([[5] * 40], [[-100] * 20 + [5] * 20])
-    sizes = [load(batch, trainer.flat.route) for trainer in (narrow, wide)]
-    one, other = (t.flat.memory.needs.saved(size)[0] for t, size in zip((narrow, wide), sizes, strict=True))
-    assert other - one == 20 * 64 * 4
+    """For the tokens that the loss scores together, in whatever parts rows are."""
+    rows, labels = [[5] * 40], [[-100] * 20 + [5] * 20]
+    batches = [FlatBatch.from_rows(rows, labels, scored=scored) for scored in (None, 70)]
+    saved = []
+    for size in (32, 96):
+        trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
+        needs, route = trainer.flat.memory.needs, trainer.flat.route
+        saved.append([int(needs.saved(load(batch, route))[0]) for batch in batches])
+    (part, whole), (wide_part, wide_whole) = saved
+    assert (wide_part - part, wide_whole - whole) == (20 * 64 * 4, 70 * 64 * 4)
 
 
-def test_a_budget_makes_parts_with_the_loss_of_the_whole(data, started):
-    memory = made(data, with_lora, memory_budget=8).flat
-    whole = train("distillation", "shared", with_lora, data, beta=0.5)
-    largest = max((batch for batch in started), key=lambda batch: batch.counts.computed, default=None)
-    assert largest is None  # there is no budget yet
-    needs, steps = memory.memory.needs, memory.steps
-    roomy = train("distillation", "shared", with_lora, data, beta=0.5, memory_budget=8, steps=1)
-    peak = roomy.trainer.flat.memory.peak(roomy.trainer.flat.budget.largest[0], LAYERS)
-    budget = (needs.fixed + steps.budget.gradient_bytes + 0.7 * (peak - needs.fixed)) / GIB
-    assert_same(whole, train("distillation", "shared", with_lora, data, beta=0.5, memory_budget=budget))
-    assert max(len(batch.parts) for batch in started) > 1
+@pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
+def test_a_budget_makes_parts_with_the_loss_of_the_whole(data, make, started, monkeypatch):
+    options = {"beta": 0.5, "gradient_accumulation_steps": 2}
+    whole = train("distillation", "padded", make, data, **options)
+    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
+    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    assert_same(whole, train("distillation", "shared", make, data, memory_budget=8, **options))
+    parts = [[part.batch.scored for part in batch.parts] for batch in started]
+    assert all(len(scored) > 1 for scored in parts)
+    assert parts == [[batch.scored] * len(scored) for batch, scored in zip(started, parts, strict=True)]
 
 
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, monkeypatch, caplog):

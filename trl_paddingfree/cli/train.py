@@ -185,11 +185,13 @@ def make_trainer(trainer_class: type, script_args: Any, training_args: Any, mode
         "dtype": model_args.dtype,
     }
     own = {"revision": model_args.model_revision, **loading, **(training_args.model_init_kwargs or {})}
-    training_args.model_init_kwargs, others = own, {}
+    training_args.model_init_kwargs = own
+    others: dict[str, Any] = {}
     if isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments):
         others["reward_funcs"] = load_rewards(script_args)
     if isinstance(training_args, DistillationConfig):  # the teacher has a revision of its own, and is never quantized
-        training_args.teacher_model_init_kwargs = {**loading, **(training_args.teacher_model_init_kwargs or {})}
+        given: Any = training_args.teacher_model_init_kwargs or {}
+        training_args.teacher_model_init_kwargs = {**loading, **given}
         others["teacher_model"] = training_args.teacher_model_name_or_path
     dataset = load_data(script_args, dataset_args, training_args.seed)
     evaluates = training_args.eval_strategy != "no"

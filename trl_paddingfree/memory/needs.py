@@ -151,10 +151,10 @@ class HeadBytes:
     kept: int = 0  # per scored token, what it keeps for the backward pass beyond what TRL's fused head does
 
 
-def fused_head(model: Any) -> HeadBytes:
+def fused_head(model: Any, *others: Any) -> HeadBytes:
     """
-    TRL's fused LM head works in tiles, and adds gradients up in float32; a pooled head, with one value per row, needs
-    nothing to speak of.
+    Bytes of TRL's head on the first of models, which is trained. The fused LM head works in tiles, and adds gradients
+    up in float32; a pooled head, with one value per row, needs nothing to speak of.
     """
     if is_pooled(model):
         return HeadBytes()

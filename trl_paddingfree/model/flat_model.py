@@ -17,7 +17,8 @@ from .architecture import recompute_first
 from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
 from .edits import EditsFound
-from .forward import flat_forward, forward_in_parts, hidden_states
+from .forward import flat_forward, forward_in_parts
+from .hidden_states import hidden_states
 from .routes import Route
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 

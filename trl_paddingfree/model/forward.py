@@ -2,8 +2,7 @@
 
 TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token, or
 `model(input_ids=rows, ...)` with a pooled head and read one float per row. With a `flat_batch` among the arguments, the
-model computes the flat tokens instead, and the answer is the same rows. Losses with a head of their own get the hidden
-states that such a head needs.
+model computes the flat tokens instead, and the answer is the same rows.
 """
 
 import inspect
@@ -90,15 +89,15 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) 
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`. And the logits of routers, a tensor of
     shape `(T, experts)` for each layer, or `None`.
     """
-    with _flat_backbone(flat, batch, batch.scored_of) as given:
-        inputs = {**_flat_inputs(flat, batch), "shift_labels": batch.shift_labels}
+    with flat_backbone(flat, batch, batch.scored_of) as given:
+        inputs = {**flat_inputs(flat, batch), "shift_labels": batch.shift_labels}
         outputs = flat.previous[-1](**kwargs, **inputs, fused_lm_head=True)
     rows = {name: batch.scored_to_rows(x) for name, x in _per_token(outputs).items()}
     routers = None if outputs.aux_loss is None else given[0].router_logits
     return replace(outputs, **rows), routers
 
 
-def _flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
+def flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
     # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
     # of all rows, so a token counts once for each row that contains it
     positions = flat_positions(flat.model, batch)
@@ -143,7 +142,7 @@ def forward_in_parts(
         flat.prepare(part.batch)
         return scored_in_rows(flat, part.batch, {**kwargs, **part.arguments})
 
-    outputs, routers = zip(*_of_parts(batch, answer, labels), strict=True)
+    outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
     order = torch.cat([part.rows for part in batch.parts]).argsort()
 
     joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
@@ -155,7 +154,7 @@ def forward_in_parts(
     return with_loss(flat.model, whole, labels, kwargs.get("num_items_in_batch"))
 
 
-def _of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Any], beside: torch.Tensor) -> list[Any]:
+def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Any], beside: torch.Tensor) -> list[Any]:
     """
     What `answer` gives of each part, one after another, and of a tensor `beside` it. Each keeps nothing between its
     forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
@@ -166,39 +165,15 @@ def _of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Any], 
     return [checkpoint(answer, part, beside, use_reentrant=False) for part in first] + [answer(last, beside)]
 
 
-def hidden_states(flat: "FlatModel", batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
-    """`(1, N, H)` hidden states by which the `scored` tokens `(R, L-1)` of rows are predicted, see [`FlatModel`]."""
-
-    def answer(part: RowPart, scored: torch.Tensor) -> torch.Tensor:
-        flat.prepare(part.batch)
-        return _scored_states(flat, part.batch, scored[part.rows])
-
-    if not batch.parts:
-        flat.prepare(batch)
-        return _scored_states(flat, batch, scored)
-    scored = scored.to(batch.row_index.device, non_blocking=True)
-    places = scored.flatten().cumsum(0).view_as(scored)
-    order = torch.cat([places[part.rows][scored[part.rows]] for part in batch.parts]).argsort()
-    found = torch.cat(_of_parts(batch, answer, scored), 1)
-    return found[:, order.to(found.device)]
-
-
-def _scored_states(flat: "FlatModel", batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
-    # Nothing waits for the device if it is the host that says what is scored
-    index = batch.row_index[tuple(x.to(batch.row_index.device, non_blocking=True) for x in scored.nonzero().T)]
-    with _flat_backbone(flat, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
-        return flat.model.base_model(**_flat_inputs(flat, batch)).last_hidden_state
-
-
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    flat_kwargs = {**kwargs, **_flat_inputs(flat, batch)}
+    flat_kwargs = {**kwargs, **flat_inputs(flat, batch)}
     if labels is None:
-        with _flat_backbone(flat, batch, calls_decoder=True):
+        with flat_backbone(flat, batch, calls_decoder=True):
             outputs = flat.previous[-1](**flat_kwargs)
         logits = batch.tokens_to_rows(outputs.logits)
     else:
-        with _flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
+        with flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
             outputs = flat.previous[-1](**flat_kwargs, labels=labels)
         logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
     kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
@@ -221,12 +196,12 @@ def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, kwargs
     def read(hidden):
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    with _flat_backbone(flat, batch, read, swaps_inputs=True):
+    with flat_backbone(flat, batch, read, swaps_inputs=True):
         return flat.previous[-1](**kwargs, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
-def _flat_backbone(
+def flat_backbone(
     flat: "FlatModel", batch: FlatBatch, for_head: Any = None, swaps_inputs: bool = False, calls_decoder: bool = False
 ) -> Iterator[list[Any]]:
     """

@@ -45,6 +45,7 @@ class FlatTrainer(ResumableTrainer):
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
     split: ClassVar[Split]  # which items of a micro-batch above a budget share a part of it
+    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # of models, for the plan
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}
@@ -239,10 +240,6 @@ class FlatTrainer(ResumableTrainer):
     def refuse_small_budget(self, memory: MemoryBudget) -> None:
         """Refuse a budget that an example, of those that are known, does not fit into."""
         raise NotImplementedError
-
-    def head_bytes(self) -> HeadBytes:
-        """Bytes of the head that the loss puts on the model that is trained: that of TRL."""
-        return fused_head(self.flat_base(self.model))
 
     def images_in_memory(self) -> list[Inputs]:
         """Arguments of calls with images, of which one differs from another in their number; none for text."""

@@ -20,6 +20,16 @@ _ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool
 _TORCH_TILES = 10
 
 
+def divergence(student: Any, teacher: Any) -> HeadBytes:
+    """Bytes of TRL's divergence, which keeps what the teacher says, and works in tiles of both models."""
+    rows, columns = upstream.divergence_tile()
+    per_row = 2 * 4 * columns + student.dtype.itemsize * columns  # logits of both in float32, and the gradient
+    if not upstream.has_head_kernel(student.device):
+        per_row += 4 * _TORCH_TILES * min(columns, student.config.get_text_config().vocab_size)
+    kept = teacher.dtype.itemsize * teacher.config.get_text_config().hidden_size
+    return replace(fused_head(student), tile=(per_row, rows), kept=kept)
+
+
 class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     """
     TRL's [`~trl.DistillationTrainer`], computing real tokens only.
@@ -47,6 +57,8 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     task = replace(PROMPTS, name="distillation")
     trl_trainer, trl_config = DistillationTrainer, DistillationConfig
     config_class = PaddingFreeDistillationConfig
+    head_bytes = staticmethod(divergence)
+    scores_together = True
     _row: tuple[FlatBatch, torch.Tensor]  # the rows of a micro-batch, and which of their tokens are scored
     _states: dict[Any, torch.Tensor]  # what models have made of them
 
@@ -63,15 +75,6 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     @property
     def steps_per_generation(self) -> int:
         return self.args.gradient_accumulation_steps
-
-    def head_bytes(self) -> HeadBytes:
-        student, teacher = map(self.flat_base, self.flat_models())
-        (rows, columns), head = upstream.divergence_tile(), student.get_output_embeddings().weight
-        per_row = 2 * 4 * columns + student.dtype.itemsize * columns  # logits of both in float32, and the gradient
-        if not upstream.has_head_kernel(head.device):
-            per_row += 4 * _TORCH_TILES * min(columns, student.config.get_text_config().vocab_size)
-        kept = teacher.dtype.itemsize * teacher.config.get_text_config().hidden_size
-        return replace(fused_head(student), tile=(per_row, rows), kept=kept)
 
     @when_flat
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):

@@ -45,6 +45,7 @@ class OnlineTrainer(FlatTrainer):
     """
 
     split: ClassVar[Split] = staticmethod(split_in_order)
+    scores_together: ClassVar[bool] = False  # whether a head of the loss sees all rows, in whatever parts they are
     smallest_part = ("a row", "`max_completion_length`")
     # What TRL's trainers set
     pad_to_multiple_of: Any = None
@@ -74,6 +75,7 @@ class OnlineTrainer(FlatTrainer):
             *(input_ids, attention_mask, labels),
             prefix_sharing=flat.models[0].route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
+            scored=int((labels != IGNORE_INDEX).sum()) if self.scores_together else None,
         )
         batch = rows.batch()
         if reach := self.reach_of(batch):
@@ -120,9 +122,11 @@ class OnlineTrainer(FlatTrainer):
         if self.max_completion_length is None:
             return
         prompt, name = self.longest_row()
-        row = [0] * (prompt + self.max_completion_length)
-        batch = FlatBatch.from_rows([row], [[IGNORE_INDEX] * prompt + row[prompt:]], prefix_sharing=False)
-        beside = self.flat.budget.gradient_bytes if self.args.per_device_train_batch_size > 1 else 0
+        row, rows = [0] * (prompt + self.max_completion_length), self.args.per_device_train_batch_size
+        scored = rows * self.max_completion_length if self.scores_together else None
+        labels = [IGNORE_INDEX] * prompt + row[prompt:]
+        batch = FlatBatch.from_rows([row], [labels], prefix_sharing=False, scored=scored)
+        beside = self.flat.budget.gradient_bytes if rows > 1 else 0
         if not memory.can_hold(batch, beside):
             raise memory.too_small_for(batch, name, self.smallest_part[1], beside)
 
