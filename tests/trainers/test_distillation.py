@@ -19,7 +19,6 @@ from trl_paddingfree.check import gradients as check_gradients
 from trl_paddingfree.check import training
 from trl_paddingfree.flat.batch import RowPart
 from trl_paddingfree.memory.budget import Budget
-from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.memory.saved_bytes import SavedBytes
