@@ -36,7 +36,7 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(trl_paddingfree.__path__, "trl_paddingfree.")
     if not module.name.endswith("__main__")
 )
-SCRIPTS = ("dpo", "sft", "reward", "kto", "grpo", "rloo")
+SCRIPTS = ("dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation")
 COMMANDS = ["inspect", "check", *SCRIPTS, "env", "quickstart"]
 # What generated tables stand between, on the pages that have some
 MARKERS = {

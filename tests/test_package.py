@@ -94,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quickstart": {"charts", "data", "trainers"},
     "cli": {"flat", "upstream", "versions", "model", "memory", "check", "charts", "data", "trainers", "quickstart"},
     "__main__": {"cli"},
-    "__init__": {"flat", "versions", "check", "data", "trainers"},
+    "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
 }
 
 

@@ -109,6 +109,17 @@ PRIVATE = {
             "_tokenize_prompts": ("prompts",),
         }.items()
     },
+    **{
+        f"trl:DistillationTrainer.{name}": parameters
+        for name, parameters in {
+            "_name": None,
+            "_compute_loss": ("unwrapped_student", "inputs", "num_items_in_batch"),
+            "_generate_single_turn": ("prompt_ids",),
+            "_get_last_hidden_state": ("unwrapped_model", "input_ids", "attention_mask", "logits_to_keep"),
+            "_prepare_inputs": ("generation_batch",),
+            "_tokenize_prompts": ("prompts",),
+        }.items()
+    },
     "trl:DPOTrainer._set_signature_columns_if_needed": (),
     "trl:SFTTrainer._set_signature_columns_if_needed": (),
 }
@@ -124,11 +135,13 @@ SET_ELSEWHERE = {
     "_gradient_checkpointing_func": "transformers.modeling_utils",
     "_mp_policy": "torch.distributed.fsdp._fully_shard._fsdp_state",
 }
-# Methods of TRL's trainers that ours extend: each calls `super()`
+# Methods of TRL's trainers that ours extend: each calls `super()`, or does while the trainer pads
 EXTENDED = {
     "__init__",
     "_compute_kl_logps",
+    "_compute_loss",
     "_generate_single_turn",
+    "_get_last_hidden_state",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
     "_issue_warnings_after_load",

@@ -8,10 +8,13 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import assert_same, run
+from tests.helpers.head_runs import prompts
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import make_model, preference_data, text
 from trl_paddingfree import PaddingFreeDPOConfig
@@ -21,7 +24,7 @@ from trl_paddingfree.model import flat_model
 from trl_paddingfree.trainers.collated import CollatedTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-LOSS, ROWS = blocks((ROOT / "docs" / "write_a_trainer.md").read_text(encoding="utf-8"), "python")
+LOSS, ROWS, GENERATED = blocks((ROOT / "docs" / "write_a_trainer.md").read_text(encoding="utf-8"), "python")
 TRIPLES = "your-name/triples"
 
 
@@ -46,17 +49,20 @@ def own_file(example: str, folder) -> dict:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """What both examples define."""
-    return own_file(LOSS, tmp_path_factory.mktemp("loss")) | own_file(ROWS, tmp_path_factory.mktemp("rows"))
+    """What the examples define."""
+    examples = {"loss": LOSS, "rows": ROWS, "generated": GENERATED}
+    files = [own_file(example, tmp_path_factory.mktemp(name)) for name, example in examples.items()]
+    return {name: value for file in files for name, value in file.items()}
 
 
-@pytest.mark.parametrize("example", [LOSS, ROWS], ids=["loss", "rows"])
+@pytest.mark.parametrize("example", [LOSS, ROWS, GENERATED], ids=["loss", "rows", "generated"])
 def test_the_pages_examples_train(example, monkeypatch, tmp_path, model_dir):
     data = {"trl-lib/ultrafeedback_binarized": preference_data(8, SEED), TRIPLES: triples(8)}
+    data["trl-lib/ultrafeedback-prompt"] = prompts(8, SEED)
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
     names = own_file(example, tmp_path)
     training = "trainer = " + example.split("\ntrainer = ")[1]
-    exec(short_and_local(training, {"Qwen/Qwen3-0.6B": model_dir}, tmp_path / "out"), names)
+    exec(short_and_local(training, {"Qwen/Qwen3-0.6B": model_dir, "Qwen/Qwen3-4B": model_dir}, tmp_path / "out"), names)
     assert names["trainer"].state.global_step == 1
     assert names["trainer"].method == "padding-free (segment, shared prefixes)"
 
@@ -110,6 +116,26 @@ def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
     assert ours.flat.route.prefix_sharing == ours_only.get("prefix_sharing", True)
     if ours.flat.route.prefix_sharing:  # a prompt is there once for its answers
         assert ours.total_counts().computed < 0.8 * ours.total_counts().real
+
+
+@pytest.mark.parametrize("limit", [None, 40], ids=["whole", "parts"])
+def test_the_own_trainer_that_generates_follows_padded_trl(own, tokenizer, limit):
+    data = prompts(8, SEED)
+    data, trained = data.select([i for i in range(8) for _ in range(2)]), []
+    budget = {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    for trainer, config, own_options in (
+        (DistillationTrainer, DistillationConfig, {}),
+        (own["FlatDistillationTrainer"], own["FlatDistillationConfig"], budget),
+    ):
+        torch.manual_seed(0)
+        beside = {"teacher_model": make_model(seed=1), "processing_class": tokenizer, "peft_config": lora()}
+        options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False, **own_options}
+        options |= {"max_completion_length": 8, "steps": 2}
+        arguments = {"model": make_model(), "train_dataset": data, "trainer_kwargs": beside}
+        trained.append(run(trainer, config, **arguments, **options))
+    assert_same(*trained)
+    counts = trained[1].trainer.total_counts()
+    assert counts.computed < counts.padded
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])

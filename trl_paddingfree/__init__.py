@@ -17,10 +17,13 @@ _MODULES = {
     "flat.batch": ("FlatBatch",),
     "flat.counts": ("BatchCounts",),
     "flat.segments": ("Segments",),
+    "model.flat_model": ("FlatModel",),
     "trainers.collated": ("CollatedTrainer",),
     "trainers.configs": ("PaddingFreeOptions",),
+    "trainers.online": ("OnlineTrainer",),
+    "trainers.state": ("when_flat",),
 }
-_TRAINERS = ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT")
+_TRAINERS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
 _EXPORTS = {
     **{name: module for module, names in _MODULES.items() for name in names},
     **{f"PaddingFree{name}Config": "trainers.configs" for name in _TRAINERS},
@@ -37,8 +40,10 @@ if TYPE_CHECKING:
     from .flat.batch import FlatBatch
     from .flat.counts import BatchCounts
     from .flat.segments import Segments
+    from .model.flat_model import FlatModel
     from .trainers.collated import CollatedTrainer
     from .trainers.configs import (
+        PaddingFreeDistillationConfig,
         PaddingFreeDPOConfig,
         PaddingFreeGRPOConfig,
         PaddingFreeKTOConfig,
@@ -47,12 +52,15 @@ if TYPE_CHECKING:
         PaddingFreeRLOOConfig,
         PaddingFreeSFTConfig,
     )
+    from .trainers.distillation import PaddingFreeDistillationTrainer
     from .trainers.dpo import PaddingFreeDPOTrainer
     from .trainers.grpo import PaddingFreeGRPOTrainer
     from .trainers.kto import PaddingFreeKTOTrainer
+    from .trainers.online import OnlineTrainer
     from .trainers.reward import PaddingFreeRewardTrainer
     from .trainers.rloo import PaddingFreeRLOOTrainer
     from .trainers.sft import PaddingFreeSFTTrainer
+    from .trainers.state import when_flat
 
 
 def __getattr__(name: str) -> Any:

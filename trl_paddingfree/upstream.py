@@ -270,6 +270,24 @@ def lm_head_tile() -> tuple[int, int]:
     return TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE
 
 
+def put_head(model: PreTrainedModel) -> None:
+    """Put TRL's fused LM head on a model, unless one is there, under whatever wrappers: not all of its trainers do."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    function: Any = model.forward
+    while function is not None and "fused_lm_head" not in inspect.signature(function, follow_wrapped=False).parameters:
+        function = getattr(function, "__wrapped__", None)
+    if function is None:
+        add_fused_lm_head(model)
+
+
+def divergence_tile() -> tuple[int, int]:
+    """Rows and columns of the logits of each model that TRL's divergence has in memory at a time."""
+    from trl.kernels.chunked_divergence import TOKEN_CHUNK_SIZE, VOCAB_CHUNK_SIZE
+
+    return TOKEN_CHUNK_SIZE, VOCAB_CHUNK_SIZE
+
+
 def has_head_kernel(device: torch.device) -> bool:
     """Whether TRL's fused LM head has a Triton kernel on `device`, which works with less memory than PyTorch's own."""
     from trl.kernels.chunked_logprob import _use_triton

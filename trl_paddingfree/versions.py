@@ -36,6 +36,10 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
     "RewardTrainer": ("_name", "_prepare_dataset"),
     "GRPOTrainer": ("_name", *_OF_GENERATING),
     "RLOOTrainer": ("_name", *_OF_GENERATING),
+    "DistillationTrainer": (
+        *("_compute_loss", "_generate_single_turn", "_get_last_hidden_state", "_name", "_prepare_inputs"),
+        "_tokenize_prompts",
+    ),
 }
 # And attributes that the `__init__` of the class sets
 _METRICS = ("_metrics", "_total_train_tokens")
@@ -47,6 +51,7 @@ INSTANCE_NAMES: dict[str, tuple[str, ...]] = {
     "RewardTrainer": _METRICS,
     "GRPOTrainer": (*_METRICS, "_buffered_inputs", "_entropy_window_stats", "_last_world_entropy", "_step"),
     "RLOOTrainer": (*_METRICS, "_buffered_inputs", "_step"),
+    "DistillationTrainer": (*_METRICS, "_buffered_inputs", "_forward_redirection", "_step"),
 }
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -112,6 +113,19 @@ def test_a_row_that_forgets_the_start_of_its_prefix_is_named(layers, dtype, monk
     assert re.match(expected, result.gradients.reason)
     assert not result.passed
     assert check_flat(model, SHARED.without_sharing(), in_training=lambda: RowsInTraining(model)).passed
+
+
+@DTYPES
+def test_long_rows_of_a_model_that_does_not_train_are_compared_without_gradients(dtype, monkeypatch):
+    model = make(dtype=dtype)
+    frozen = partial(RowsInTraining, model, trains=False)
+    result = check_flat(model, SHARED, in_training=frozen)
+    assert result.passed
+    assert "gradients not needed, as it does not train" in str(result)
+    monkeypatch.setitem(attention.ATTENTION, "segment", forgetful(40))
+    result = check_flat(model, SHARED, in_training=frozen)
+    assert re.match("answers on long rows are wrong by", result.gradients.reason)
+    assert not result.passed
 
 
 def test_wrong_numbers_are_caught_where_the_right_tokens_carry_gradient(monkeypatch):

@@ -69,7 +69,7 @@ def test_all_ones_mask_is_caught(monkeypatch):
 
 
 def test_use_cache_is_caught(monkeypatch):
-    model, original = make(), forward._flat_backbone
+    model, original = make(), forward.flat_backbone
 
     @contextmanager
     def with_cache(*args, **kwargs):
@@ -79,7 +79,7 @@ def test_use_cache_is_caught(monkeypatch):
             yield
             handle.remove()
 
-    monkeypatch.setattr(forward, "_flat_backbone", with_cache)
+    monkeypatch.setattr(forward, "flat_backbone", with_cache)
     result = check_flat(model, POSITIONS)
     assert result.leak > LEAK_FRACTION * result.effect
     assert not result.passed

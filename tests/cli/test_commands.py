@@ -22,7 +22,8 @@ from trl_paddingfree import (
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.train import main as run_script
 
-COMMANDS = ["inspect", "check", "dpo", "sft", "reward", "kto", "grpo", "rloo", "env", "quickstart"]
+TRAINING = ["dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation"]
+COMMANDS = ["inspect", "check", *TRAINING, "env", "quickstart"]
 PNG = b"\x89PNG"
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 QUIET = {"bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "dataloader_pin_memory": False}
@@ -67,7 +68,7 @@ def test_the_help_of_a_command_shows_how_to_call_it(capsys, command):
     assert f"examples:\n  trl-paddingfree {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["dpo", "sft", "reward", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("command", TRAINING)
 def test_the_help_of_scripts_is_their_own(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

@@ -1,4 +1,4 @@
-"""The commands of Reward, KTO, GRPO and RLOO, and `inspect` on their data."""
+"""The commands of Reward, KTO, GRPO, RLOO and distillation, and `inspect` on their data."""
 
 import json
 
@@ -12,12 +12,13 @@ from tests.helpers.tiny import make_model, make_tokenizer, preference_data
 from trl_paddingfree.cli import main
 from trl_paddingfree.cli.train import main as train_main
 
-DATA = {"reward": preference_data, "kto": unpaired, "grpo": prompts, "rloo": prompts}
+DATA = {"reward": preference_data, "kto": unpaired, "grpo": prompts, "rloo": prompts, "distillation": prompts}
 OPTIONS = {
     "reward": [],
     "kto": [],
     "grpo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
     "rloo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
+    "distillation": ["--max_completion_length", "4"],
 }
 
 
@@ -34,6 +35,7 @@ def test_a_command_trains_and_saves_a_model(capsys, tmp_path, model_dir, task):
     argv += ["--max_steps", "1", "--report_to", "none", "--use_peft", "--lora_target_modules", "all-linear"]
     if torch.accelerator.is_available():
         argv += ["--use_cpu", "true", "--bf16", "false"]
+    argv += ["--teacher_model_name_or_path", model_dir] if task == "distillation" else []
     train_main(task, [*argv, *OPTIONS[task]])
     printed, said = capsys.readouterr()
     assert torch.accelerator.is_available() or "training on the CPU (`--use_cpu true --bf16 false`)" in said

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import pretend_device
-from trl_paddingfree.memory import steps
+from trl_paddingfree.memory import budget
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def device(request):
 @pytest.fixture
 def parts_made(monkeypatch):
     """In how many parts each micro-batch ran on the device that did not fit into a budget whole."""
-    made, parts_that_fit = [], steps.parts_that_fit
+    made, parts_that_fit = [], budget.parts_that_fit
 
     def watch(*args):
         parts = parts_that_fit(*args)
@@ -34,5 +34,5 @@ def parts_made(monkeypatch):
             made.append(len(parts))
         return parts
 
-    monkeypatch.setattr(steps, "parts_that_fit", watch)
+    monkeypatch.setattr(budget, "parts_that_fit", watch)
     return made

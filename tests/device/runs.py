@@ -27,6 +27,7 @@ DATA = {
     "kto": unpaired,
     "grpo": prompts,
     "rloo": prompts,
+    "distillation": prompts,
 }
 TASKS = tuple(DATA)
 
@@ -43,6 +44,8 @@ def arguments(task: str, adapters: bool = True, model: Any = None) -> dict[str, 
         made["ref_model"] = make_model(seed=1)
     if task in ("grpo", "rloo"):
         made["reward_funcs"] = score
+    if task == "distillation":
+        made["teacher_model"] = make_model(seed=1)
     return made
 
 

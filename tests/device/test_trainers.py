@@ -73,6 +73,7 @@ BUDGETS = {
     "kto-without-divergence": (0.004, {"loss_type": "apo_zero_unpaired"}),
     "grpo": (0.003, {}),
     "rloo": (0.003, {}),
+    "distillation": (None, {}),  # of so small a model, next to all is the divergence, which sees all rows
 }
 
 
@@ -83,7 +84,7 @@ def test_a_token_budget_that_splits(name, parts_made):
     assert max(parts_made) > 1
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("name", [name for name, (budget, _) in BUDGETS.items() if budget])
 def test_a_memory_budget_that_splits(name, parts_made):
     task, (budget, options) = name.split("-")[0], BUDGETS[name]
     result = assert_as_on_cpu(lambda: train(task, data=DATA[task](8, 0), memory_budget=budget, **options))

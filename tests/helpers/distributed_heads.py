@@ -1,4 +1,4 @@
-"""Reward, KTO and GRPO in two processes, padded TRL beside ours: run by `torchrun`, fails where they differ."""
+"""Online and other heads in two processes, padded TRL beside ours: run by `torchrun`, fails where they differ."""
 
 import os
 import sys
@@ -32,6 +32,10 @@ def generating():
     return {**adapted(), "reward_funcs": score}
 
 
+def taught():
+    return {**adapted(), "teacher_model": make_model("qwen3", seed=1)}
+
+
 RUNS = [
     ("reward", rewarded, PAIRS, {}, {"max_tokens_per_micro_batch": 60}),
     ("kto", adapted, unpaired(24, 4), {}, {}),
@@ -44,6 +48,8 @@ RUNS = [
     ),
     ("grpo", generating, prompts(16, 5), {"beta": 0.1, "num_iterations": 2}, {"memory_budget": 8}),
     ("grpo", generating, prompts(16, 5), {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
+    ("distillation", taught, prompts(16, 6), {"beta": 0.5, "gradient_accumulation_steps": 2}, {"memory_budget": 8}),
+    ("distillation", taught, prompts(16, 6), {"beta": 0.0}, {}),
 ]
 
 

@@ -65,20 +65,13 @@ def ties_broken() -> Iterator[None]:
 
 
 # What makes the runs of a task short; steps as large as elsewhere
+GENERATING = {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "max_completion_length": 8, "steps": 2}
 COMMON: dict[str, dict[str, Any]] = {
     # A common shift of all rewards has no gradient: Adam would make steps of its rounding
     "reward": {"optim": "sgd", "learning_rate": 0.1, "steps": 2},
     **dict.fromkeys(("dpo", "sft", "kto"), {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "steps": 2}),
-    **dict.fromkeys(
-        ("grpo", "rloo"),
-        {
-            "learning_rate": 5e-3,
-            "adam_epsilon": ADAM_EPSILON,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "steps": 2,
-        },
-    ),
+    **dict.fromkeys(("grpo", "rloo"), {**GENERATING, "num_generations": 4}),
+    "distillation": GENERATING,
 }
 
 

@@ -1,4 +1,4 @@
-"""Reward, KTO, GRPO, RLOO and turns of models whose layers carry state, padded TRL beside ours."""
+"""Reward, KTO, GRPO, RLOO, distillation and turns of models whose layers carry state, padded TRL beside ours."""
 
 import os
 
@@ -39,11 +39,20 @@ def generating(model_type):
     return {**adapted(model_type), "reward_funcs": score}
 
 
+def taught(model_type):
+    vocabulary = {"vocab_size": tiny_config(model_type).vocab_size}
+    return {
+        **adapted(model_type),
+        "teacher_model": tiny_model("qwen3_next", seed=SEED + 1, pad_token_id=0, **vocabulary),
+    }
+
+
 HEADS = {
     "reward": (rewarding, lambda: preference_data(16, SEED).filter(lambda row: row["chosen"] != row["rejected"])),
     "kto": (adapted, lambda: unpaired(16, SEED)),
     "grpo": (generating, lambda: prompts(16, SEED)),
     "rloo": (generating, lambda: prompts(16, SEED)),
+    "distillation": (taught, lambda: prompts(16, SEED)),
 }
 
 
@@ -58,6 +67,7 @@ HEADS = {
         ("grpo", "lfm2"),
         ("grpo", "falcon_h1"),
         ("rloo", "qwen3_next"),
+        ("distillation", "lfm2"),
     ],
 )
 def test_training_follows_padded_trl(task, model_type):

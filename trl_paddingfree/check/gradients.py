@@ -6,6 +6,8 @@ differentiated at a time: of rows that hold a prefix, all losses; of the others,
 *Which* flat tokens carry gradient is a test without tolerance, in any precision: exactly those that do for the row
 alone. More of them are a leak, fewer are forgotten context. The numbers find the rest: context that some layers forget,
 wrong positions.
+
+Of a model that does not train, the answers on these rows are compared, and nothing is differentiated.
 """
 
 import math
@@ -29,6 +31,7 @@ from .probe import (
     root_mean_square,
     rounding_unit,
     row_inputs,
+    undisturbed,
 )
 from .training import as_in_training, gradients, small_parameters, watched_embeddings
 
@@ -93,11 +96,15 @@ def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
 
 
 class RowsInTraining:
-    """What a model says of long rows as it trains, with gradients; see [`~trl_paddingfree.check.probe.RowsAlone`]."""
+    """
+    What a model says of long rows as it trains, with gradients; see [`~trl_paddingfree.check.probe.RowsAlone`]. Of one
+    that does not train, what it says without.
+    """
 
-    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
-        self.model, self.call = model, model if call is None else call
-        self.in_training: Callable[[], Any] = partial(as_in_training, model, call)
+    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trains: bool = True):
+        self.model, self.call, self.trains = model, model if call is None else call, trains
+        trying = partial(as_in_training, model, call) if trains else partial(undisturbed, model)
+        self.in_training: Callable[[], Any] = trying
         kind = "cpu" if model.device.type == "cpu" else "accelerator"
         config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)
         limits = {name: config[name] for name in _BUILT_WITH if isinstance(config.get(name), int) and config[name] > 0}
@@ -128,6 +135,8 @@ class RowsInTraining:
 
         Where `inputs` hold some of the rows only, `of` says at which place each of `rows` is.
         """
+        if not self.trains:
+            return self.answers(inputs).double().cpu(), [None]
         with watched_embeddings(self.model) as embedded:
             log_probs = self.answers(inputs)
         if not embedded:
@@ -172,6 +181,9 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
 def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
+    if not reference.trains:
+        failure = _wrong_answers(reference, inputs) or _beyond_positions(reference, batch.counts.computed, draws=False)
+        return GradientResult(failure=failure, skipped="not needed, as it does not train", notes=reference.notes)
     errors: dict[str, float] = {}
     answers, small, notes = [], [], list(reference.notes)
     for rows in _GROUPS:
@@ -199,6 +211,15 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     if not skipped and not errors[worst] <= tolerance:
         tolerance = max(tolerance, min(NOISE_FACTOR * reference.noise(), _MOST_NOISE))
     return GradientResult(errors[worst], worst, tolerance, skipped=skipped, notes=tuple(notes))
+
+
+def _wrong_answers(reference: RowsInTraining, inputs: dict[str, Any]) -> str:
+    """How far flat answers are from those of the rows alone, if that is more than padding explains."""
+    alone, wide = reference.log_probs, len(reference.rows[0]) + 5  # another width is another draw of the noise
+    padded, _ = reference.differentiate(row_inputs(reference.model, reference.rows, wide))
+    noise, wrong = _relative(padded[:, : alone.size(1)], alone), _relative(reference.differentiate(inputs)[0], alone)
+    tolerance = min(NOISE_FACTOR * noise + reference.unit, reference.tolerance)
+    return "" if wrong <= tolerance else f"answers on long rows are wrong by {wrong:.1e} of their size"
 
 
 def _of_parameters(small: list[list[torch.Tensor | None]], expected: list[torch.Tensor | None]) -> float | None:

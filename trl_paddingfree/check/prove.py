@@ -233,6 +233,7 @@ def prove(
     fallback: bool = True,
     call: Call | None = None,
     agree: Callable[[bool], bool] = bool,
+    trains: bool = True,
     no_gradients: str = "",
     tell: Callable[[str], Any] = lambda doing: None,
 ) -> tuple[CheckResult, list[CheckResult]]:
@@ -241,17 +242,19 @@ def prove(
 
     Tries `route` with and without sharing, then, with `fallback`, backends that ask less of the model; in low precision
     each on up to three draws of rows, as long as rows do not see one another. `call` is that of [`RowsAlone`], `agree`
-    that of [`check_flat`], `no_gradients` why gradients cannot be checked, if they cannot, and `tell` is told of each
-    thing that is done.
+    that of [`check_flat`]. Gradients are checked of a model that `trains`, unless `no_gradients` says why they are not.
+    `tell` is told of each thing that is done.
     """
     started = time.perf_counter()
     draws = 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
-    reference, in_training = cache(partial(RowsAlone, model, call)), cache(partial(RowsInTraining, model, call))
+    reference = cache(partial(RowsAlone, model, call))
+    in_training = cache(partial(RowsInTraining, model, call, trains=trains))
     failed: list[CheckResult] = []
     for candidate in routes_to_try(model, route, fallback=fallback):
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
-            tell(f"{candidate}: short rows alone and flat, then gradients of long ones{again}")
+            then = "gradients of long ones" if trains else "long ones"
+            tell(f"{candidate}: short rows alone and flat, then {then}{again}")
             trained = None if no_gradients else partial(in_training, draw)
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):

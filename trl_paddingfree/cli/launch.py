@@ -29,7 +29,7 @@ def launch(task: str, argv: list[str]) -> int:
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
     refuse_wrong_options(training_args, TRAINERS[task])
-    check_names(script_args, model_args, dataset_args)
+    check_names(script_args, training_args, model_args, dataset_args)
     script_args = without(argv, from_command_line)
     launcher = accelerate_launch.launch_command_parser()
     launcher.error = parser.error  # type: ignore[method-assign]  # in one line, too

@@ -29,6 +29,7 @@ TRAINING = {
     "kto": "on completions that are desirable or not",
     "grpo": "on rewards of completions that it generates, by groups",
     "rloo": "on rewards of completions that it generates, leaving one out",
+    "distillation": "on what a teacher says of completions that it generates",
 }
 
 

@@ -16,7 +16,15 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import (
+    DatasetMixtureConfig,
+    DistillationConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
@@ -157,9 +165,12 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     train(trainer, script_args, training_args)
 
 
-def check_names(script_args: Any, model_args: Any, dataset_args: Any) -> None:
-    """Refuse a model or data that is not named or not there, before anything is launched or loaded."""
+def check_names(script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> None:
+    """Refuse models or data that are not named or not there, before anything is launched or loaded."""
     refuse_missing(model_args.model_name_or_path, "Name the model: `--model_name_or_path` (hub name or folder).")
+    if isinstance(training_args, DistillationConfig):
+        teacher = training_args.teacher_model_name_or_path
+        refuse_missing(teacher, "Name the teacher: `--teacher_model_name_or_path` (hub name or folder).")
     if not dataset_args.datasets:
         refuse_missing(script_args.dataset_name, NAME_THE_DATA)
 
@@ -194,16 +205,21 @@ def _load_function(name: str) -> Any:
 
 def make_trainer(trainer_class: type, script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> Any:
     """The trainer, with model and data loaded, by the arguments of TRL's scripts."""
-    check_names(script_args, model_args, dataset_args)
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
+    check_names(script_args, training_args, model_args, dataset_args)
+    loading = {
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
     }
-    generates = isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments)
-    rewards = {"reward_funcs": load_rewards(script_args)} if generates else {}
+    own = {"revision": model_args.model_revision, **loading, **(training_args.model_init_kwargs or {})}
+    training_args.model_init_kwargs = own
+    others: dict[str, Any] = {}
+    if isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments):
+        others["reward_funcs"] = load_rewards(script_args)
+    if isinstance(training_args, DistillationConfig):  # the teacher has a revision of its own, and is never quantized
+        given: Any = training_args.teacher_model_init_kwargs or {}
+        training_args.teacher_model_init_kwargs = {**loading, **given}
+        others["teacher_model"] = training_args.teacher_model_name_or_path
     dataset = load_data(script_args, dataset_args, training_args.seed)
     evaluates = training_args.eval_strategy != "no"
     needed = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
@@ -223,7 +239,7 @@ def make_trainer(trainer_class: type, script_args: Any, training_args: Any, mode
         eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        **rewards,
+        **others,
     )
 
 

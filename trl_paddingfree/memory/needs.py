@@ -141,24 +141,38 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
     return round(total)
 
 
-def needs_of(kept: KeptBytes, fixed: int, model: Any) -> MemoryNeeds:
+@dataclass(frozen=True)
+class HeadBytes:
+    """Bytes of a head, which works on the hidden states of scored tokens for a time."""
+
+    constant: int = 0  # whatever the batch
+    scored: int = 0  # per scored token
+    tile: tuple[int, int] = (0, 0)  # per row of the logits, and the most rows at a time
+    kept: int = 0  # per scored token, what it keeps for the backward pass beyond what TRL's fused head does
+
+
+def fused_head(model: Any, *others: Any) -> HeadBytes:
     """
-    What micro-batches of `model` need, from what its layers keep. TRL's fused LM head works in tiles, and adds
-    gradients up in float32; a pooled head, with one value per row, needs nothing to speak of.
+    Bytes of TRL's head on the first of models, which is trained. The fused LM head works in tiles, and adds gradients
+    up in float32; a pooled head, with one value per row, needs nothing to speak of.
     """
-    summed, tile = [0.0] * len(LOADS), (0, 0)
-    if not is_pooled(model):
-        head = model.get_output_embeddings().weight
-        summed[LOADS.index("scored")] = 4 * model.config.get_text_config().hidden_size  # gradients add up in float32
-        summed[LOADS.index("constant")] = 4 * head.numel() * head.requires_grad
-        rows, columns = upstream.lm_head_tile()
-        # TRL computes in the dtype of autocast, which is not wider than this
-        per_row = columns * model.dtype.itemsize
-        if not upstream.has_head_kernel(head.device):
-            per_row += TORCH_TILE * min(columns, model.config.get_text_config().vocab_size)
-        tile = per_row, rows
+    if is_pooled(model):
+        return HeadBytes()
+    head, config = model.get_output_embeddings().weight, model.config.get_text_config()
+    rows, columns = upstream.lm_head_tile()
+    # TRL computes in the dtype of autocast, which is not wider than this
+    per_row = columns * model.dtype.itemsize
+    if not upstream.has_head_kernel(head.device):
+        per_row += TORCH_TILE * min(columns, config.vocab_size)
+    return HeadBytes(4 * head.numel() * head.requires_grad, 4 * config.hidden_size, (per_row, rows))
+
+
+def needs_of(kept: KeptBytes, fixed: int, head: HeadBytes) -> MemoryNeeds:
+    """What micro-batches of a model need, from what its layers keep, and from its head."""
+    constant, scored = np.eye(len(LOADS))[[LOADS.index("constant"), LOADS.index("scored")]]
+    summed, outside = head.constant * constant + head.scored * scored, kept.outside + head.kept * scored
     working = WORKING_TENSORS * kept.largest.max(0)
-    return MemoryNeeds(fixed, kept.kept, kept.recomputed, kept.outside, summed, tile, working)
+    return MemoryNeeds(fixed, kept.kept, kept.recomputed, outside, summed, head.tile, working)
 
 
 def fixed_bytes(models: Sequence[Any], optimizer: tuple[type, dict[str, Any]], held: int = 0) -> int:

@@ -23,7 +23,7 @@ from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from .device import GIB, PeakMemory, budget_bytes
 from .kept_bytes import count_kept_bytes, load
-from .needs import MemoryNeeds, fixed_bytes, needs_of, tensor_bytes
+from .needs import HeadBytes, MemoryNeeds, fixed_bytes, needs_of, tensor_bytes
 
 logger = logging.get_logger(__name__)
 
@@ -232,6 +232,7 @@ class Training:
     optimizer: Any  # the one that trains; or, before there is one, its class and the arguments of that
     precision: AbstractContextManager  # in which the models are called
     arguments: dict[str, Any]  # what training gives the model beside a batch
+    head: HeadBytes  # of what the loss puts on the model that is trained
     images: Sequence[dict[str, Any]]  # arguments of calls with images, which differ in their number; none for text
 
 
@@ -265,6 +266,6 @@ def plan_memory(option: float | str, flat: FlatModel, training: Training, peak: 
         taken = inspect.signature(type(optimizer)).parameters
         arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
         optimizer = type(optimizer), arguments
-    needs = needs_of(kept, fixed_bytes(training.models, optimizer, held), base)
+    needs = needs_of(kept, fixed_bytes(training.models, optimizer, held), training.head)
     flat.recomputable = layers
     return MemoryBudget(option, budget_bytes(option, accelerator.device), needs, layers, flat.route, peak)

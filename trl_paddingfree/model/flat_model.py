@@ -19,6 +19,7 @@ from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
 from .edits import EditsFound
 from .forward import flat_forward, forward_in_parts
+from .hidden_states import hidden_states
 from .routes import Route
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
@@ -33,7 +34,8 @@ class FlatModel:
     What makes one model instance compute flat batches, made by [`FlatModel.install`]. Nothing outside of it changes.
 
     The model must have TRL's fused LM head, or a pooled head. Called with a `flat_batch`, it computes that and answers
-    in rows; other calls go to the forward and the attention that were there before.
+    in rows; other calls go to the forward and the attention that were there before. For losses with a head of their own
+    there are [`FlatModel.hidden_states`].
 
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree.model.routes import choose_route
@@ -125,6 +127,32 @@ class FlatModel:
             return forward_in_parts(self, batch, **kwargs)
         self.prepare(batch)
         return flat_forward(self, batch, **kwargs)
+
+    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
+        """
+        The last hidden states of a flat batch, for a loss with a head of its own, such as a divergence over the
+        vocabulary. A batch in parts is computed part by part, and with gradients, all but the last once more for these.
+
+        Args:
+            batch (`FlatBatch`):
+                The rows, on the device of the model.
+            scored (`torch.Tensor` of shape `(R, L-1)`, bool):
+                Of each row as wide as TRL pads it, which of its tokens from the second on are scored. On the CPU, too:
+                nothing then waits for the device, unless the batch is in parts.
+
+        Returns:
+            `(1, N, H)`: for each scored token, row by row, the hidden state by which the model predicts it. A token
+            that several rows share is computed once, and is there once for each of them.
+
+        Raises:
+            `ValueError`: `scored` has another shape.
+        """
+        if (shape := (len(batch.row_mask), batch.row_mask.size(1) - 1)) != scored.shape:
+            raise ValueError(
+                f"`scored` has shape {tuple(scored.shape)}, and the rows of this batch have the shape {shape} from "
+                "their second tokens on: give `labels[:, 1:] != -100`, or another mask of that shape."
+            )
+        return hidden_states(self, batch, scored)
 
     def prepare(self, batch: FlatBatch) -> None:
         """Have as many layers recompute as the batch says: TRL sets all of them after each pass of its reference."""

@@ -8,7 +8,7 @@ model computes the flat tokens instead, and the answer is the same rows.
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -89,15 +89,15 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) 
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`. And the logits of routers, a tensor of
     shape `(T, experts)` for each layer, or `None`.
     """
-    with _flat_backbone(flat, batch, batch.scored_of) as given:
-        inputs = {**_flat_inputs(flat, batch), "shift_labels": batch.shift_labels}
+    with flat_backbone(flat, batch, batch.scored_of) as given:
+        inputs = {**flat_inputs(flat, batch), "shift_labels": batch.shift_labels}
         outputs = flat.previous[-1](**kwargs, **inputs, fused_lm_head=True)
     rows = {name: batch.scored_to_rows(x) for name, x in _per_token(outputs).items()}
     routers = None if outputs.aux_loss is None else given[0].router_logits
     return replace(outputs, **rows), routers
 
 
-def _flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
+def flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
     # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
     # of all rows, so a token counts once for each row that contains it
     positions = flat_positions(flat.model, batch)
@@ -127,9 +127,7 @@ def forward_in_parts(
     The answer of TRL's head to rows that the model computes in parts, one after another, with the gradients of the
     whole. Logits of rows would not fit in parts either: another head is refused.
 
-    The loss is the caller's, over all rows. Each part keeps nothing between its forward and its backward pass, which
-    computes it again: a loss that couples rows is as exact as any other. The last part is the first to have its
-    backward pass, and keeps what it computed.
+    The loss is the caller's, over all rows: one that couples rows is as exact as any other.
     """
     if not fused_lm_head or labels is None:
         raise ValueError(
@@ -140,14 +138,11 @@ def forward_in_parts(
     refuse_unanswerable(flat.model.config, kwargs, fused_lm_head=True)
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
 
-    # The labels are an argument of what is checkpointed: by their device it finds the random state to come back to
     def answer(part: RowPart, labels: torch.Tensor) -> Any:
         flat.prepare(part.batch)
         return scored_in_rows(flat, part.batch, {**kwargs, **part.arguments})
 
-    *first, last = batch.parts
-    answers = [checkpoint(answer, part, labels, use_reentrant=False) for part in first] + [answer(last, labels)]
-    outputs, routers = zip(*answers, strict=True)
+    outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
     order = torch.cat([part.rows for part in batch.parts]).argsort()
 
     joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
@@ -159,15 +154,26 @@ def forward_in_parts(
     return with_loss(flat.model, whole, labels, kwargs.get("num_items_in_batch"))
 
 
+def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Any], beside: torch.Tensor) -> list[Any]:
+    """
+    What `answer` gives of each part, one after another, and of a tensor `beside` it. Each keeps nothing between its
+    forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
+    what it computed.
+    """
+    *first, last = batch.parts
+    # By the device of the tensor, what is checkpointed finds the random state to come back to
+    return [checkpoint(answer, part, beside, use_reentrant=False) for part in first] + [answer(last, beside)]
+
+
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    flat_kwargs = {**kwargs, **_flat_inputs(flat, batch)}
+    flat_kwargs = {**kwargs, **flat_inputs(flat, batch)}
     if labels is None:
-        with _flat_backbone(flat, batch, calls_decoder=True):
+        with flat_backbone(flat, batch, calls_decoder=True):
             outputs = flat.previous[-1](**flat_kwargs)
         logits = batch.tokens_to_rows(outputs.logits)
     else:
-        with _flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
+        with flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
             outputs = flat.previous[-1](**flat_kwargs, labels=labels)
         logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
     kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
@@ -190,12 +196,12 @@ def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, kwargs
     def read(hidden):
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    with _flat_backbone(flat, batch, read, swaps_inputs=True):
+    with flat_backbone(flat, batch, read, swaps_inputs=True):
         return flat.previous[-1](**kwargs, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
-def _flat_backbone(
+def flat_backbone(
     flat: "FlatModel", batch: FlatBatch, for_head: Any = None, swaps_inputs: bool = False, calls_decoder: bool = False
 ) -> Iterator[list[Any]]:
     """

@@ -5,7 +5,7 @@ from typing import Any
 from ..versions import naming_versions
 
 with naming_versions():
-    from . import dpo, grpo, kto, reward, rloo, sft
+    from . import distillation, dpo, grpo, kto, reward, rloo, sft
 
 # Data is that of the first task whose columns it has
 TRAINERS: dict[str, Any] = {
@@ -15,5 +15,6 @@ TRAINERS: dict[str, Any] = {
     "grpo": grpo.PaddingFreeGRPOTrainer,
     "reward": reward.PaddingFreeRewardTrainer,
     "rloo": rloo.PaddingFreeRLOOTrainer,
+    "distillation": distillation.PaddingFreeDistillationTrainer,
 }
 TASKS = tuple(trainer.task for trainer in TRAINERS.values())

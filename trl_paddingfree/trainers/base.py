@@ -15,6 +15,7 @@ from ..data.task import Task
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..memory.device import PeakMemory
+from ..memory.needs import HeadBytes, fused_head
 from ..memory.parts import Split
 from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
@@ -45,6 +46,7 @@ class FlatTrainer(ResumableTrainer):
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
     split: ClassVar[Split]  # which items of a micro-batch above a budget share a part of it
+    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # of models, for the plan
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}

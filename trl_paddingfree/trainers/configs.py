@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from transformers import TrainingArguments
 from transformers.utils import logging
-from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
+from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
 from .. import upstream
@@ -280,4 +280,15 @@ class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
     >>> config = PaddingFreeRLOOConfig(output_dir="out", bf16=False, report_to="none")
     >>> config.padding_free, config.prefix_sharing, config.num_generations
     (True, True, 2)
+    """
+
+
+@dataclass
+class PaddingFreeDistillationConfig(PaddingFreeOptions, DistillationConfig):
+    """
+    TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`].
+
+    >>> config = PaddingFreeDistillationConfig(output_dir="out", bf16=False, report_to="none", beta=0.5)
+    >>> config.padding_free, config.prefix_sharing, config.beta
+    (True, True, 0.5)
     """

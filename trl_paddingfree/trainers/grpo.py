@@ -1,27 +1,15 @@
 """GRPO without padding."""
 
+from dataclasses import replace
 from typing import Any
 
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from .. import upstream
-from ..data.collate_heads import PromptGroups
-from ..data.task import Task
 from .configs import PaddingFreeGRPOConfig
-from .online import OnlineTrainer
+from .online import PROMPTS, OnlineTrainer
 
 logger = logging.get_logger(__name__)
-
-GRPO = Task(
-    name="grpo",
-    unit="prompts",
-    found_by=(("prompt",),),
-    sequences=(("prompt_ids",),),
-    collator=PromptGroups,
-    prepare=upstream.prepare_prompts,
-    truncates=False,
-)
 
 
 class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
@@ -49,7 +37,7 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     'padding-free (segment, shared prefixes)'
     """
 
-    task = GRPO
+    task = replace(PROMPTS, name="grpo", found_by=(("prompt",),))
     trl_trainer, trl_config = GRPOTrainer, GRPOConfig
     config_class = PaddingFreeGRPOConfig
     changed_by_loss = ("entropy_coef", "_entropy_window_stats", "_last_world_entropy")

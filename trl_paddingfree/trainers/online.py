@@ -8,7 +8,10 @@ from weakref import WeakMethod
 import torch
 from datasets import Dataset
 
+from .. import upstream
+from ..data.collate_heads import PromptGroups
 from ..data.generated import GeneratedRows, by_prompt
+from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..memory.parts import Split, split_in_order
@@ -19,6 +22,15 @@ from .refusals import refuse_oversized, refuse_to_move
 from .state import when_flat
 from .steps import Part
 
+# Of tasks that generate. Trainers give it their names, and the first of them what it is found by
+PROMPTS = Task(
+    name="prompts",
+    unit="prompts",
+    sequences=(("prompt_ids",),),
+    collator=PromptGroups,
+    prepare=upstream.prepare_prompts,
+    truncates=False,
+)
 # Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
 _PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
 
@@ -33,6 +45,7 @@ class OnlineTrainer(FlatTrainer):
     """
 
     split: ClassVar[Split] = staticmethod(split_in_order)
+    scores_together: ClassVar[bool] = False  # whether a head of the loss sees all rows, in whatever parts they are
     smallest_part = ("a row", "`max_completion_length`")
     # What TRL's trainers set
     pad_to_multiple_of: Any = None
@@ -62,6 +75,7 @@ class OnlineTrainer(FlatTrainer):
             *(input_ids, attention_mask, labels),
             prefix_sharing=flat.models[0].route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
+            scored=int((labels != IGNORE_INDEX).sum()) if self.scores_together else None,
         )
         batch = rows.batch()
         if reach := self.reach_of(batch):
@@ -84,14 +98,17 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        beside = [name for name, value in kwargs.items() if name not in _PASS_OPTIONS and value is not None]
-        if beside:
-            raise ValueError(
-                f"The rows come with `{beside[0]}`: only SFT and DPO train on images without padding. Leave out "
-                "images, also those that tools return, or set `padding_free=False`."
-            )
+        self.refuse_beside_rows([name for name, x in kwargs.items() if name not in _PASS_OPTIONS and x is not None])
         self.prove_placed(model)
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+
+    def refuse_beside_rows(self, names: list[str]) -> None:
+        """Refuse what comes with the rows of a pass, by its names: only images do."""
+        if names:
+            raise ValueError(
+                f"The rows come with `{names[0]}`: only SFT and DPO train on images without padding. Leave out "
+                "images, also those that tools return, or set `padding_free=False`."
+            )
 
     @when_flat
     def _generate_single_turn(self, *args, **kwargs):
@@ -105,9 +122,11 @@ class OnlineTrainer(FlatTrainer):
         if self.max_completion_length is None:
             return
         prompt, name = self.longest_row()
-        row = [0] * (prompt + self.max_completion_length)
-        batch = FlatBatch.from_rows([row], [[IGNORE_INDEX] * prompt + row[prompt:]], prefix_sharing=False)
-        beside = self.flat.budget.gradient_bytes if self.args.per_device_train_batch_size > 1 else 0
+        row, rows = [0] * (prompt + self.max_completion_length), self.args.per_device_train_batch_size
+        scored = rows * self.max_completion_length if self.scores_together else None
+        labels = [IGNORE_INDEX] * prompt + row[prompt:]
+        batch = FlatBatch.from_rows([row], [labels], prefix_sharing=False, scored=scored)
+        beside = self.flat.budget.gradient_bytes if rows > 1 else 0
         if not memory.can_hold(batch, beside):
             raise memory.too_small_for(batch, name, self.smallest_part[1], beside)
 
@@ -142,6 +161,11 @@ class OnlineTrainer(FlatTrainer):
             )
         refuse_to_move(options, self.coupled_by())
 
+    @property
+    def steps_per_generation(self) -> int:
+        """Micro-batches whose rows are generated together."""
+        return self.args.steps_per_generation
+
     @when_flat
     def _prepare_inputs(self, generation_batch):
         if generation_batch is self._generated:  # a pass that is made again
@@ -149,7 +173,7 @@ class OnlineTrainer(FlatTrainer):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.flat.options.arrange_micro_batches != "none" and self._buffered_inputs is not before:
-            steps = self.args.steps_per_generation
+            steps = self.steps_per_generation
             window = math.gcd(self.args.gradient_accumulation_steps, steps)  # these share each optimizer step
             windows = [self._buffered_inputs[first : first + window] for first in range(0, steps, window)]
             self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]

@@ -18,6 +18,7 @@ from ..check.prove import CheckResult, Progress, prove
 from ..check.vision import prove_images
 from ..data.images import ImageProbe
 from ..model.flat_model import ATTRIBUTE, FlatModel
+from ..model.forward import is_pooled
 from ..model.routes import Route, choose_route, why_not_to_share
 from ..model.state_layers import describe_state_layers
 from ..model.vision import sees_both_ways
@@ -45,6 +46,7 @@ class StartUpCheck:
         self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
+        self.trained: PreTrainedModel | None = None  # the only model that needs gradients
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
         self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
         self.progress = Progress(self._say)
@@ -59,9 +61,13 @@ class StartUpCheck:
 
     def install(self, models: Sequence[Any]) -> list[FlatModel]:
         """Have models, the trained one first, compute flat batches: by proven routes, or by plans before weights."""
+        self.trained, *_ = bases = [self._base(model) for model in models]
+        for base in bases:
+            if not is_pooled(base):
+                upstream.put_head(base)
         if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
             self.prove_all(models)
-            return [flat for model in models if (flat := FlatModel.of(self._base(model)))]
+            return [flat for base in bases if (flat := FlatModel.of(base))]
         self.awaits_weights = True  # the engine shards and places them when training starts
         return [FlatModel.install(self._base(model), self.plan(model)) for model in models]
 
@@ -116,6 +122,7 @@ class StartUpCheck:
 
     def _prove(self, model: Any, route: Route) -> CheckResult:
         base = self._base(model)
+        trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
             flat.flattener = None  # the check compares with rows
         with self.in_precision(), self._checkpointing(base):
@@ -125,7 +132,8 @@ class StartUpCheck:
                 fallback=self.options.flat_attention == "auto",
                 call=model,
                 agree=self._all_agree,
-                no_gradients=self._why_no_gradients(model),
+                trains=trains,
+                no_gradients=self._why_no_gradients(model) if trains else "",
                 tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
         if failed and self.accelerator.is_main_process:

@@ -5,10 +5,7 @@ from dataclasses import replace
 from trl import RLOOConfig, RLOOTrainer
 
 from .configs import PaddingFreeRLOOConfig
-from .grpo import GRPO
-from .online import OnlineTrainer
-
-RLOO = replace(GRPO, name="rloo", found_by=())  # prompts are found as data of GRPO
+from .online import PROMPTS, OnlineTrainer
 
 
 class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
@@ -37,6 +34,6 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     'padding-free (segment, shared prefixes)'
     """
 
-    task = RLOO
+    task = replace(PROMPTS, name="rloo")
     trl_trainer, trl_config = RLOOTrainer, RLOOConfig
     config_class = PaddingFreeRLOOConfig

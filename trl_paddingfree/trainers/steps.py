@@ -103,6 +103,7 @@ class TrainingSteps:
                 optimizer=trainer.get_optimizer_cls_and_kwargs(args, trained) if optimizer is None else optimizer,
                 precision=trainer.flat.check.in_precision(),
                 arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
+                head=type(trainer).head_bytes(*(flat.model for flat in trainer.flat.models)),
                 images=trainer.images_in_memory(),
             )
             memory = plan_memory(options.memory_budget, trainer.flat.models[0], training, trainer.peak_memory)

@@ -1,0 +1,371 @@
+"""Distillation, padded TRL beside ours: student and teacher compute one flat batch of the generated rows."""
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.helpers.dpo_runs import lora
+from tests.helpers.equivalence import TOLERANCE, assert_same, run
+from tests.helpers.head_runs import COMMON, assert_layouts_agree, prompts, train
+from tests.helpers.memory import TOLERANCE as PREDICTED
+from tests.helpers.memory import failing
+from tests.helpers.tiny import WORDS, following_rotary, make_model, make_tokenizer
+from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
+from trl_paddingfree.check import gradients as check_gradients
+from trl_paddingfree.check import training
+from trl_paddingfree.flat.batch import RowPart
+from trl_paddingfree.memory.budget import Budget
+from trl_paddingfree.memory.kept_bytes import load
+from trl_paddingfree.memory.plan import MemoryBudget
+from trl_paddingfree.memory.saved_bytes import SavedBytes
+from trl_paddingfree.model import hidden_states
+from trl_paddingfree.quickstart.side_by_side import ON_CPU, Trajectory, classes_of, make_trainer
+from trl_paddingfree.trainers.base import FlatTrainer
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Prompts of very different lengths; those of a pair have one prompt, and meet or not as TRL shuffles them."""
+    rows = prompts(8, SEED)
+    return rows.select([i for i in range(8) for _ in range(2)])
+
+
+def plain(teacher=None, **overrides):
+    teacher = make_model(seed=1) if teacher is None else teacher
+    return {"model": make_model(**overrides), "teacher_model": teacher, "processing_class": make_tokenizer()}
+
+
+def with_lora():
+    return {**plain(num_hidden_layers=LAYERS), "peft_config": lora(lora_dropout=0.0)}
+
+
+# --- Figures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.0, "temperature": 0.7, "gradient_accumulation_steps": 2},
+        {"beta": 0.3, "pad_to_multiple_of": 8, "gradient_checkpointing": True},
+        {"beta": 1.0, "per_device_train_batch_size": 8},
+    ],
+    ids=lambda options: f"beta={options['beta']}",
+)
+@pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
+def test_every_divergence_follows_padded_trl(data, make, options):
+    assert_layouts_agree("distillation", make, data, **options)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [("gemma3_text", {"head_dim": 8}), ("qwen3", {"hidden_size": 48, "num_hidden_layers": 3})],
+    ids=["gemma3", "wider-qwen3"],
+)
+def test_teachers_of_another_architecture_follow_padded_trl(data, model_type, overrides):
+    def make():
+        return plain(make_model(model_type, seed=1, **overrides))
+
+    assert_layouts_agree("distillation", make, data, beta=0.5)
+
+
+def test_a_teacher_that_cannot_share_keeps_the_student_from_it(data):
+    def make():
+        return plain(make_model("mpt", max_seq_len=4096, d_model=32, n_heads=4, n_layers=2, seed=1))
+
+    assert_layouts_agree("distillation", make, data, ("flat",))
+    arguments = make()
+    trained = run(
+        PaddingFreeDistillationTrainer,
+        PaddingFreeDistillationConfig,
+        model=arguments.pop("model"),
+        train_dataset=data,
+        trainer_kwargs=arguments,
+        **COMMON["distillation"],
+    )
+    assert not trained.trainer.flat.route.prefix_sharing
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_of_the_teacher_follow_the_width_to_which_trl_pads(kind):
+    """A row of a short prompt is alone in its micro-batch, and padded to the width of a long one."""
+    rows = Dataset.from_list([{"prompt": " ".join(WORDS[:n])} for n in (1, 25)] * 4)
+
+    def make():
+        return plain(make_model(seed=1, **following_rotary(24, kind)))
+
+    assert_layouts_agree(
+        "distillation", make, rows, per_device_train_batch_size=1, gradient_accumulation_steps=8, beta=0.5
+    )
+
+
+def test_evaluation_and_a_stream_of_prompts_follow_padded_trl(data):
+    def make():
+        return {**plain(), "eval_dataset": data.select(range(3))}
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    assert_layouts_agree("distillation", make, data, ("shared",), **options)
+    assert_layouts_agree("distillation", plain, data.to_iterable_dataset(), ("shared",))
+
+
+def test_prompts_are_computed_once_and_rows_of_a_prompt_brought_together(data):
+    options = {"gradient_accumulation_steps": 4}
+    scattered = train("distillation", "shared", plain, data, **options)
+    together = train("distillation", "shared", plain, data, arrange_micro_batches="prefix", **options)
+    for one, other in zip(scattered.log_history, together.log_history, strict=True):
+        for name in one.keys() & {"loss", "grad_norm", "train_loss"}:
+            assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
+    counts, fewer = scattered.trainer.total_counts(), together.trainer.total_counts()
+    assert (fewer.real, fewer.padded) == (counts.real, counts.padded)
+    assert fewer.computed < counts.computed < counts.real < counts.padded
+
+
+def test_tokens_that_rows_share_count_once_for_each(data):
+    """At next to no temperature the completions of a prompt are one completion."""
+    options = {"temperature": 0.01, "shuffle_dataset": False, "beta": 0.0}
+    result = assert_layouts_agree("distillation", plain, data, ("shared",), **options)
+    counts = result.trainer.total_counts()
+    assert counts.computed < 0.8 * counts.real
+
+
+def test_tokens_of_tools_are_computed_and_not_scored(data):
+    trainer = train("distillation", "shared", plain, data, steps=1).trainer
+    prompt, completion = torch.tensor([[5, 6, 7], [0, 6, 7]]), torch.tensor([[8, 9, 10, 11], [12, 13, 0, 0]])
+    rows = {"prompt_ids": prompt, "prompt_mask": (prompt > 0).long(), "completion_ids": completion}
+    rows |= {"completion_mask": (completion > 0).long(), "tool_mask": torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1]])}
+    for tool_mask in (rows["tool_mask"], torch.zeros_like(completion)):  # none is scored, and gradients are zero
+        rows["tool_mask"] = tool_mask
+        found = []
+        for pads in (True, False):
+            trainer.flat.pads = pads
+            trainer.model.zero_grad()
+            loss = trainer.compute_loss(trainer.model, {**rows, "num_items_in_batch": torch.tensor(4)})
+            loss.backward()
+            gradients = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+            found.append([loss.detach(), *gradients])
+        torch.testing.assert_close(found[1], found[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_padding_free_false_is_trl(data):
+    arguments = plain()
+    options = {"padding_free": False, **COMMON["distillation"]}
+    own = PaddingFreeDistillationTrainer, PaddingFreeDistillationConfig
+    model = arguments.pop("model")
+    padded = run(*own, model=model, train_dataset=data, trainer_kwargs=arguments, **options)
+    assert padded.trainer.method == "TRL, with padding"
+    assert padded.trainer.teacher_model.forward.__func__ is type(padded.trainer.teacher_model).forward
+
+
+def made(data, make=plain, is_ours=True, **options):
+    """A trainer that has not trained."""
+    options = {**ON_CPU, "per_device_train_batch_size": 4, "max_completion_length": 8, "max_steps": 2, **options}
+    return make_trainer(*classes_of("distillation", is_ours), options, train_dataset=data, **make())
+
+
+def test_a_resumed_run_follows_padded_trl(data, tmp_path):
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": False,
+    }
+    resumed = []
+    for is_ours in (False, True):
+        folder = tmp_path / str(is_ours)
+        budget = {"memory_budget": 1} if is_ours else {}
+        for checkpoint in (None, str(folder / "checkpoint-1")):
+            trainer = made(data, is_ours=is_ours, output_dir=str(folder), **options, **budget)
+            trainer.train(resume_from_checkpoint=checkpoint)
+        weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
+        resumed.append(Trajectory(trainer.state.log_history, weights, trainer))
+    assert_same(*resumed)
+    assert [log["step"] for log in resumed[1].log_history] == [1, 2, 2]
+
+
+# --- Refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_teacher_is_named(data):
+    with pytest.raises(ValueError, match="`teacher_model` is missing"):
+        made(data, lambda: {**plain(), "teacher_model": None})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arrange_micro_batches": "tokens"}, "DistillationTrainer generates them"),
+        ({"max_tokens_per_micro_batch": 5}, r"=5` is less than a prompt of \d+ tokens with .* lower `max_completion"),
+        ({"memory_budget": 0.0001}, r"less than a prompt of \d+ tokens with .* needs"),
+    ],
+)
+def test_options_that_cannot_be_kept_are_refused(data, options, message):
+    with pytest.raises(ValueError, match=message):
+        made(data, **options)
+
+
+def test_images_are_refused(data):
+    with pytest.raises(ValueError, match="The data has a column `image`"):
+        made(data.add_column("image", [None] * len(data)))
+    trainer = made(data)
+    ids = torch.ones(1, 2, dtype=torch.long)
+    rows = {f"{part}_{name}": ids for part in ("prompt", "completion") for name in ("ids", "mask")}
+    with pytest.raises(ValueError, match="The rows come with `pixel_values`"):
+        trainer.compute_loss(trainer.model, {**rows, "pixel_values": torch.zeros(1)})
+
+
+# --- Hidden states, and the check ------------------------------------------------------------------------------------
+
+
+def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_parts(data):
+    trainer = made(data)
+    model = trainer.model.train()
+    flat = FlatModel.of(model)
+    rows = [[5, 6, 7, 8], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8], [11, 12]]
+    labels = [[-100, -100, 7, 8], [-100, -100, 7, -100, 9, 10], [-100, -100, 7, 8], [-100, 12]]
+    whole, width = FlatBatch.from_rows(rows, labels), 6
+    scored = torch.tensor([[*(x != -100 for x in row), *[False] * (width - len(row))] for row in labels])[:, 1:]
+    alone = [model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0, :-1] for row in rows]
+    expected = torch.cat([row[mask[: len(row)]] for row, mask in zip(alone, scored, strict=True)])
+    parts = tuple(
+        RowPart(torch.tensor(items), FlatBatch.from_rows([rows[i] for i in items], [labels[i] for i in items], width=6))
+        for items in ([3, 1], [0, 2])
+    )
+    weights = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(expected.square().sum(), weights, allow_unused=True)
+    for batch in (whole, replace(whole, parts=parts)):
+        found = flat.hidden_states(batch, scored)
+        torch.testing.assert_close(found[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
+        gradients = torch.autograd.grad(found.square().sum(), weights, allow_unused=True)
+        torch.testing.assert_close(gradients, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        with torch.no_grad():
+            assert torch.equal(flat.hidden_states(batch, scored), found)
+    with pytest.raises(ValueError, match=r"`scored` has shape \(4, 6\), and the rows of this batch .* \(4, 5\)"):
+        flat.hidden_states(whole, torch.ones(4, 6, dtype=torch.bool))
+
+
+def test_the_check_differentiates_the_student_only(data, monkeypatch):
+    differentiated = []
+    gradients = training.gradients
+    monkeypatch.setattr(
+        check_gradients,
+        "gradients",
+        lambda loss, inputs, weights: differentiated.append(weights[0]) or gradients(loss, inputs, weights),
+    )
+    trainer = made(data)
+    student, teacher = trainer.model, trainer.teacher_model
+    assert {id(weight) for weight in differentiated} == {id(next(student.parameters()))}
+    assert all(p.requires_grad for p in teacher.parameters())  # which does not say that it trains
+
+
+# --- Budgets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The batches of all passes that train."""
+    batches, start = [], Budget.start
+
+    def watch(*args, **kwargs):
+        batches.append(start(*args, **kwargs))
+        return batches[-1]
+
+    monkeypatch.setattr(Budget, "start", watch)
+    return batches
+
+
+def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, started):
+    """Of the teacher, too, which keeps nothing."""
+    options = {"gradient_accumulation_steps": 2, "beta": 0.5}
+    padded = train("distillation", "padded", with_lora, data, **options)
+    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone", "gradient_checkpointing": True}
+    with mock.patch.object(hidden_states, "_hidden_states", wraps=hidden_states._hidden_states) as computed:
+        assert_same(padded, train("distillation", "shared", with_lora, data, **options, **limited))
+    assert max(len(batch.parts) for batch in started) > 1
+    batches = [call.args[1] for call in computed.call_args_list]
+    assert all(batch.counts.computed <= 25 or len(batch.row_mask) == 1 for batch in batches)
+
+
+@pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
+@pytest.mark.parametrize("number", [0, 1, LAYERS])
+def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_predicted(
+    data, make, number, monkeypatch
+):
+    def of_layers():
+        arguments = make()
+        return {**arguments, "model": make_model(num_hidden_layers=LAYERS)}
+
+    monkeypatch.setattr(MemoryBudget, "num_recomputed", lambda *_: number)
+    expected = train("distillation", "shared", of_layers, data, beta=0.5)
+    counted, compute = [], PaddingFreeDistillationTrainer._compute_loss
+
+    def counting(trainer, *args):
+        """One more pass, which is not trained on."""
+        memory, budget = trainer.flat.memory, trainer.flat.budget
+        if memory is not None and torch.is_grad_enabled():
+            counter = SavedBytes(trainer.flat_base(trainer.model), memory.layers)
+            with counter.counting():
+                result = compute(trainer, *args)
+            (batch, *_) = budget.largest
+            inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
+            saved = memory.needs.saved(load(batch, memory.route))[number]
+            counted.append((int(saved), inside + counter.total(-1)))
+            del result
+            trainer.counts.new = type(trainer.counts.new)()
+        return compute(trainer, *args)
+
+    monkeypatch.setattr(PaddingFreeDistillationTrainer, "_compute_loss", counting)
+    result = train("distillation", "shared", of_layers, data, beta=0.5, memory_budget=8)
+    for name, weight in expected.weights.items():
+        assert torch.equal(weight, result.weights[name]), name
+    assert len(counted) == 2
+    for predicted, kept in counted:
+        assert predicted == pytest.approx(kept, rel=PREDICTED)
+
+
+def test_what_a_wide_teacher_keeps_is_counted(data):
+    """For the tokens that the loss scores together, in whatever parts rows are."""
+    rows, labels = [[5] * 40], [[-100] * 20 + [5] * 20]
+    batches = [FlatBatch.from_rows(rows, labels, scored=scored) for scored in (None, 70)]
+    saved = []
+    for size in (32, 96):
+        trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
+        needs, route = trainer.flat.memory.needs, trainer.flat.route
+        saved.append([int(needs.saved(load(batch, route))[0]) for batch in batches])
+    (part, whole), (wide_part, wide_whole) = saved
+    assert (wide_part - part, wide_whole - whole) == (20 * 64 * 4, 70 * 64 * 4)
+
+
+@pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
+def test_a_budget_makes_parts_with_the_loss_of_the_whole(data, make, started, monkeypatch):
+    options = {"beta": 0.5, "gradient_accumulation_steps": 2}
+    whole = train("distillation", "padded", make, data, **options)
+    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
+    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    assert_same(whole, train("distillation", "shared", make, data, memory_budget=8, **options))
+    parts = [[part.batch.scored for part in batch.parts] for batch in started]
+    assert all(len(scored) > 1 for scored in parts)
+    assert parts == [[batch.scored] * len(scored) for batch, scored in zip(started, parts, strict=True)]
+
+
+def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, monkeypatch, caplog):
+    """Nothing is generated again, and the teacher computes as many rows at a time as the student."""
+    options = {"gradient_accumulation_steps": 2, "beta": 0.5}
+    expected = train("distillation", "shared", plain, data, **options)
+    begin = FlatTrainer.plan_steps
+
+    def plan(trainer):
+        planned = trainer.flat.memory is not None
+        begin(trainer)
+        if not planned and trainer.flat.memory is not None:
+            failing(trainer, {2}, False).__enter__()
+
+    monkeypatch.setattr(FlatTrainer, "plan_steps", plan)
+    result = train("distillation", "shared", plain, data, memory_budget=8, **options)
+    assert sum("An allocation failed" in message for message in caplog.messages) == 1
+    assert_same(expected, result)

@@ -1,0 +1,109 @@
+"""Distillation without padding."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from trl import DistillationConfig, DistillationTrainer
+
+from .. import upstream
+from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..memory.needs import HeadBytes, fused_head
+from ..model.flat_model import FlatModel
+from .configs import PaddingFreeDistillationConfig
+from .online import PROMPTS, OnlineTrainer
+from .state import when_flat
+
+# What TRL says of rows; all else would be of images
+_ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "num_items_in_batch")
+# Without Triton, TRL makes a tile into its gradient by ten more of its size at a time, in float32
+_TORCH_TILES = 10
+
+
+def divergence(student: Any, teacher: Any) -> HeadBytes:
+    """Bytes of TRL's divergence, which keeps what the teacher says, and works in tiles of both models."""
+    rows, columns = upstream.divergence_tile()
+    per_row = 2 * 4 * columns + student.dtype.itemsize * columns  # logits of both in float32, and the gradient
+    if not upstream.has_head_kernel(student.device):
+        per_row += 4 * _TORCH_TILES * min(columns, student.config.get_text_config().vocab_size)
+    kept = teacher.dtype.itemsize * teacher.config.get_text_config().hidden_size
+    return replace(fused_head(student), tile=(per_row, rows), kept=kept)
+
+
+class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
+    """
+    TRL's [`~trl.DistillationTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients. With `padding_free=True` student and teacher compute one flat
+    row of the generated completions, in which what prompts have in common is there once. The teacher comes first, while
+    the student keeps nothing yet, and the divergence is taken of scored tokens only. Generation is TRL's.
+    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+
+    >>> from datasets import Dataset
+    >>> from trl_paddingfree import PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> tokenizer = make_tokenizer(["one two three eleven"])
+    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
+    >>> args = PaddingFreeDistillationConfig("out", max_steps=1, max_completion_length=4, **options)
+    >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 8), "processing_class": tokenizer}
+    >>> student, teacher = make_model(tokenizer), make_model(tokenizer)  # or the names of two on the hub
+    >>> trainer = PaddingFreeDistillationTrainer(student, teacher, args, **data)
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...
+    >>> trainer.method
+    'padding-free (segment, shared prefixes)'
+    """
+
+    task = replace(PROMPTS, name="distillation")
+    trl_trainer, trl_config = DistillationTrainer, DistillationConfig
+    config_class = PaddingFreeDistillationConfig
+    head_bytes = staticmethod(divergence)
+    scores_together = True
+    _row: tuple[FlatBatch, torch.Tensor]  # the rows of a micro-batch, and which of their tokens are scored
+    _states: dict[Any, torch.Tensor]  # what models have made of them
+
+    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+        super().refuse_arguments(arguments)
+        if arguments.get("teacher_model") is None:
+            raise ValueError(
+                "`teacher_model` is missing, whose predictions the student learns: give a model, or the name of one."
+            )
+
+    def flat_models(self) -> list[Any]:
+        return [self.model, self.teacher_model]
+
+    @property
+    def steps_per_generation(self) -> int:
+        return self.args.gradient_accumulation_steps
+
+    @when_flat
+    def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
+        """TRL's loss of one row: that of all scored tokens."""
+        self.refuse_beside_rows([name for name in inputs if name not in _ROWS])
+        ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+        scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
+        host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # one copy: each waits for the device
+        labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
+        batch = self.flatten(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
+        self._row, self._states = (batch, scored[:, 1:] > 0), {}
+        ones = ids.new_ones(1, int(scored.sum()))
+        nothing = ones[:, :0]
+        row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
+        teacher = self.accelerator.unwrap_model(self.teacher_model.eval())
+        try:
+            with torch.no_grad():
+                call = self._forward_redirection
+                call(self.teacher_model, teacher, self._get_last_hidden_state, teacher, ids, mask, len(ids))
+            return super()._compute_loss(unwrapped_student, row, num_items_in_batch)
+        finally:
+            del self._row, self._states
+
+    @when_flat
+    def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):
+        """`(1, N, D)`, for which TRL asks both models; the teacher was asked before."""
+        name = unwrapped_model, torch.is_grad_enabled()
+        if name not in self._states:
+            flat = FlatModel.of(unwrapped_model)
+            assert flat is not None
+            self._states[name] = flat.hidden_states(*self._row)
+        return self._states[name]
