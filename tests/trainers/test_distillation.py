@@ -331,7 +331,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 def test_what_a_wide_teacher_keeps_is_counted(data):
     """For the tokens that the loss scores together, in whatever parts rows are."""
     rows, labels = [[5] * 40], [[-100] * 20 + [5] * 20]
-    batches = [FlatBatch.from_rows(rows, labels, scored=scored) for scored in (None, 70)]
+    batches = [FlatBatch.from_rows(rows, labels, num_scored=number) for number in (None, 70)]
     saved = []
     for size in (32, 96):
         trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
@@ -348,9 +348,9 @@ def test_a_budget_makes_parts_with_the_loss_of_the_whole(data, make, started, mo
     monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
     monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
     assert_same(whole, train("distillation", "shared", make, data, memory_budget=8, **options))
-    parts = [[part.batch.scored for part in batch.parts] for batch in started]
+    parts = [[part.batch.num_scored for part in batch.parts] for batch in started]
     assert all(len(scored) > 1 for scored in parts)
-    assert parts == [[batch.scored] * len(scored) for batch, scored in zip(started, parts, strict=True)]
+    assert parts == [[batch.num_scored] * len(scored) for batch, scored in zip(started, parts, strict=True)]
 
 
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, monkeypatch, caplog):

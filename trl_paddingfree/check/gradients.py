@@ -11,7 +11,8 @@ Of a model that does not train, the answers on these rows are compared, and noth
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from ..flat.batch import FlatBatch
 from ..model import architecture
 from ..model.forward import is_allocation_failure, is_pooled
+from ..model.restored import buffers_restored
 from .probe import (
     HALF_DIGITS_FACTOR,
     NOISE_FACTOR,
@@ -95,6 +97,12 @@ def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
     return [first, second, third, fourth]
 
 
+@contextmanager
+def _as_it_answers(model: PreTrainedModel) -> Iterator[None]:
+    with undisturbed(model), buffers_restored(model.modules()):
+        yield
+
+
 class RowsInTraining:
     """
     What a model says of long rows as it trains, with gradients; see [`~trl_paddingfree.check.probe.RowsAlone`]. Of one
@@ -103,7 +111,7 @@ class RowsInTraining:
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trains: bool = True):
         self.model, self.call, self.trains = model, model if call is None else call, trains
-        trying = partial(as_in_training, model, call) if trains else partial(undisturbed, model)
+        trying = partial(as_in_training, model, call) if trains else partial(_as_it_answers, model)
         self.in_training: Callable[[], Any] = trying
         kind = "cpu" if model.device.type == "cpu" else "accelerator"
         config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)
@@ -216,8 +224,10 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
 def _wrong_answers(reference: RowsInTraining, inputs: dict[str, Any]) -> str:
     """How far flat answers are from those of the rows alone, if that is more than padding explains."""
     alone, wide = reference.log_probs, len(reference.rows[0]) + 5  # another width is another draw of the noise
-    padded, _ = reference.differentiate(row_inputs(reference.model, reference.rows, wide))
-    noise, wrong = _relative(padded[:, : alone.size(1)], alone), _relative(reference.differentiate(inputs)[0], alone)
+    wrong = _relative(reference.differentiate(inputs)[0], alone)
+    with buffers_restored(reference.model.modules()):  # "dynamic" frequencies follow the width
+        padded, _ = reference.differentiate(row_inputs(reference.model, reference.rows, wide))
+    noise = _relative(padded[:, : alone.size(1)], alone)
     tolerance = min(NOISE_FACTOR * noise + reference.unit, reference.tolerance)
     return "" if wrong <= tolerance else f"answers on long rows are wrong by {wrong:.1e} of their size"
 

@@ -50,7 +50,7 @@ class FlatBatch(HasTensors):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
-        scored (`int`, *optional*):
+        num_scored (`int`, *optional*):
             How many tokens the loss scores at a time, if it does so above the model: those of all rows and parts.
         recomputed (`int`, *optional*):
             How many layers recompute their activations in a pass with gradients. By default, those that are set to.
@@ -82,7 +82,7 @@ class FlatBatch(HasTensors):
     images: FlatImages | None = None
     packed: int | None = None
     empty_rows: int = 0
-    scored: int | None = None
+    num_scored: int | None = None
     recomputed: int | None = None
     parts: "tuple[RowPart, ...]" = ()
 
@@ -99,7 +99,7 @@ class FlatBatch(HasTensors):
         starts: Sequence[int] | None = None,
         reach: int | None = None,
         images: RowImages | None = None,
-        scored: int | None = None,
+        num_scored: int | None = None,
     ) -> "FlatBatch":
         """
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
@@ -117,7 +117,7 @@ class FlatBatch(HasTensors):
             reach (`int`, *optional*):
                 Length that positions tell of even if no row has it: rotary frequencies that follow the longest row
                 follow the padding of padded rows. Costs one token of padding.
-            scored (`int`, *optional*):
+            num_scored (`int`, *optional*):
                 That of the batch.
             images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
@@ -177,7 +177,7 @@ class FlatBatch(HasTensors):
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
             images=None if images is None else FlatImages.from_rows(images, tokens, paths, len(flat)),
             empty_rows=len(tokens) - len(filled),
-            scored=scored,
+            num_scored=num_scored,
         )
 
     @classmethod

@@ -59,7 +59,7 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None) -> 
     segments, tokens, images = batch.layout.segments, batch.counts.computed, batch.images
     features, pixels = (0, 0) if images is None else (images.num_features, images.num_pixels)
     states = chunk_sizes(batch.layout, device or batch.layout.device) if route.states == "tree" else (0, 0, 0)
-    last = [*states, features, pixels, features**2, batch.scored or len(batch.scored_index)]
+    last = [*states, features, pixels, features**2, batch.num_scored or len(batch.scored_index)]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
         # Layers whose attention no varlen kernel can compute call plain attention

@@ -75,7 +75,7 @@ class OnlineTrainer(FlatTrainer):
             *(input_ids, attention_mask, labels),
             prefix_sharing=flat.models[0].route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
-            scored=int((labels != IGNORE_INDEX).sum()) if self.scores_together else None,
+            num_scored=int((labels != IGNORE_INDEX).sum()) if self.scores_together else None,
         )
         batch = rows.batch()
         if reach := self.reach_of(batch):
@@ -123,9 +123,9 @@ class OnlineTrainer(FlatTrainer):
             return
         prompt, name = self.longest_row()
         row, rows = [0] * (prompt + self.max_completion_length), self.args.per_device_train_batch_size
-        scored = rows * self.max_completion_length if self.scores_together else None
+        num_scored = rows * self.max_completion_length if self.scores_together else None
         labels = [IGNORE_INDEX] * prompt + row[prompt:]
-        batch = FlatBatch.from_rows([row], [labels], prefix_sharing=False, scored=scored)
+        batch = FlatBatch.from_rows([row], [labels], prefix_sharing=False, num_scored=num_scored)
         beside = self.flat.budget.gradient_bytes if rows > 1 else 0
         if not memory.can_hold(batch, beside):
             raise memory.too_small_for(batch, name, self.smallest_part[1], beside)
