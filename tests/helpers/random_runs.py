@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from tests.helpers.architectures import tiny_config
-from tests.helpers.dpo_runs import ADAM_EPSILON, lora
+from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import TOLERANCE, run
 from tests.helpers.head_runs import ties_broken
 from tests.helpers.random_draws import draw
@@ -22,6 +22,12 @@ from trl_paddingfree.quickstart.side_by_side import Trajectory, classes_of, diff
 
 # Averaged over micro-batches: moving examples weighs their tokens anew
 _MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward", "clip_ratio", "kl", "vespo/")
+# Gradients count relative to the largest of their tensor, or of all tensors where theirs is less than this share: that
+# of keys' biases, to which attention is indifferent, is zero but for rounding
+_LEAST_GRADIENT = 1e-2
+# Adam divides gradients by their size, and makes whole steps of what is only rounding: a weight's difference counts in
+# full if its gradient was at least this share of the largest in some step, and else in proportion
+_FULL_WEIGHT = 1e-3
 FLOAT64_TOLERANCE = 4e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
 
 
@@ -167,13 +173,24 @@ def _length_and_letters(completions: list, **kwargs: Any) -> list[float]:
     return [float(sum(map(ord, said)) % 7) for said in words]
 
 
-def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Trajectory:
-    arguments = _arguments(drawn, dtype)
-    options = {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "disable_tqdm": True, **drawn["options"]}
+class Gradients(TrainerCallback):
+    """The gradients of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> tuple[Trajectory, Gradients]:
+    arguments, gradients = _arguments(drawn, dtype), Gradients()
+    arguments["callbacks"] = [gradients]
+    options = {"learning_rate": 5e-3, "disable_tqdm": True, **drawn["options"]}
     arguments["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in options else None
     torch.manual_seed(0)  # completions are drawn alike
     with tempfile.TemporaryDirectory(prefix="random_draw_") as folder, ties_broken():
-        return run(
+        trained = run(
             *classes_of(drawn["task"], is_ours),
             model=arguments.pop("model"),
             train_dataset=make_data(drawn),
@@ -183,14 +200,35 @@ def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Trajector
             **options,
             **(drawn["ours"] if is_ours else {}),
         )
+    return trained, gradients
 
 
-def off_by(padded: Trajectory, ours: Trajectory, tolerance: float, ignored: tuple[str, ...] = ()) -> dict[str, float]:
-    """By how many tolerances each logged figure, and each weight, is off; those within the tolerance left out."""
-    if len(padded.log_history) != len(ours.log_history) or padded.weights.keys() != ours.weights.keys():
-        return {"number of logs or weights": math.inf}
-    found = {name: difference(weight, ours.weights[name]) for name, weight in padded.weights.items()}
-    for step, logs in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
+def off_by(
+    padded: tuple[Trajectory, Gradients],
+    ours: tuple[Trajectory, Gradients],
+    tolerance: float,
+    ignored: tuple[str, ...] = (),
+) -> dict[str, float]:
+    """By how many tolerances each logged figure, gradient and weight is off; those within the tolerance left out."""
+    (expected, wanted), (actual, got) = padded, ours
+    if len(expected.log_history) != len(actual.log_history) or len(wanted.steps) != len(got.steps):
+        return {"number of logs or steps": math.inf}
+    if expected.weights.keys() != actual.weights.keys() or any(
+        a.keys() != b.keys() for a, b in zip(wanted.steps, got.steps, strict=True)
+    ):
+        return {"number of weights or gradients": math.inf}
+    found, counted = {}, {}
+    for step, (theirs, mine) in enumerate(zip(wanted.steps, got.steps, strict=True)):
+        largest = max((float(gradient.abs().max()) for gradient in theirs.values() if gradient.numel()), default=0.0)
+        for name, gradient in theirs.items():
+            if largest and gradient.numel():
+                found[f"gradient {step} of {name}"] = difference(gradient, mine[name], _LEAST_GRADIENT * largest)
+                share = (gradient.abs() / (_FULL_WEIGHT * largest)).clamp(max=1)
+                counted[name] = torch.maximum(share, counted[name]) if name in counted else share
+    for name, weight in expected.weights.items():
+        share = counted.get(name, torch.ones(()))
+        found[name] = difference(weight, weight + (actual.weights[name] - weight) * share)
+    for step, logs in enumerate(zip(expected.log_history, actual.log_history, strict=True)):
         for name, off in differences(*([log] for log in logs)).items():
             if not any(part in name for part in ignored):
                 found[f"{name} of log {step}"] = off
@@ -245,7 +283,7 @@ def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> di
     off = off_by(padded, ours, tolerance, _ignored(drawn))
     if off:
         return {"verdict": "different", "dtype": str(dtype), "differences": off}
-    return {"verdict": "same", "method": ours.trainer.method}
+    return {"verdict": "same", "method": ours[0].trainer.method}
 
 
 def _said_by(error: Exception) -> str:
