@@ -52,7 +52,7 @@ def draw(seed: int) -> dict[str, Any]:
     options = _common_options(rng)
     data = {"rows": rng.randint(5, 14), "seed": rng.randrange(10**6), "conversational": rng.random() < 0.5}
     data["pad_is_eos"] = rng.random() < 0.3
-    # TRL's own makes whole steps of what is rounding: where half the draws have the other, weights show all that differs
+    # The first makes steps in proportion to gradients, and TRL's own whole steps, also of what is only rounding
     options["adam_epsilon"] = random.Random(f"Adam {seed}").choice([ADAM_EPSILON, 1e-8])
     specific = _SPECIFIC[task](rng, model, options, data)
     drawn = {"seed": seed, "task": task, "model": model, "data": data, "ours": _our_options(rng, task, model["type"])}

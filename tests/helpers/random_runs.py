@@ -4,6 +4,7 @@ import math
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -180,10 +181,10 @@ class Gradients(TrainerCallback):
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None})
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
 
 
-def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> tuple[Trajectory, Gradients]:
+def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> tuple[Trajectory, list[dict[str, torch.Tensor]]]:
     arguments, gradients = _arguments(drawn, dtype), Gradients()
     arguments["callbacks"] = [gradients]
     options = {"learning_rate": 5e-3, "disable_tqdm": True, **drawn["options"]}
@@ -200,35 +201,33 @@ def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> tuple[Tra
             **options,
             **(drawn["ours"] if is_ours else {}),
         )
-    return trained, gradients
+    return trained, gradients.steps
 
 
 def off_by(
-    padded: tuple[Trajectory, Gradients],
-    ours: tuple[Trajectory, Gradients],
+    padded: Trajectory,
+    ours: Trajectory,
     tolerance: float,
     ignored: tuple[str, ...] = (),
+    gradients: Sequence[list[dict[str, torch.Tensor]]] = ((), ()),
 ) -> dict[str, float]:
-    """By how many tolerances each logged figure, gradient and weight is off; those within the tolerance left out."""
-    (expected, wanted), (actual, got) = padded, ours
-    if len(expected.log_history) != len(actual.log_history) or len(wanted.steps) != len(got.steps):
-        return {"number of logs or steps": math.inf}
-    if expected.weights.keys() != actual.weights.keys() or any(
-        a.keys() != b.keys() for a, b in zip(wanted.steps, got.steps, strict=True)
-    ):
-        return {"number of weights or gradients": math.inf}
+    """
+    By how many tolerances each logged figure, each weight, and each of the `gradients` of optimizer steps, if given,
+    is off; those within the tolerance left out.
+    """
+    if len(padded.log_history) != len(ours.log_history) or padded.weights.keys() != ours.weights.keys():
+        return {"number of logs or weights": math.inf}
     found, counted = {}, {}
-    for step, (theirs, mine) in enumerate(zip(wanted.steps, got.steps, strict=True)):
-        largest = max((float(gradient.abs().max()) for gradient in theirs.values() if gradient.numel()), default=0.0)
+    for step, (theirs, mine) in enumerate(zip(*gradients, strict=True)):
+        largest = max(float(gradient.abs().max()) for gradient in theirs.values()) or 1.0
         for name, gradient in theirs.items():
-            if largest and gradient.numel():
-                found[f"gradient {step} of {name}"] = difference(gradient, mine[name], _LEAST_GRADIENT * largest)
-                share = (gradient.abs() / (_FULL_WEIGHT * largest)).clamp(max=1)
-                counted[name] = torch.maximum(share, counted[name]) if name in counted else share
-    for name, weight in expected.weights.items():
+            found[f"gradient {step} of {name}"] = difference(gradient, mine[name], _LEAST_GRADIENT * largest)
+            share = (gradient.abs() / (_FULL_WEIGHT * largest)).clamp(max=1)
+            counted[name] = torch.maximum(share, counted.get(name, share))
+    for name, weight in padded.weights.items():
         share = counted.get(name, torch.ones(()))
-        found[name] = difference(weight, weight + (actual.weights[name] - weight) * share)
-    for step, logs in enumerate(zip(expected.log_history, actual.log_history, strict=True)):
+        found[name] = difference(weight, torch.lerp(weight, ours.weights[name], share.to(weight)))
+    for step, logs in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
         for name, off in differences(*([log] for log in logs)).items():
             if not any(part in name for part in ignored):
                 found[f"{name} of log {step}"] = off
@@ -272,18 +271,18 @@ def _verdict(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
     try:
-        padded = train(drawn, False, dtype)
+        padded, theirs = train(drawn, False, dtype)
     except Exception as error:  # noqa: BLE001 (whatever TRL cannot do is nothing to compare with)
         return {"verdict": "TRL refuses", "reason": _said_by(error)}
     try:
-        ours = train(drawn, True, dtype)
+        ours, mine = train(drawn, True, dtype)
     except Exception as error:  # noqa: BLE001 (reported as a failure, unless it names an option)
         is_refusal = isinstance(error, UnprovenModelError) or (isinstance(error, ValueError) and "`" in str(error))
         return {"verdict": "refused" if is_refusal else "failed", "reason": _said_by(error)}
-    off = off_by(padded, ours, tolerance, _ignored(drawn))
+    off = off_by(padded, ours, tolerance, _ignored(drawn), (theirs, mine))
     if off:
         return {"verdict": "different", "dtype": str(dtype), "differences": off}
-    return {"verdict": "same", "method": ours[0].trainer.method}
+    return {"verdict": "same", "method": ours.trainer.method}
 
 
 def _said_by(error: Exception) -> str:
