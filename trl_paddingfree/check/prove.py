@@ -260,6 +260,13 @@ def prove(
             if agree(result.passed):
                 skipped = GradientResult(skipped=f"not checked: {no_gradients}")
                 return replace(result, gradients=skipped) if no_gradients else result, failed
+            if result.gradients is not None and result.gradients.lost:  # no route can mend that
+                raise UnprovenModelError(
+                    f"{type(model).__name__} cannot be trained as it is loaded, with padding either: "
+                    f"{result.gradients.failure}. What trains before it would get wrong gradients or none, and nothing "
+                    'would say so. Load the model with weights that can be trained through, such as `dtype="bfloat16"` '
+                    "or bitsandbytes."
+                )
             if not agree(result.isolated):
                 break
         failed.append(replace(result, failure="not exact on another process") if result.passed else result)

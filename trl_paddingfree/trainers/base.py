@@ -250,8 +250,8 @@ class FlatTrainer(ResumableTrainer):
         return width if any(width >= limit for limit in self.rotary_limits().values()) else None
 
     def rotary_limits(self) -> dict[str, int]:
-        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
-        return architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
+        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
+        return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
 
     def _prepare_input(self, data: Any) -> Any:
         # transformers moves tensors and what holds them; batches in parts are made after the data loader has moved all
