@@ -121,8 +121,6 @@ class FlatModel:
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
             return self.previous[-1](*args, **kwargs)
-        if torch.is_grad_enabled():
-            self.has_trained = True
         if batch.parts and torch.is_grad_enabled():
             return forward_in_parts(self, batch, **kwargs)
         self.prepare(batch)
@@ -155,8 +153,14 @@ class FlatModel:
         return hidden_states(self, batch, scored)
 
     def prepare(self, batch: FlatBatch) -> None:
-        """Have as many layers recompute as the batch says: TRL sets all of them after each pass of its reference."""
-        if batch.recomputed is not None and torch.is_grad_enabled():
+        """
+        A flat batch is about to be computed: with gradients, have as many layers recompute as it says. TRL sets all of
+        them after each pass of its reference.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self.has_trained = True
+        if batch.recomputed is not None:
             recompute_first(self.recomputable, batch.recomputed)
 
     @contextmanager
