@@ -177,7 +177,6 @@ EXTENDED = {
     "_load_rng_state",
     "_save_rng_state",
     "compute_loss",
-    "compute_loss_context_manager",
     "compute_ref_log_probs",
     "create_model_card",
     "get_train_dataloader",
