@@ -1,4 +1,4 @@
-"""What type checkers see of the constructors: read by mypy, and never run. Each line has a mistake that has to be seen."""
+"""What type checkers see of the constructors: read by mypy, and never run. It has to find the mistake of each line."""
 
 from trl_paddingfree import (
     PaddingFreeDistillationTrainer,

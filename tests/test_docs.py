@@ -179,17 +179,17 @@ def test_the_readmes_test_command_is_that_of_ci():
         assert "python -m pytest -n 2" in (ROOT / name).read_text(encoding="utf-8"), name
 
 
-def test_contributing_names_what_ci_checks_and_the_lowest_versions():
+def test_contributing_names_what_ci_checks():
     documented = [" ".join(argv) for argv in commands(PAGES["CONTRIBUTING.md"])]
-    assert "scripts/lowest_versions.sh" in documented
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    checks = [line.removesuffix(" -q") for line in lines[lines.index("ruff check .") :]]
-    assert [check for check in checks if check not in documented] == []
+    checks = [line.strip().removesuffix(" -q") for line in lines[lines.index("ruff check .") :]]
+    others = ("deactivate", "rm ", "((room")
+    assert [check for check in checks if check not in documented and not check.startswith(others)] == []
 
 
 @pytest.mark.parametrize("name", ["README.md", CHINESE])
 def test_the_readme_is_short(name):
-    assert len(PAGES[name].splitlines()) <= 200
+    assert len([line for line in PAGES[name].splitlines() if line.strip()]) <= 110
 
 
 def test_every_command_is_documented():

@@ -1,5 +1,6 @@
 """The pages as a site, and as a list for language models."""
 
+import os
 import re
 import subprocess
 import sys
@@ -27,9 +28,11 @@ def test_the_site_builds_without_a_link_that_leads_nowhere(tmp_path):
     assert 'href="README.zh/"' in front
 
 
-def test_the_list_for_language_models_is_fresh():
-    command = [sys.executable, ROOT / "scripts" / "llms.py", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("script", ["llms.py", "pictures.py"])
+def test_what_a_script_writes_is_fresh(script):
+    command = [sys.executable, ROOT / "scripts" / script, "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -6,7 +6,11 @@ An upgrade that moves one of them fails here, under its name.
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
+import re
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,7 +27,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 import trl_paddingfree
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
-from trl_paddingfree import upstream
+from trl_paddingfree import upstream, versions
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
 from trl_paddingfree.model import architecture, state_tree
@@ -121,35 +125,9 @@ PRIVATE = {
 }
 # Set on instances, by the `__init__` of the class
 INSTANCE = {
-    "trl:DPOTrainer._metrics",
-    "trl:SFTTrainer._metrics",
-    "trl:DPOTrainer._tokenizer",
-    "trl:SFTTrainer._tokenizer",
-    "trl:DPOTrainer._total_train_tokens",
-    "trl:SFTTrainer._total_train_tokens",
-    "transformers:Trainer._train_batch_size",
-    "trl:KTOTrainer._metrics",
-    "trl:KTOTrainer._tokenizer",
-    "trl:KTOTrainer._total_train_tokens",
-    "trl:RewardTrainer._metrics",
-    "trl:RewardTrainer._total_train_tokens",
-    "trl:GRPOTrainer._buffered_inputs",
-    "trl:GRPOTrainer._step",
-    "trl:GRPOTrainer._entropy_window_stats",
-    "trl:GRPOTrainer._last_world_entropy",
-    "trl:GRPOTrainer._metrics",
-    "trl:GRPOTrainer._total_train_tokens",
-    "trl:RLOOTrainer._buffered_inputs",
-    "trl:RLOOTrainer._step",
-    "trl:RLOOTrainer._metrics",
-    "trl:RLOOTrainer._total_train_tokens",
-    *(
-        f"trl:DistillationTrainer.{name}"
-        for name in ("_buffered_inputs", "_step", "_metrics", "_total_train_tokens", "_forward_redirection")
-    ),
-    "transformers:Trainer._signature_columns",
-    "trl:DPOTrainer._is_vision_dataset",
-    "trl:SFTTrainer._is_vision_dataset",
+    f"{'transformers' if owner == 'Trainer' else 'trl'}:{owner}.{name}"
+    for owner, names in versions.INSTANCE_NAMES.items()
+    for name in names
 }
 # Set by functions and methods elsewhere: where they are written
 SET_ELSEWHERE = {
@@ -250,6 +228,17 @@ def test_extended_methods_take_what_upstreams_take():
 
 def test_extended_methods_are_the_ones_listed_here():
     assert {name for _, name, _ in extended_methods()} == EXTENDED
+
+
+def test_every_method_that_is_extended_or_private_is_asked_for_when_a_class_is_made():
+    taken = {(parent, name) for parent, name, _ in extended_methods() if name != "__init__"}
+    for place in PRIVATE:
+        owner, _, name = place.rpartition(".")
+        if owner.endswith("Trainer"):
+            taken.add((find(owner), name))
+    for parent, name in taken:
+        assert any(name in versions.CLASS_NAMES.get(base.__name__, ()) for base in parent.__mro__), name
+    assert {name for names in versions.CLASS_NAMES.values() for name in names} == {name for _, name in taken}
 
 
 def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel():
@@ -363,12 +352,32 @@ def test_llama4_scales_queries_by_their_place_on_the_axis():
     assert {"attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale"} <= vars(layer).keys()
 
 
-def test_layers_that_carry_state_say_which_kernel_keeps_sequences_apart():
-    from trl_paddingfree.upstream import _MISSING_KERNEL
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("causal_conv1d_fn", "causal-conv1d"),
+        ("mamba2_chunk_scan", "mamba-ssm"),
+        ("torch_chunk_gated_delta_rule", "flash-linear-attention"),
+    ],
+)
+def test_functions_of_layers_that_carry_state_say_which_kernel_is_missing(name, package):
+    modeling = {"torch_chunk_gated_delta_rule": "qwen3_5"}.get(name, "bamba")
+    function = getattr(importlib.import_module(f"transformers.models.{modeling}.modeling_{modeling}"), name)
+    there = importlib.util.find_spec({"flash-linear-attention": "fla"}.get(package, package.replace("-", "_")))
+    assert upstream._missing_kernel(name, function) == (None if there else package)
 
-    model = tiny_model("lfm2")
-    with pytest.raises(ValueError, match=_MISSING_KERNEL.pattern):
-        model(torch.zeros(1, 4, dtype=torch.long), seq_idx=torch.tensor([[0, 0, 1, 1]], dtype=torch.int32))
+
+def test_a_kernel_that_is_there_is_not_missing(monkeypatch):
+    """transformers' decorator takes the kernel of a package when a module is imported: here one of our own."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    package = types.ModuleType("causal_conv1d")
+    package.causal_conv1d_fn = lambda x, weight, seq_idx=None: x
+    monkeypatch.setitem(sys.modules, "causal_conv1d", package)
+    function = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(
+        lambda hidden_states, weight: hidden_states
+    )
+    assert upstream._missing_kernel("causal_conv1d_fn", function) is None
 
 
 # What stands in for these functions is given, and gives them, these parameters
@@ -487,3 +496,23 @@ def test_a_classification_head_reads_the_last_token_that_is_no_padding(model_typ
 def test_the_classification_head_hands_margins_to_the_backbone():
     source = inspect.getsource(transformers.modeling_layers.GenericForSequenceClassification.forward)
     assert "**kwargs," in source.partition("hidden_states = ")[0]
+
+
+def said_of_losses(config):
+    """The losses that the help of TRL's configuration for `loss_type` names, in whichever of its forms."""
+    metadata = config.__dataclass_fields__["loss_type"].metadata
+    listed = re.search(r"(?:Possible|Supported) values are:? (.*?)\. ", metadata["help"])
+    return set(metadata.get("choices") or re.findall(r"'(\w+)'", listed[1]))
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft", "kto", "grpo"])
+def test_the_losses_read_from_trls_code_are_those_that_its_help_names(task):
+    trainer = TRAINERS[task]
+    deprecated = {"chunked_nll"}  # which its configuration replaces
+    assert set(upstream.loss_types(trainer.trl_trainer)) == said_of_losses(trainer.trl_config) - deprecated
+
+
+@pytest.mark.parametrize("task", ["reward", "rloo"])
+def test_trainers_with_one_loss_have_no_other_to_name(task):
+    assert upstream.loss_types(TRAINERS[task].trl_trainer) == []
+    assert "loss_type" not in TRAINERS[task].trl_config.__dataclass_fields__

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .versions import naming_versions
+
 __version__ = "0.3.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
@@ -64,7 +66,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    with naming_versions():
+        return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

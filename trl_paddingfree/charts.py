@@ -72,7 +72,7 @@ def plot_waste(report: WasteReport, path: str | Path) -> None:
 def plot_runs(
     losses: dict[str, Sequence[float]], figures: dict[str, dict[str, float]], title: str, path: str | Path
 ) -> None:
-    """Draw the losses of two runs over each other, and their figures side by side, relative to the first."""
+    """Draw the losses of two runs over each other, and their figures side by side, the second relative to the first."""
     drawing, (left, right) = figure()
     for (name, values), (width, color) in zip(losses.items(), ((5, "#CCCCCC"), (1.5, COMPUTED)), strict=True):
         left.plot(np.arange(1, len(values) + 1), values, label=name, linewidth=width, color=color)
@@ -80,8 +80,11 @@ def plot_runs(
     left.set(xlabel="step", ylabel="loss", title=f"Loss, {title}")
     (first, second), places = losses, np.arange(len(figures))
     ratios = [values[second] / values[first] if values[first] else 1.0 for values in figures.values()]
-    right.bar(places - 0.2, np.ones(len(places)), width=0.4, color="#999999", label=first)
-    right.bar_label(right.bar(places + 0.2, ratios, width=0.4, color=COMPUTED, label=second), fmt="%.2f")
-    right.set(xticks=places, xticklabels=[*figures], ylabel=f"relative to {first}", ylim=(0, 1.35))
+    for name, place, heights, color in ((first, -0.2, [1.0] * len(ratios), "#999999"), (second, 0.2, ratios, COMPUTED)):
+        bars = right.bar(places + place, heights, width=0.4, color=color, label=name)
+        values = [each[name] for each in figures.values()]
+        right.bar_label(bars, [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values])
+    right.bar_label(bars, [f"{ratio:.0%}" for ratio in ratios], label_type="center", color="white")
+    right.set(xticks=places, xticklabels=[*figures], ylabel=f"relative to {first}", ylim=(0, 1.2 * max(1.15, *ratios)))
     right.legend(frameon=False, loc="upper right")
     drawing.savefig(path, dpi=150)

@@ -4,13 +4,15 @@
 when an upgrade moves one. Public names are imported where they are used.
 """
 
+import ast
 import inspect
-import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -96,6 +98,19 @@ def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, tru
     return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names)
 
 
+def loss_types(trl_trainer: type) -> list[str]:
+    """
+    The losses of one of TRL's trainers: what the module of its class compares `loss_type` with. TRL lists them nowhere
+    else in one form, and mostly looks at a name in the first step only. Empty for trainers with one loss.
+    """
+    found: dict[str, None] = {}
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[trl_trainer.__module__]))):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left).rpartition(".")[2] == "loss_type":
+            constants = (each for side in node.comparators for each in ast.walk(side) if isinstance(each, ast.Constant))
+            found |= {each.value: None for each in constants if isinstance(each.value, str)}
+    return [*found]
+
+
 def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     """
     Whether one call in evaluation mode spoils the training of `module`: on CPUs with AVX512-BF16, bitsandbytes 0.50
@@ -134,6 +149,24 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
         drops = device_type == "cpu" and any(rates)
         if dtypes == {torch.float32} and not drops and len(layer.active_adapters) == 1:
             layer.cast_input_dtype_enabled = switch
+
+
+@contextmanager
+def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Iterator[None]:
+    """
+    Within this context, activations of `model` are recomputed: with `options`, unless that was on before.
+
+    transformers 5.23 has another name for it, and warns of the former one.
+    """
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    if getattr(model, f"is_{name}"):
+        yield
+        return
+    getattr(model, f"{name}_enable")(options)
+    try:
+        yield
+    finally:
+        getattr(model, f"{name}_disable")()
 
 
 def keep_varlen_results(model: Any) -> None:
@@ -183,8 +216,6 @@ _STATE_FUNCTIONS = {
 }
 # Fused forms of a convolution and a scan: without kernels they are `None`, and the parts are called
 _FUSED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-# What transformers raises where it has no kernel that keeps sequences apart, with the package that has it
-_MISSING_KERNEL = re.compile(r"can't keep packed sequences apart without `([\w-]+)`")
 
 
 def state_functions(forward: Callable) -> dict[str, Callable]:
@@ -203,12 +234,13 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
     # What transformers' decorator does not wrap has no kernel (LFM3); with the package `kernels`, it makes a module
     if not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):
         return ""
-    try:  # transformers keeps to itself which kernels it found, but without one refuses boundaries before all else
+    # transformers keeps to itself which kernels it found. A call without tensors always fails. Without a kernel,
+    # its decorator has looked up who distributes it: to refuse boundaries or, before 5.20, for a warning only
+    try:
         function(**{boundaries: True})
-    except ValueError as error:
-        return next((package.replace("_", "-") for package in _MISSING_KERNEL.findall(str(error))), None)
-    except TypeError:  # a kernel, which misses its tensors
-        pass
+    except (TypeError, ValueError) as error:
+        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
+        return next((found["distribution"].replace("_", "-") for found in frames if "distribution" in found), None)
     return None
 
 

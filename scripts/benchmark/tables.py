@@ -22,8 +22,8 @@ HEADLINE_HEADS = (
     "times as fast",
     "memory",
     "times as fast with `memory_budget`",
-    "loss, padded",
-    "loss, ours",
+    "log-probabilities differ by",
+    "gradient norms differ by",
 )
 HEADS = (
     *("machine, model", "rows", "padding-free", "with shared prefixes", "with `memory_budget`"),
@@ -138,7 +138,10 @@ def headline(folder: Path) -> str:
 
 
 def newcomer_cells(run: dict[str, Any], state: dict[str, int]) -> list[str]:
-    """Speed, memory and loss of shared prefixes, weights included in the memory; empty where it was not measured."""
+    """
+    Speed and memory of shared prefixes, weights included, and the largest relative differences of its log-probabilities
+    and of its gradients' norm; empty where it was not measured.
+    """
     methods = run["methods"]
     ours = "shared" if "shared" in methods else "flat"
     faster, budgeted = (
@@ -147,7 +150,9 @@ def newcomer_cells(run: dict[str, Any], state: dict[str, int]) -> list[str]:
     above = {name: (methods[name] | run["profile"].get(name, {}))["bytes_above"] for name in (BASELINE, ours)}
     peaks = [state[name] + above[name] for name in (ours, BASELINE)]
     memory = f"{peaks[0] / peaks[1]:.0%}" if all(above.values()) else ""
-    return [faster, memory, budgeted, *(f"{methods[name]['loss']:.5f}" for name in (BASELINE, ours))]
+    off = run["differences"][ours]
+    log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is a mean of them
+    return [faster, memory, budgeted, f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"]
 
 
 def everything(folder: Path) -> str:

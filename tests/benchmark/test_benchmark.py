@@ -375,7 +375,9 @@ def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     cells = tables.headline(tmp_path).splitlines()[2].split(" | ")
     assert cells[1] == f"{run['methods']['shared']['speedup']:.1f}x"
     assert 0 < int(cells[2].removesuffix("%")) < 100
-    assert cells[4] == f"{run['methods']['trl']['loss']:.5f}"
+    off = run["differences"]["shared"]
+    assert cells[4] == f"{max(off['logps/chosen'], off['logps/rejected']):.0e}"
+    assert cells[5] == f"{off['grad_norm']:.0e} |"
     assert "](docs/benchmarks/machine/dpo.md)" in tables.headline(tmp_path)
     assert "machine/dpo.png" not in tables.everything(tmp_path)
     (tmp_path / "dpo.png").rename(tmp_path / "machine" / "dpo.png")

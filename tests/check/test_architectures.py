@@ -14,6 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.reference_flash import reference_flash, torch_varlen_func
+from tests.helpers.versions import is_older
 from trl_paddingfree.check.prove import UnprovenModelError, prove
 from trl_paddingfree.model.routes import choose_route
 
@@ -78,7 +79,7 @@ def make(name: str, attention: str | None, dtype: torch.dtype = torch.float32):
     return model.train(model_type != "phimoe")  # it draws its experts at random in training
 
 
-@pytest.mark.parametrize("name", EAGER_ONLY)
+@pytest.mark.parametrize("name", EAGER_ONLY[is_older("5.21") :])  # until then, sdpa left Gemma 2's soft-capping out
 def test_attention_that_sdpa_cannot_compute_is_not_loaded_with_it(name):
     with pytest.raises(ValueError, match="scaled_dot_product_attention"):
         make(name, "sdpa")

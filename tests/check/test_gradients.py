@@ -193,6 +193,51 @@ def test_gradients_of_a_checkpointed_model_are_read_and_leave_no_trace(reentrant
     assert all(not p.any() for name, p in model.named_parameters() if "lora_B" in name)
 
 
+class NoGradient(torch.autograd.Function):
+    """A product whose gradient does not reach what was multiplied, as of a kernel for inference."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.shape = x.shape
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad.new_zeros(ctx.shape) if Inference.gives == "zeros" else None), None
+
+
+class Inference(torch.nn.Linear):
+    gives = "none"
+
+    def forward(self, x):
+        return super().forward(x.detach()) if self.gives == "detached" else NoGradient.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+@pytest.mark.parametrize("gives", ["none", "zeros", "detached"])
+def test_a_frozen_layer_that_passes_no_gradient_on_is_named(gives, checkpointing, monkeypatch):
+    """Adapters before it would train on what goes around it, with padding and without, and no figure would tell."""
+    monkeypatch.setattr(Inference, "gives", gives)
+    model = make()
+    layer = model.model.layers[1].mlp.down_proj
+    model.model.layers[1].mlp.down_proj = Inference(layer.in_features, layer.out_features, bias=False)
+    call = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    with pytest.raises(
+        UnprovenModelError, match=r"`model\.layers\.1\.mlp\.down_proj` \(Inference\), which is frozen\."
+    ):
+        prove(model, choose_route(model), call=call)
+    assert not any(module._forward_hooks for module in model.modules() if isinstance(module, torch.nn.Linear))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "deepseek_v3", "gemma3_text", "lfm2", "falcon_h1"])
+def test_frozen_layers_of_sound_models_pass_gradients_on(model_type):
+    model = make(model_type, attention=None).requires_grad_(False)
+    model.get_output_embeddings().weight.requires_grad = True  # TRL's head is not called as a layer
+    assert RowsInTraining(model).lost == []
+
+
 def test_a_row_that_is_longer_than_the_positions_is_refused_with_the_reason():
     model = make("mpt", attention=None, max_seq_len=512)
     with pytest.raises(UnprovenModelError, match=r"832 tokens, more than the 512 positions of its conf"):

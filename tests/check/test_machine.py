@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_paddingfree.check.machine import environment
+from trl_paddingfree.check import machine
 
 GIB = 2**30
 H200 = {"name": "H200", "total_memory": 139 * GIB, "major": 9, "minor": 0}
@@ -20,16 +20,30 @@ KINDS = {
 def test_accelerators_are_described_as_far_as_pytorch_knows_them(monkeypatch, kind):
     properties, words = KINDS[kind]
     module = SimpleNamespace()
+    monkeypatch.setattr(machine, "package_versions", lambda: {"torch": "2.13.0"})
     if properties is not None:
         module.get_device_properties = lambda index: SimpleNamespace(**properties)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    found = environment()
+    found = machine.hardware()
     assert found["gpus"] == [words] * 2
     assert found["attention"]["varlen"] == ("yes" if kind == "cuda" else "needs a CUDA GPU")
 
 
 def test_a_machine_without_an_accelerator_has_none(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert environment()["gpus"] == []
+    monkeypatch.setattr(machine, "package_versions", lambda: {"torch": "2.13.0", "flash-attn": "2.8.0"})
+    assert machine.hardware()["gpus"] == []
+    assert machine.hardware()["attention"]["flash"] == ["flash-attn"]
+
+
+def test_a_build_for_cpus_is_not_asked_unless_a_plugin_brings_other_devices(monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine, "accelerators", lambda: asked.append(1) or ("npu", ["an NPU"]))
+    monkeypatch.setattr(machine, "package_versions", lambda: {"torch": "2.13.0+cpu"})
+    plugins = []
+    monkeypatch.setattr(machine, "entry_points", lambda group: plugins if group == "torch.backends" else None)
+    assert (machine.hardware()["gpus"], asked) == ([], [])
+    plugins.append("torch_npu")
+    assert machine.hardware()["gpus"] == ["an NPU"]

@@ -12,7 +12,13 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import trl_paddingfree
 from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data, prompt_completions, text
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree import (
+    PaddingFreeDPOConfig,
+    PaddingFreeDPOTrainer,
+    PaddingFreeOptions,
+    PaddingFreeSFTConfig,
+    PaddingFreeSFTTrainer,
+)
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.train import main as run_script
 
@@ -69,7 +75,11 @@ def test_the_help_of_scripts_is_their_own(capsys, command):
     printed = capsys.readouterr().out
     assert stopped.value.code == 0
     assert f"usage: trl-paddingfree {command}" in printed
-    assert "--max_tokens_per_micro_batch" in printed
+    ours, others = printed.split("options of trl-paddingfree:")[1].split("\n\n")[0], printed.split("\noptions:\n")[1]
+    for name in [*vars(PaddingFreeOptions()), "traceback", *(["batch_method"] if command == "sft" else [])]:
+        assert f"\n  --{name} " in ours
+        assert f"\n  --{name} " not in others.replace(ours, "")
+    assert "\n  --learning_rate " in others.replace(ours, "")
 
 
 @pytest.mark.slow
@@ -342,7 +352,7 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
     assert "Trained by padding-free (segment, shared prefixes)" in result.stdout
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert result.stderr.count("Padding-free, segment: sdpa over segments of like shape, shared prefixes: exact") == 1
-    for noise in ("FutureWarning", "temporarily unavailable", "Traceback"):
+    for noise in ("FutureWarning", "temporarily unavailable", "Traceback", "gemm_4bit", "had defaults used instead"):
         assert noise not in result.stderr
 
 

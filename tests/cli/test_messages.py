@@ -1,17 +1,27 @@
 """What a user reads when a command cannot go on: one line, and no traceback."""
 
+import gzip
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
 
+import trl_paddingfree
 from tests.helpers.tiny import preference_data
+from trl_paddingfree.cli.options import TAKES_JSON, refuse_broken
+from trl_paddingfree.cli.train import main as run_script
+from trl_paddingfree.trainers import TRAINERS
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(trl_paddingfree.__file__).parents[1])}
 cli = importlib.import_module("trl_paddingfree.cli.main")  # the package gives its function by this name
 
 
@@ -66,13 +76,85 @@ def test_an_empty_file_is_named(capsys, tmp_path, model_dir, name):
     assert f"{name} is an empty file" in capsys.readouterr().err.replace("`", "")
 
 
-def test_a_broken_configuration_file_is_refused_where_it_breaks(capsys, tmp_path):
-    file = tmp_path / "broken.yaml"
-    file.write_text("beta: [1\nb: }")
-    assert cli.main(["dpo", "--config", str(file)]) == 2
+# What is written to a file, the arguments that name it, and what is said; WHERE is the file
+BROKEN = {
+    "config": (
+        "beta: [1\nb: }",
+        ["--config", "WHERE"],
+        "`--config WHERE` is no YAML: line 2, column 2: expected ',' or",
+    ),
+    "no config": (None, ["--config", "WHERE"], "`--config WHERE` cannot be read: No such file or directory."),
+    "no name": (None, ["--config"], "`--config` needs the name of a YAML file."),
+    "option": (
+        None,
+        ["--model_init_kwargs", '{"a":}'],
+        '`--model_init_kwargs`: {"a":} is no JSON: line 1, column 6: Expecting value.',
+    ),
+    "other quotes": (
+        None,
+        ["--lr-scheduler-kwargs={'a': 1}"],
+        "`--lr_scheduler_kwargs`: {'a': 1} is no JSON: line 1, column 2: Expecting property name enclosed in double",
+    ),
+    "file of an option": (
+        '{"a": 1,\n "b": }',
+        ["--deepspeed", "WHERE.json"],
+        "`--deepspeed`: the file WHERE.json is no JSON: line 2, column 7: Expecting value.",
+    ),
+    "option in config": (
+        "model_init_kwargs: '{\"a\":}'",
+        ["--config", "WHERE"],
+        '`--model_init_kwargs` in WHERE: {"a":} is no JSON: line 1, column 6: Expecting value.',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_no_json_or_yaml_is_named_with_the_line(capsys, tmp_path, case):
+    written, argv, message = BROKEN[case]
+    file = str(tmp_path / "broken")
+    argv = [argument.replace("WHERE", file) for argument in argv]
+    if written is not None:
+        Path(argv[-1]).write_text(written)
+    assert cli.main(["dpo", *argv]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("trl-paddingfree dpo: the file of `--config` is no YAML: while parsing")
-    assert f'in "{file}", line 2' in error
+    assert error.startswith("trl-paddingfree dpo: " + message.replace("WHERE", file))
+    assert error.count("\n") == 1
+    with pytest.raises(SystemExit):  # as the launched script, too
+        run_script("dpo", argv)
+    assert message.replace("WHERE", file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ['{"a": {"b": [1]}}', "{}", "a{", "no.json"])
+def test_json_and_what_is_asked_for_as_none_is_not_taken_for_broken(value):
+    refuse_broken(["--deepspeed", value, f"--model-init-kwargs={value}", "--run_name", "{seed}", "--run_name={% a %}"])
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+def test_the_options_that_take_json_are_known_by_their_names(task):
+    hints = get_type_hints(TRAINERS[task].config_class)
+    takes = {name for name, hint in hints.items() if re.search(r"\bdict\b", str(hint)) and not name.startswith("_")}
+    assert {"model_init_kwargs", "deepspeed", "accelerator_config"} <= takes
+    assert [name for name in takes if not TAKES_JSON.fullmatch(f"--{name}")] == []
+
+
+ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
+DATA = {
+    "rows.jsonl": (f"{ROWS}\n{ROWS[:-5]}\n{ROWS}\n", "line 2, column"),
+    "rows.jsonl.gz": (f"{ROWS}\n\n{ROWS}\nx\n", "line 4, column 1"),
+    "first.jsonl": (f"{ROWS[:-5]}\n{ROWS}\n", "line 1, column"),
+    "list.json": (f"[\n{ROWS},\n{ROWS[:14]}]", "line 3, column"),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_file_of_rows_that_is_no_json_is_named_with_the_line(capsys, tmp_path, model_dir, name):
+    written, place = DATA[name]
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(written.encode()) if name.endswith(".gz") else written.encode())
+    assert cli.main(["inspect", str(file), "--tokenizer", model_dir]) == 2
+    error = capsys.readouterr().err
+    assert f"`--dataset_name {file}` cannot be read: {place}" in error
+    assert " is no JSON: " in error
 
 
 def test_the_rows_of_a_file_are_still_read(capsys, tmp_path, model_dir):
@@ -90,16 +172,106 @@ def test_options_may_be_spelt_with_either_dash(capsys, tmp_path, model_dir, spel
     assert json.loads(capsys.readouterr().out)["batch_sizes"][0]["batch_size"] == 2
 
 
-def test_an_unknown_option_is_answered_with_the_options_of_the_command(capsys):
+MISSPELT = {
+    "command": (["inspct"], "trl-paddingfree: argument COMMAND: invalid choice: 'inspct'", "`inspect`"),
+    "option": (
+        ["inspect", "pairs.jsonl", "--tokenizer", "model", "--batchsize", "8"],
+        "trl-paddingfree inspect: unrecognized arguments: --batchsize 8.",
+        "`--batch_size`",
+    ),
+    "word": (["check", "model", "--dtype", "float31"], "argument --dtype: invalid choice: 'float31'", "`float32`"),
+    "script's": (["dpo", "--bata", "0.2"], "trl-paddingfree dpo: unrecognized arguments: --bata.", "`--beta`"),
+    "ours": (["sft", "--padding-fee=true"], "unrecognized arguments: --padding-fee=true.", "`--padding_free`"),
+    "accelerate's": (["dpo", "--num_proceses", "2"], "unrecognized arguments: --num_proceses", "`--num_processes`"),
+    "script's word": (["dpo", "--lr_scheduler_type", "cosin"], "invalid choice: 'cosin'", "`cosine`"),
+}
+
+
+@pytest.mark.parametrize("case", MISSPELT)
+def test_what_is_misspelt_is_answered_in_one_line_with_what_was_meant(capsys, case, model_dir):
+    argv, message, meant = MISSPELT[case]
+    named = ["--model_name_or_path", model_dir, "--dataset_name", "org/data"] if argv[0] in ("dpo", "sft") else []
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["inspect", "pairs.jsonl", "--tokenizer", "model", "--batchsize", "8"])
-    error = capsys.readouterr().err
+        cli.main([*argv, *named])
+    printed = capsys.readouterr()
     assert stopped.value.code == 2
-    assert error.startswith("usage: trl-paddingfree inspect")
-    assert "unrecognized arguments: --batchsize 8" in error
+    assert message in printed.err
+    assert printed.err.endswith(f" Did you mean {meant}?\n")
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys, model_dir):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["dpo", "word", "--model_name_or_path", model_dir, "--dataset_name", "org/data"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == (
+        "trl-paddingfree dpo: unrecognized arguments: word. `trl-paddingfree dpo --help` lists all.\n"
+    )
+
+
+def test_a_script_that_is_not_launched_knows_its_own_options_only(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_script("dpo", ["--max_stepps", "8"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --max_stepps 8. Did you mean `--max_steps`?" in capsys.readouterr().err
+
+
+# Answers that need nothing but the arguments
+AT_ONCE = [
+    ["--help"],
+    [],
+    ["inspct"],
+    ["inspect", "--help"],
+    ["inspect", "a.jsonl", "--tokenizer", "b"],
+    ["inspect", "a", "--tokenizer", "b", "--batch_size", "0"],
+    ["check", "./nowhere"],
+    ["quickstart", "--steps", "x"],
+    ["env", "--nonsense"],
+    ["dpo", "--config", "nowhere.yaml"],
+    ["sft", "--model_init_kwargs", '{"a":}'],
+]
+IMPORTED = """
+import json, sys
+from trl_paddingfree.cli import main
+try:
+    code = main(json.loads(sys.argv[1]))
+except SystemExit as stopped:
+    code = stopped.code
+found = {"torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy"} & sys.modules.keys()
+print(json.dumps([code, sorted(found)]))
+"""
+
+
+@pytest.mark.parametrize("argv", AT_ONCE, ids=" ".join)
+def test_what_can_be_answered_at_once_imports_nothing_large(tmp_path, argv):
+    command = [sys.executable, "-c", IMPORTED, json.dumps(argv)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, check=True)
+    code, imported = json.loads(result.stdout.splitlines()[-1])
+    assert imported == []
+    assert code == (0 if "--help" in argv else 2)
+    assert "--help" in argv or result.stderr.count("\n") == 1
+
+
+def test_versions_are_printed_before_pytorch_is_asked_for_devices(capsys, monkeypatch):
+    def ask():
+        assert "- transformers: " in capsys.readouterr().out
+        return {"gpus": ["a GPU"]}
+
+    monkeypatch.setattr("trl_paddingfree.check.machine.hardware", ask)
+    assert cli.main(["env"]) == 0
+    assert capsys.readouterr().out == "- gpus: a GPU\n"
+
+
+def test_env_imports_pytorch_only_where_it_may_see_devices():
+    command = [sys.executable, "-c", IMPORTED, json.dumps(["env"])]
+    result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    code, imported = json.loads(result.stdout.splitlines()[-1])
+    assert code == 0
+    assert set(imported) <= (set() if version("torch").endswith("+cpu") else {"torch", "numpy"})
 
 
 MISSING = {
+    "nothing": ([], "Name the model"),
     "no model": (["--dataset_name", "PAIRS"], "Name the model"),
     "no data": (["--model_name_or_path", "MODEL"], "Name the data"),
     "no such file": (
@@ -119,8 +291,8 @@ def test_what_a_run_lacks_is_said_before_it_is_launched(capsys, monkeypatch, tmp
     monkeypatch.setattr(accelerate_launch, "launch_command", launched.append)
     file = tmp_path / "pairs.jsonl"
     preference_data(4, int(os.environ["TRL_PADDINGFREE_SEED"])).to_json(file)
-    short = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
     argv, message = MISSING[case]
+    short = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)] if argv else []
     assert cli.main(["dpo", *short, *({"PAIRS": str(file), "MODEL": model_dir}.get(x, x) for x in argv)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trl-paddingfree dpo: ")

@@ -4,15 +4,16 @@ import math
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from tests.helpers.architectures import tiny_config
-from tests.helpers.dpo_runs import ADAM_EPSILON, lora
+from tests.helpers.dpo_runs import lora
 from tests.helpers.equivalence import TOLERANCE, run
 from tests.helpers.head_runs import ties_broken
 from tests.helpers.random_draws import draw
@@ -22,6 +23,12 @@ from trl_paddingfree.quickstart.side_by_side import Trajectory, classes_of, diff
 
 # Averaged over micro-batches: moving examples weighs their tokens anew
 _MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward", "clip_ratio", "kl", "vespo/")
+# Gradients count relative to the largest of their tensor, or of all tensors where theirs is less than this share: that
+# of keys' biases, to which attention is indifferent, is zero but for rounding
+_LEAST_GRADIENT = 1e-2
+# Adam divides gradients by their size, and makes whole steps of what is only rounding: a weight's difference counts in
+# full if its gradient was at least this share of the largest in some step, and else in proportion
+_FULL_WEIGHT = 1e-3
 FLOAT64_TOLERANCE = 4e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
 
 
@@ -167,13 +174,24 @@ def _length_and_letters(completions: list, **kwargs: Any) -> list[float]:
     return [float(sum(map(ord, said)) % 7) for said in words]
 
 
-def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Trajectory:
-    arguments = _arguments(drawn, dtype)
-    options = {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "disable_tqdm": True, **drawn["options"]}
+class Gradients(TrainerCallback):
+    """The gradients of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> tuple[Trajectory, list[dict[str, torch.Tensor]]]:
+    arguments, gradients = _arguments(drawn, dtype), Gradients()
+    arguments["callbacks"] = [gradients]
+    options = {"learning_rate": 5e-3, "disable_tqdm": True, **drawn["options"]}
     arguments["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in options else None
     torch.manual_seed(0)  # completions are drawn alike
     with tempfile.TemporaryDirectory(prefix="random_draw_") as folder, ties_broken():
-        return run(
+        trained = run(
             *classes_of(drawn["task"], is_ours),
             model=arguments.pop("model"),
             train_dataset=make_data(drawn),
@@ -183,13 +201,32 @@ def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Trajector
             **options,
             **(drawn["ours"] if is_ours else {}),
         )
+    return trained, gradients.steps
 
 
-def off_by(padded: Trajectory, ours: Trajectory, tolerance: float, ignored: tuple[str, ...] = ()) -> dict[str, float]:
-    """By how many tolerances each logged figure, and each weight, is off; those within the tolerance left out."""
+def off_by(
+    padded: Trajectory,
+    ours: Trajectory,
+    tolerance: float,
+    ignored: tuple[str, ...] = (),
+    gradients: Sequence[list[dict[str, torch.Tensor]]] = ((), ()),
+) -> dict[str, float]:
+    """
+    By how many tolerances each logged figure, each weight, and each of the `gradients` of optimizer steps, if given,
+    is off; those within the tolerance left out.
+    """
     if len(padded.log_history) != len(ours.log_history) or padded.weights.keys() != ours.weights.keys():
         return {"number of logs or weights": math.inf}
-    found = {name: difference(weight, ours.weights[name]) for name, weight in padded.weights.items()}
+    found, counted = {}, {}
+    for step, (theirs, mine) in enumerate(zip(*gradients, strict=True)):
+        largest = max(float(gradient.abs().max()) for gradient in theirs.values()) or 1.0
+        for name, gradient in theirs.items():
+            found[f"gradient {step} of {name}"] = difference(gradient, mine[name], _LEAST_GRADIENT * largest)
+            share = (gradient.abs() / (_FULL_WEIGHT * largest)).clamp(max=1)
+            counted[name] = torch.maximum(share, counted.get(name, share))
+    for name, weight in padded.weights.items():
+        share = counted.get(name, torch.ones(()))
+        found[name] = difference(weight, torch.lerp(weight, ours.weights[name], share.to(weight)))
     for step, logs in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
         for name, off in differences(*([log] for log in logs)).items():
             if not any(part in name for part in ignored):
@@ -234,15 +271,15 @@ def _verdict(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
     try:
-        padded = train(drawn, False, dtype)
+        padded, theirs = train(drawn, False, dtype)
     except Exception as error:  # noqa: BLE001 (whatever TRL cannot do is nothing to compare with)
         return {"verdict": "TRL refuses", "reason": _said_by(error)}
     try:
-        ours = train(drawn, True, dtype)
+        ours, mine = train(drawn, True, dtype)
     except Exception as error:  # noqa: BLE001 (reported as a failure, unless it names an option)
         is_refusal = isinstance(error, UnprovenModelError) or (isinstance(error, ValueError) and "`" in str(error))
         return {"verdict": "refused" if is_refusal else "failed", "reason": _said_by(error)}
-    off = off_by(padded, ours, tolerance, _ignored(drawn))
+    off = off_by(padded, ours, tolerance, _ignored(drawn), (theirs, mine))
     if off:
         return {"verdict": "different", "dtype": str(dtype), "differences": off}
     return {"verdict": "same", "method": ours.trainer.method}

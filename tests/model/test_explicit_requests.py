@@ -66,7 +66,7 @@ def test_selective_checkpointing_keeps_the_results_of_varlen():
         if keeps:
             upstream.keep_varlen_results(model)
             upstream.keep_varlen_results(model)  # once is enough
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         contexts = model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"]
         policy = contexts.args[0]
         ops = torch.ops.torch_attn._varlen_attn, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -3,10 +3,12 @@
 import inspect
 import json
 import mmap
+import re
 import textwrap
 import time
 
 import pytest
+from rich.console import Console
 
 from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree.cli.main import main
@@ -69,10 +71,13 @@ def test_the_quick_start_finds_equal_losses_and_fewer_tokens(run):
     assert 0 < result["tokens_computed"]["padding_free"] < 0.8 * result["tokens_computed"]["trl_padded"]
     assert result["speed_up"] == result["seconds"]["trl_padded"] / result["seconds"]["padding_free"]
     assert result["method"] == "padding-free (segment, shared prefixes)"
-    assert result["sample"]["question"].startswith(("What does this do?", "Explain"))
+    assert result["saved_by_padding_free"] > 0 < result["saved_by_sharing"]
+    saved, tokens = result["saved_by_padding_free"] + result["saved_by_sharing"], result["tokens_computed"]
+    assert saved == pytest.approx(1 - tokens["padding_free"] / tokens["trl_padded"])
+    assert "sample" not in result  # a model of two steps has no answer to show
     assert (folder / "chart.png").read_bytes()[:4] == b"\x89PNG"
     saved = json.loads((folder / "result.json").read_text())
-    assert saved == {name: value for name, value in result.items() if name != "sample"}
+    assert saved == result
     assert (folder / "model" / "model.safetensors").exists()
 
 
@@ -112,7 +117,34 @@ def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, model_di
     assert "DPO, 2 steps on the same batches" in printed
     for row in ("first loss", "last loss", "time", "tokens computed", "peak memory", "Asked:", "Answered:"):
         assert row in printed
+    for run in ("run 1 of 2: DPO, padding-free", "run 2 of 2: DPO, TRL, padded"):
+        assert run in printed
     assert "% less" in printed
+    assert re.search(r"\d+% are padding, and \d+% are computed in another row", " ".join(printed.split()))
+
+
+@pytest.mark.parametrize(("padded", "ours", "verdict"), [(0.01, 0.1, "too little to tell"), (1.0, 0.5, "50% less")])
+def test_memory_is_judged_above_noise_only(capsys, tmp_path, padded, ours, verdict):
+    both = {"trl_padded": 2.0, "padding_free": 1.0}
+    names = ("first_loss", "last_loss", "seconds", "tokens_computed")
+    figures = {"speed_up": 2.0, "loss_difference": 0.0, "saved_by_padding_free": 0.3, "saved_by_sharing": 0.2}
+    memory = {"peak_memory_gib": {"trl_padded": padded, "padding_free": ours}, "memory_noise_gib": 0.1}
+    summary = {"task": "dpo", "steps": 2, "method": "m", **dict.fromkeys(names, both), **figures, **memory}
+    summary["tokens_computed"] = {"trl_padded": 2000, "padding_free": 1000}
+    quickstart.print_summary(summary, Console())
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "peak memory" in line]
+    assert verdict in row
+    assert ("%" in row) == ("%" in verdict)
+    assert quickstart.tells_memory(summary) == ("%" in verdict)
+
+
+def test_a_folder_of_its_own_is_ignored_by_git_and_one_of_yours_is_not(tmp_path, model_dir, run):
+    preference_data(8, 1).to_json(tmp_path / "pairs.jsonl")
+    options = ["--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl")]
+    run(*options)
+    assert not (tmp_path / ".gitignore").exists()
+    run(*options, "--output_dir", str(tmp_path / "new"))
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
 
 
 def test_memory_is_that_of_the_peak_above_the_start(monkeypatch):

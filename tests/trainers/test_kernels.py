@@ -1,6 +1,8 @@
 """Training by the kernels of a GPU, in bfloat16: these are plain PyTorch here, and what is around them is its own."""
 
 import os
+import subprocess
+import sys
 from functools import cache
 from unittest import mock
 
@@ -104,3 +106,54 @@ def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypa
     twice, _ = with_adapters()
     assert once.losses == twice.losses
     assert all(torch.equal(weight, twice.weights[name]) for name, weight in once.weights.items())
+
+
+# What runs in a process of its own, because Triton decides at its import whether it is interpreted
+TRITON_HEAD = """
+from unittest import mock
+
+import torch
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
+
+from tests.helpers.tiny import make_model
+from trl_paddingfree.check.probe import row_inputs
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.routes import choose_route
+
+model = make_model()
+utils.add_fused_lm_head(model)
+FlatModel.install(model, choose_route(model))
+rows = [row.numpy() for row in torch.arange(5, 29).split([11, 3, 10])]
+rows[2][:6] = rows[0][:6]
+
+
+def answers(**flat):
+    model.zero_grad()
+    output = model(**row_inputs(model, rows, **flat))
+    output.log_probs.square().sum().backward()
+    return output.log_probs.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def never(*args, **kwargs):
+    raise AssertionError("the head was computed without Triton")
+
+
+expected = answers()
+names = {"_use_triton": lambda device: True, "_forward_tile": never, "_backward_tile": never}
+with mock.patch.multiple(chunked_logprob, **names), mock.patch.object(utils, "_use_triton", names["_use_triton"]):
+    for flat in ({}, {"prefix_sharing": False}, {"prefix_sharing": True}):
+        log_probs, gradients = answers(**flat)
+        torch.testing.assert_close(log_probs, expected[0])
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[1][name], atol=1e-4, rtol=1e-4)
+"""
+
+
+def test_trls_triton_head_computes_flat_rows_as_padded_ones():
+    """The kernels that run on GPUs, interpreted; plain PyTorch stands in for them on CPUs everywhere else."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", TRITON_HEAD]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

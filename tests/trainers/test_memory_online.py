@@ -13,6 +13,7 @@ from tests.helpers.equivalence import assert_same
 from tests.helpers.head_runs import prompts, score, ties_broken, train
 from tests.helpers.memory import failing
 from tests.helpers.tiny import following_rotary, make_model, make_tokenizer
+from tests.helpers.versions import is_older
 from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.plan import MemoryBudget
@@ -181,6 +182,7 @@ def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data)
     train("grpo", "shared", plain, data, memory_budget=least(), steps=1)
 
 
+@pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
 def test_the_loss_of_routers_in_parts_is_that_of_the_whole(data, parts_made):
     def make():
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}

@@ -242,6 +242,26 @@ def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reac
         trained(*sft, instructions, **below, pad_to_multiple_of=32)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("limits", [(None, 36), (44, 36)], ids=["reference", "both"])
+def test_frequencies_of_a_reference_follow_the_longest_row_of_the_whole_micro_batch(tokenizer, kind, limits):
+    """The reference's are others from 36 tokens on, the trained model's from 44 or never. Some parts have such rows."""
+
+    def trained(trainer_class, config_class, **options):
+        model, ref_model = (make_model(**(following_rotary(limit, kind) if limit else {})) for limit in limits)
+        kwargs = {"processing_class": tokenizer, "ref_model": ref_model}
+        common = {"model": model, "train_dataset": preference_data(16, SEED), "trainer_kwargs": kwargs, "steps": 2}
+        return run(trainer_class, config_class, **common, **options)
+
+    ours = (PaddingFreeDPOTrainer, PaddingFreeDPOConfig)
+    parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    padded = trained(DPOTrainer, DPOConfig)
+    for options in ({}, parts):
+        same_training(padded, trained(*ours, **options))
+    with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 36 tokens the loss"):
+        trained(*ours, arrange_micro_batches="tokens")
+
+
 def test_a_streaming_data_set_cannot_be_arranged(model_dir):
     stream = preference_data(8, SEED).to_iterable_dataset()
     with pytest.raises(ValueError, match="needs a data set of known length"):

@@ -23,6 +23,7 @@ from tests.helpers.head_runs import (
     train,
 )
 from tests.helpers.tiny import WORDS, following_rotary, make_model, make_tokenizer
+from tests.helpers.versions import is_older
 from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
@@ -148,6 +149,7 @@ def test_options_that_would_change_the_loss_are_refused(data, task, options, mes
         train(task, "shared", with_lora, data, **options)
 
 
+@pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
 def test_a_router_loss_follows_padded_trl_and_is_not_arranged(data):
     def make():
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}

@@ -1,6 +1,7 @@
 """Options with values that they cannot have are refused when the configuration is made, with what to write."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ from trl import DPOConfig, TrlParser
 
 from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig
-from trl_paddingfree.trainers.configs import PaddingFreeOptions
+from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.configs import PaddingFreeOptions, refuse_wrong_options, train_where_one_can
+from trl_paddingfree.upstream import loss_types
 
 COMMON = {"output_dir": "unused", "bf16": False, "report_to": "none", "use_cpu": True}
 MOST = "max_tokens_per_micro_batch"
@@ -81,3 +84,54 @@ def test_the_command_line_and_yaml_files_give_the_types(tmp_path):
     file.write_text("arrange_micro_batches: token\nbf16: false\nuse_cpu: true\n")
     with pytest.raises(ValueError, match="Did you mean `arrange_micro_batches='tokens'`"):
         parser.parse_args_and_config(["--config", str(file)])
+
+
+@pytest.mark.parametrize(("task", "name", "meant"), [("dpo", "sigmoidd", "sigmoid"), ("grpo", "drgrpo", "dr_grpo")])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_a_loss_that_trl_does_not_know_is_refused_before_the_first_step(task, name, meant, padding_free):
+    trainer = TRAINERS[task]
+    args = trainer.config_class(**COMMON, padding_free=padding_free, loss_type=name)
+    arguments = {"reward_funcs": len} if task == "grpo" else {}
+    with pytest.raises(ValueError, match=f"`loss_type='{name}'` must be one of .*Did you mean `loss_type='{meant}'`?"):
+        trainer(make_model(), args=args, train_dataset=preference_data(4, 0), **arguments)
+
+
+def test_a_loss_beside_one_that_trl_knows_is_refused_too():
+    args = PaddingFreeDPOConfig(**COMMON, loss_type=["sigmoid", "stf"])
+    with pytest.raises(
+        ValueError, match="`loss_type='stf'` must be one of 'sigmoid', .*Did you mean `loss_type='sft'`?"
+    ):
+        PaddingFreeDPOTrainer(make_model(), args=args, train_dataset=preference_data(4, 0))
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "_compute_loss"])
+def test_the_losses_of_a_subclass_that_computes_its_own_are_its_own(name):
+    own = type("Own", (PaddingFreeDPOTrainer,), {name: lambda self, *args, **kwargs: None})
+    config = PaddingFreeDPOConfig(**COMMON, loss_type="mine")
+    refuse_wrong_options(config, own)
+    with pytest.raises(ValueError, match="must be one of"):
+        refuse_wrong_options(config, type("Like", (PaddingFreeDPOTrainer,), {}))
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+def test_every_loss_of_trl_is_accepted(task):
+    trainer = TRAINERS[task]
+    for name in loss_types(trainer.trl_trainer):
+        refuse_wrong_options(trainer.config_class(**COMMON, loss_type=name), trainer)
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_without_an_accelerator_training_is_on_the_cpu_unless_something_else_was_asked_for(
+    monkeypatch, task, is_there, tmp_path
+):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: is_there)
+    chosen = SimpleNamespace(bf16=None, fp16=False, use_cpu=False)
+    train_where_one_can(chosen)
+    assert (chosen.use_cpu, chosen.bf16) == ((False, None) if is_there else (True, False))
+    config_class = TRAINERS[task].config_class
+    if not is_there:
+        config = config_class(str(tmp_path))
+        assert (config.use_cpu, config.bf16) == (True, False)
+    asked = config_class(str(tmp_path), use_cpu=True)
+    assert (asked.use_cpu, asked.bf16) == (True, True)  # as TRL has it

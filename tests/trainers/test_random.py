@@ -9,9 +9,9 @@ import os
 import pytest
 import torch
 
-from tests.helpers.equivalence import Trajectory
+from tests.helpers.equivalence import TOLERANCE, Trajectory
 from tests.helpers.random_draws import HYBRIDS, MODEL_TYPES, TASKS, draw
-from tests.helpers.random_runs import off_by, outcome
+from tests.helpers.random_runs import off_by, outcome, train
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
@@ -45,3 +45,29 @@ def test_a_difference_is_seen(value):
     assert off_by(other, other, 2e-4) == {}
     assert off_by(one, Trajectory([{"loss": 1.0}], {"w": torch.ones(3) * value}, None), 2e-4)
     assert off_by(one, Trajectory([], weights, None), 2e-4)
+
+
+@pytest.mark.parametrize(("share", "is_seen"), [(1e-7, False), (0.1, True)])
+def test_a_weight_counts_by_the_size_of_its_gradient(share, is_seen):
+    """Adam moves a weight by a whole step, also where its gradient is only rounding."""
+    moved = torch.tensor([0.0, 0.0, 4e-3])
+    one, other = (Trajectory([{"loss": 1.0}], {"w": torch.ones(3) + x}, None) for x in (0.0, moved))
+    steps = [{"w": torch.tensor([1.0, 1.0, share])}]
+    assert bool(off_by(one, other, 4e-4, gradients=(steps, steps))) == is_seen
+    wrong = [{"w": torch.tensor([1.0, 1.01, share])}]
+    assert off_by(one, one, 4e-4, gradients=(steps, wrong)).keys() == {"gradient 0 of w"}
+
+
+def test_keys_of_gpt2_have_a_bias_without_a_gradient():
+    """Full steps of its rounding are what padded and flat runs differ by, where no figure does."""
+    drawn = draw(1)
+    drawn |= {"task": "sft", "ours": {"prefix_sharing": False}}
+    drawn["model"] = {"type": "gpt2", "seed": SEED, "attention": "sdpa", "reference": "itself"}
+    drawn["data"] = {"rows": 12, "seed": SEED, "conversational": True, "format": "messages", "pad_is_eos": False}
+    drawn["options"] = {"per_device_train_batch_size": 4, "optim": "adamw_torch", "adam_epsilon": 1e-8}
+    (padded, theirs), (ours, mine) = (train(drawn, is_ours, torch.float32) for is_ours in (False, True))
+    for step in theirs:
+        largest = max(float(gradient.abs().max()) for gradient in step.values())
+        bias = step["transformer.h.0.attn.c_attn.bias"].chunk(3)  # of queries, keys and values
+        assert [float(x.abs().max()) > 1e-6 * largest for x in bias] == [True, False, True]
+    assert off_by(padded, ours, TOLERANCE, gradients=(theirs, mine)) == {}

@@ -35,7 +35,7 @@ from .probe import (
     row_inputs,
     undisturbed,
 )
-from .training import as_in_training, gradients, small_parameters, watched_embeddings
+from .training import as_in_training, frozen_layers_watched, gradients, small_parameters, watched_embeddings
 
 # Length of the rows, and the share of them that two rows have in common: together more than 256 flat tokens
 _LENGTH, _SHARED = 104, 0.75
@@ -66,6 +66,7 @@ class GradientResult:
     failure: str = ""  # what is wrong with which tokens carry gradient, or the error that the model raised
     skipped: str = ""  # why numbers could not be compared
     notes: tuple[str, ...] = ()  # what else could not be checked
+    lost: str = ""  # the frozen layer that passes no gradient on, with padding either
 
     @property
     def passed(self) -> bool:
@@ -125,8 +126,9 @@ class RowsInTraining:
         self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
         fork = int(length * _SHARED) - 1
         self.first_scored = (0, fork, 0, fork)
-        with self.in_training():
+        with self.in_training(), frozen_layers_watched(model) as lost:
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
+            self.lost = lost()  # frozen layers that pass no gradient on
 
     def answers(self, inputs: dict[str, Any]) -> torch.Tensor:
         """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""
@@ -179,6 +181,10 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
         # Memory that ran out says nothing of the model: that is not to pass
         is_known = not is_allocation_failure(error)
         return GradientResult(skipped=f"not checked, as {told}") if is_known else GradientResult(failure=told)
+    if reference.lost:
+        others = f" and {len(reference.lost) - 1} others" if len(reference.lost) > 1 else ""
+        failure = f"no gradient comes through {reference.lost[0]}, which is frozen{others}"
+        return GradientResult(failure=failure, lost=reference.lost[0])
     try:
         with reference.in_training():
             return _compare(reference, prefix_sharing)

@@ -1,21 +1,19 @@
-"""What a machine has: versions, devices, attention packages."""
+"""What a machine has: versions, devices, attention packages. What PyTorch is not needed for is known without it."""
 
+import os
 import platform
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-import torch
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
-
-from ..model import backends
-
 PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
-OPTIONAL_PACKAGES = ("flash-attn", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
+OPTIONAL_PACKAGES = ("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
 
 
 def flash_implementations() -> list[str]:
     """The flash attention packages that are installed, by transformers' names."""
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
     found = {"flash_attention_2": is_flash_attn_2_available(), "flash_attention_3": is_flash_attn_3_available()}
     return [name for name, is_there in found.items() if is_there]
 
@@ -29,11 +27,13 @@ def package_versions() -> dict[str, str | None]:
     return found
 
 
-def accelerators() -> list[str]:
-    """Name, memory and compute capability of each accelerator, as far as PyTorch tells them of its kind."""
+def accelerators() -> tuple[str, list[str]]:
+    """The kind of this machine's accelerators, and name, memory and capability of each, as far as PyTorch tells."""
+    import torch
+
     accelerator, found = torch.accelerator.current_accelerator(check_available=True), []
     if accelerator is None:
-        return []
+        return "", []
     describe = vars(torch.get_device_module(accelerator)).get("get_device_properties", lambda index: None)
     for properties in map(describe, range(torch.accelerator.device_count())):
         # Each kind of device has a class of its own for these, in C++: only by their names are they alike
@@ -42,22 +42,31 @@ def accelerators() -> list[str]:
         words += [f"{memory / 2**30:.0f} GiB"] if memory else []
         words += [f"compute capability {major}.{properties.minor}"] if major else []
         found.append(", ".join(words))
-    return found
+    return accelerator.type, found
 
 
-def environment() -> dict[str, Any]:
-    """Versions, devices and attention backends, for bug reports."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    has_varlen = accelerator is not None and backends.has_varlen_kernel(accelerator)
+def software() -> dict[str, Any]:
+    """Versions, for bug reports."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpus": os.cpu_count(),
         "packages": package_versions(),
-        "cpu_threads": torch.get_num_threads(),
-        "gpus": accelerators(),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Devices and attention backends, for bug reports: as PyTorch sees them, so it is imported if it may see any."""
+    packages = package_versions()
+    is_for_cpus = (packages["torch"] or "").endswith("+cpu") and not entry_points(group="torch.backends")
+    kind, gpus = ("", []) if is_for_cpus else accelerators()
+    flash = [name for name, found in packages.items() if name.startswith("flash-attn") and found]
+    return {
+        "gpus": gpus,
         "attention": {
-            "flash": flash_implementations() or "no flash attention package installed",
-            "varlen": "yes" if has_varlen else "needs a CUDA GPU",
+            "flash": flash or "no flash attention package installed",
+            # The rule is that of `model/backends.py`, which takes seconds to import
+            "varlen": "yes" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",
         },

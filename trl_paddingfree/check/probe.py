@@ -20,6 +20,10 @@ NOISE_FACTOR = 4.0
 # However large the noise, an error of more than about half the digits, relative to what a token of context does, is not
 # rounding: padding itself may change a model's answers, and then agreement within its noise means nothing
 HALF_DIGITS_FACTOR = 3.0
+# Rows that move with others must move far less than with their own context: all that may move them is rounding
+LEAK_FRACTION = 0.1
+# Tokens that stand in for one of a row, to see what context does: of two, both may be new, with one embedding
+_STAND_INS = 8
 # One unit of the 10 bits that products of float32 keep, where TF32 is on
 _TF32 = 2.0**-10
 # What limits how far a token sees, in layers and configurations, and how far it sees while rows are tried: to meet the
@@ -115,8 +119,12 @@ class RowsAlone:
             longest = max(map(len, self.rows))
             # Another width is another draw: kernels choose their tiles by it
             paddings = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
-            (moved,) = self.answers([np.concatenate([self._others(self.rows[3][:1]), self.rows[3][1:]])])
-        self.measure(paddings, moved, self.alone[3])
+            first, others = self.rows[3][0], self.rows[3][1:]
+            stand_ins = [
+                (first + i * self.vocab_size // (_STAND_INS + 1)) % self.vocab_size for i in range(1, 1 + _STAND_INS)
+            ]
+            moved = self.answers([np.concatenate([[token], others]) for token in stand_ins])
+        self.measure(paddings, torch.cat(moved), self.alone[3].repeat(len(moved)))
 
     def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
         """What a difference means, by padded runs, and by an answer in other context beside that in its own."""
@@ -128,7 +136,11 @@ class RowsAlone:
         unit = rounding_unit(self.model)
         # A pooled head gives one number per row, so few that what they vary by is as often missed
         least = unit * scale * (NOISE_FACTOR if is_pooled(self.model) else 1)
-        self.tolerance = min(NOISE_FACTOR * self.noise + least, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
+        believed = min(NOISE_FACTOR * self.noise + least, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
+        # Where context does next to nothing, half the digits of that are less than this unit: not so much is asked for
+        self.tolerance = max(believed, min(least, LEAK_FRACTION * self.effect))
+        # Shapes stay the same when other rows change, and with them how a model rounds: here nothing is excused
+        self.leak_tolerance = min(believed, LEAK_FRACTION * self.effect)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         """How far answers are from what was expected."""

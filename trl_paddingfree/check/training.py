@@ -157,6 +157,50 @@ def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         yield found
 
 
+@contextmanager
+def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[str]]]:
+    """
+    Yield a function that names the frozen layers which got gradient in this context, for what they have computed, and
+    have passed none on to what they have computed it from: kernels for inference do that, without a word.
+    """
+    given, passed = dict[str, str](), set[str]()
+
+    def before(name: str, module: torch.nn.Module, args: tuple) -> tuple | None:
+        if not args or not _gets_gradient(args[0]):
+            return None
+        own = args[0].view_as(args[0])  # others may compute with it, too
+        own.register_hook(lambda gradient: passed.add(name) if name not in passed and _is_some(gradient) else None)
+        return (own, *args[1:])
+
+    def after(name: str, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        if not args or not _gets_gradient(args[0]):
+            return
+        answers = [x for x in (output if isinstance(output, tuple) else (output,)) if isinstance(x, torch.Tensor)]
+        answers = [x for x in answers if x.is_floating_point()]
+        note = partial(given.__setitem__, f"`{name}` ({type(module).__name__})")
+        for x in answers:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: note(name) if _is_some(gradient) else None)
+        if answers and not any(x.requires_grad for x in answers):
+            note(name)
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if any(x.ndim > 1 for x in own) and not any(x.requires_grad for x in own):
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
+                hooks.enter_context(module.register_forward_hook(partial(after, name)))
+        yield lambda: [layer for layer, name in given.items() if name not in passed]
+
+
+def _gets_gradient(x: Any) -> bool:
+    return torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _is_some(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and bool((gradient != 0).any())
+
+
 def gradients(
     loss: torch.Tensor, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]
 ) -> list[torch.Tensor | None]:

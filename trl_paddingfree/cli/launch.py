@@ -5,8 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from accelerate.commands import launch as accelerate_launch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
+from yaml import YAMLError
 
+from ..trainers import TRAINERS
+from ..trainers.configs import refuse_wrong_options
+from .options import NO
 from .train import check_names, make_parser, say_where
 
 SCRIPT = "trl_paddingfree.cli.train"
@@ -23,14 +28,26 @@ def launch(task: str, argv: list[str]) -> int:
     parsed: Any = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
+    refuse_wrong_options(training_args, TRAINERS[task])
     check_names(script_args, training_args, model_args, dataset_args)
-    say_where(training_args)
     script_args = without(argv, from_command_line)
+    launcher = accelerate_launch.launch_command_parser()
+    launcher.error = parser.error  # type: ignore[method-assign]  # in one line, too
+    args = launcher.parse_args([*launch_args, "--module", SCRIPT, task, *script_args])
+    if args.training_script != SCRIPT:
+        parser.error(f"unrecognized arguments: {args.training_script}")
+    say_where(training_args)
+    # Which defaults accelerate takes is no news to who has asked for nothing else
+    accelerate_launch.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     try:
-        command = [*launch_args, "--module", SCRIPT, task, *script_args]
-        accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(command))
+        accelerate_launch.launch_command(args)
     except subprocess.CalledProcessError as error:  # the script has said what went wrong
         return error.returncode
+    except ChildFailedError as error:  # the process that failed has said why
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else NO
+    except YAMLError as error:
+        raise ValueError(f"`--config_file` is no YAML: {' '.join(str(error).split())}") from error
     return 0
 
 

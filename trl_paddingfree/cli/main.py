@@ -3,14 +3,14 @@
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..trainers.configs import silence
-from .options import LOADING, NO, OK, TRAINING, make_parser, refuse
+from ..data.load import NAME_THE_DATA, refuse_missing
+from ..versions import naming_versions
+from .options import LOADING, NO, OK, TRAINING, make_parser, refuse, refuse_broken, spelled
 
 # As shells report processes that SIGINT or SIGPIPE ended
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -18,7 +18,6 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, of the process if none is given, and give its exit code."""
-    silence()
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         code = run(given)
@@ -32,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
 
 
+@naming_versions()
 def run(given: list[str]) -> int:
     """Run the command that the arguments name, and give its exit code."""
     # These have a parser of their own, with hundreds of options
@@ -48,16 +48,6 @@ def run(given: list[str]) -> int:
         if args.traceback:
             raise
         return refuse(args.command, error)
-
-
-def spelled(argv: Sequence[str]) -> list[str]:
-    """
-    The arguments, with names of options in one spelling: `--batch_size` and `--batch-size` are the same, as in TRL.
-
-    >>> spelled(["inspect", "my-pairs.jsonl", "--batch-size=4", "--max-length", "512"])
-    ['inspect', 'my-pairs.jsonl', '--batch_size=4', '--max_length', '512']
-    """
-    return [re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), given) for given in argv]
 
 
 def loaded(name: str, load: Callable[[], Any]) -> Any:
@@ -86,6 +76,10 @@ def print_json(value: dict[str, Any]) -> None:
 
 def inspect(args: argparse.Namespace) -> int:
     """`trl-paddingfree inspect`."""
+    at_least(1, args, "batch_size", "num_generations", "max_completion_length")
+    at_least(0, args, "max_length", "sample")
+    refuse_missing(args.dataset, NAME_THE_DATA)
+
     from rich.console import Console
     from rich.progress import track
     from transformers import AutoProcessor, AutoTokenizer
@@ -97,10 +91,10 @@ def inspect(args: argparse.Namespace) -> int:
     from ..data.task import task_of
     from ..data.turns import split_turns
     from ..trainers import TASKS
+    from ..trainers.configs import silence
     from .tables import print_memory, print_waste
 
-    at_least(1, args, "batch_size", "num_generations", "max_completion_length")
-    at_least(0, args, "max_length", "sample")
+    silence()
     progress = Console(stderr=True)
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
     if args.one_sample_per_turn:
@@ -166,6 +160,8 @@ def _memory(args: argparse.Namespace, report: Any) -> dict[str, Any] | None:
 
 def check(args: argparse.Namespace) -> int:
     """`trl-paddingfree check`."""
+    refuse_missing(args.model, "Name the model.")
+
     from rich.console import Console
 
     from ..check.report import check_model
@@ -183,30 +179,31 @@ def check(args: argparse.Namespace) -> int:
 
 def env(args: argparse.Namespace) -> int:
     """`trl-paddingfree env`."""
-    from ..check.machine import environment
+    from ..check.machine import hardware, software
 
-    found = environment()
     if args.json:
-        print_json(found)
+        print_json(software() | hardware())
         return OK
-    lines = []
-    for name, value in found.items():
-        if isinstance(value, dict):
-            lines += [f"- {entry}: {'not installed' if of is None else of}" for entry, of in value.items()]
-        else:
-            lines.append(f"- {name}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    for look in (software, hardware):  # versions at once: PyTorch, which is asked for devices, takes seconds to import
+        for name, value in look().items():
+            each = value.items() if isinstance(value, dict) else [(name, value)]
+            for title, found in each:
+                shown = ", ".join(found) or "none" if isinstance(found, list) else found
+                print(f"- {title}: {'not installed' if shown is None else shown}", flush=True)
     return OK
 
 
 def quickstart(args: argparse.Namespace) -> int:
     """`trl-paddingfree quickstart`."""
+    at_least(1, args, "steps", "sft_steps", "batch_size", "max_length")
+    for name in filter(None, (args.model, args.dataset_name)):
+        refuse_missing(name, "")
+
     import datasets
     from transformers.utils import logging
 
     from ..quickstart import compare
 
-    at_least(1, args, "steps", "sft_steps", "batch_size", "max_length")
     # One GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if args.model is None:  # what is tokenized, saved and loaded here takes no time
@@ -217,19 +214,13 @@ def quickstart(args: argparse.Namespace) -> int:
 
 def train(task: str, argv: list[str]) -> int:
     """`trl-paddingfree dpo`, `sft` and the others that train."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from yaml import YAMLError
-
-    from .launch import launch
-
     try:
+        refuse_broken(argv)
+
+        from .launch import launch
+
         return launch(task, argv)
-    except YAMLError as error:
-        return refuse(task, ValueError(f"the file of `--config` is no YAML: {' '.join(str(error).split())}"))
     except LOADING as error:  # configurations refuse some values
         if "--traceback" in argv:
             raise
         return refuse(task, error)
-    except ChildFailedError as error:  # the process that failed has said why
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else NO

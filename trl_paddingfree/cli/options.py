@@ -1,8 +1,14 @@
-"""The options of the commands."""
+"""The options of the commands, and what is said of wrong ones: all of it before anything large is imported."""
 
 import argparse
+import json
+import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
 
 OK, NO, WRONG_USE = 0, 1, 2
 # Errors of arguments, of names, and of packages that are missing
@@ -27,16 +33,109 @@ TRAINING = {
 }
 
 
+# Options of transformers and TRL that take JSON, or a file of it
+TAKES_JSON = re.compile(r"--(\w+_kwargs|\w+_config|deepspeed)")
+
+
 def refuse(command: str, error: Exception) -> int:
     """Say why a command cannot be carried out."""
-    sys.stderr.write(f"trl-paddingfree {command}: {error}\n")
+    notes = getattr(error, "__notes__", ())
+    sys.stderr.write("\n".join([f"trl-paddingfree {command}: {error}", *notes, ""]))
     return WRONG_USE
 
 
-def make_parser() -> argparse.ArgumentParser:
+class OneLineParser(argparse.ArgumentParser):
+    """Answers wrong arguments in one line, with what may have been meant: argparse shows all options there are."""
+
+    def known_options(self) -> list[str]:
+        """The names of all options."""
+        return re.findall(r"--\w+", self.format_usage())
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and exit."""
+        unknown = re.match(r"unrecognized arguments: .*?(--[\w-]+)", message)
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        meant: list[str] = []
+        if unknown:
+            meant = get_close_matches(_spelled(unknown[1]), self.known_options(), n=1, cutoff=0.7)
+        elif choice:
+            meant = get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
+        suggestion = f" Did you mean `{meant[0]}`?" if meant else f" `{self.prog} --help` lists all."
+        self.exit(WRONG_USE, f"{self.prog}: {message}.{suggestion}\n")
+
+
+def _spelled(argument: str) -> str:
+    """
+    The name of an option, with its value or without, in one spelling.
+
+    >>> _spelled("--batch-size=8")
+    '--batch_size=8'
+    """
+    return re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), argument)
+
+
+def spelled(argv: Sequence[str]) -> list[str]:
+    """
+    The arguments, with names of options in one spelling: `--batch_size` and `--batch-size` are the same, as in TRL.
+
+    >>> spelled(["inspect", "my-pairs.jsonl", "--batch-size=4", "--max-length", "512"])
+    ['inspect', 'my-pairs.jsonl', '--batch_size=4', '--max_length', '512']
+    """
+    return [_spelled(argument) for argument in argv]
+
+
+def refuse_broken(argv: Sequence[str]) -> None:
+    """Refuse JSON that is none, in an option, in its file, or in the YAML file of `--config`, and YAML that is none."""
+    given = [part for argument in spelled(argv) for part in argument.split("=", argument.startswith("--"))]
+    for name, value in pairwise([*given, ""]):
+        if name == "--config":
+            _refuse_broken_config(value)
+        elif name.startswith("--"):
+            _refuse_broken_json(name, value)
+
+
+def _refuse_broken_json(name: str, value: str, where: str = "") -> None:
+    text, what = value, " ".join(value.split())
+    if not TAKES_JSON.fullmatch(name):
+        return
+    if value.endswith(".json") and Path(value).is_file():
+        text, what = Path(value).read_text(encoding="utf-8"), f"the file {value}"
+    elif not value.startswith("{"):  # by which transformers tells JSON from names
+        return
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"`{name}`{where}: {what} is no JSON: {place}: {error.msg}.") from None
+
+
+def _told(error: Any) -> str:
+    """What the YAML parser says, in one line."""
+    if (mark := getattr(error, "problem_mark", None)) is None:  # bytes that are no text
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
+def _refuse_broken_config(path: str) -> None:
+    import yaml
+
+    if not path or path.startswith("--"):
+        raise ValueError("`--config` needs the name of a YAML file.")
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"`--config {path}` cannot be read: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"`--config {path}` is no YAML: {_told(error)}.") from None
+    for name, value in (config if isinstance(config, dict) else {}).items():
+        if isinstance(value, str):
+            _refuse_broken_json(f"--{name}", value, f" in {path}")
+
+
+def make_parser() -> OneLineParser:
     """The parser of all commands but those that hand their arguments on."""
     as_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="trl-paddingfree",
         description="TRL's trainers with next to no padding, and with shared prefixes computed once, exactly.",
         epilog="examples:\n"

@@ -87,9 +87,8 @@ def print_routes(report: ModelReport) -> None:
     table = Table("backend", "prefixes", "verdict", "error", "allowed", "leak", title=title, title_justify="left")
     for backend, (results, _) in report.backends.items():
         for result in results:
-            verdict = "failed" if result.failure else "exact" if result.passed else "WRONG"
             figures = [f"{figure:.1e}" for figure in (result.error, result.tolerance, result.leak)]
-            table.add_row(backend, "shared" if result.prefix_sharing else "not shared", verdict, *figures)
+            table.add_row(backend, "shared" if result.prefix_sharing else "not shared", result.verdict, *figures)
         if not results:
             table.add_row(backend, "", "not here")
     console = Console()

@@ -2,14 +2,16 @@
 
 import os
 import pkgutil
+import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 import trl.rewards
+from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
@@ -30,8 +32,8 @@ from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
 from ..memory.device import GIB
 from ..trainers import TRAINERS
-from ..trainers.configs import option, silence
-from .options import LOADING, TRACEBACK, refuse
+from ..trainers.configs import PaddingFreeOptions, option, silence
+from .options import LOADING, TRACEBACK, OneLineParser, refuse, refuse_broken
 
 
 @dataclass
@@ -96,15 +98,36 @@ class MessageArguments:
     traceback: bool = option(False, TRACEBACK)
 
 
+# Fields that only the options of this package have
+_OURS = {field.name for types in (PaddingFreeOptions, MessageArguments) for field in fields(types)}
+_OURS |= {field.name for field in fields(SFTScriptArguments)} - {field.name for field in fields(ScriptArguments)}
 # Script arguments of tasks that have more than others
 _ARGUMENTS: dict[str, Any] = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
 
 
-def make_parser(task: str, prog: str | None = None) -> TrlParser:
+class ScriptParser(OneLineParser, TrlParser):
+    """TRL's parser, with the options of this package in a group of their own, and short answers to wrong arguments."""
+
+    ours: Any = None  # the group
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        field = options.get("dest") or names[0].removeprefix("--")
+        if field not in _OURS:
+            return super().add_argument(*names, **options)
+        self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")
+        return self.ours.add_argument(*names, **options)
+
+    def known_options(self) -> list[str]:
+        """The names of all options: of the script, and of `accelerate launch`."""
+        launcher = re.findall(r"--\w+", launch_command_parser().format_usage())
+        return ["--config", "--accelerate_config", *super().known_options(), *launcher]
+
+
+def make_parser(task: str, prog: str | None = None) -> ScriptParser:
     """The parser of a task's script: its trainer's options, and those of the data and the model."""
     arguments = _ARGUMENTS.get(task, ScriptArguments)
     types: list[Any] = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig, MessageArguments]
-    parser = TrlParser(types, prog=prog)
+    parser = ScriptParser(types, prog=prog)
     if task == "reward":  # the adapters that its head goes with; TRL's default is that of a language model
         parser.set_defaults(lora_task_type="SEQ_CLS")
     if not torch.accelerator.is_available():  # what transformers asks for there, one error after the other
@@ -124,8 +147,12 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     silence()
     given = sys.argv[1:] if args is None else args
     try:
-        parsed = make_parser(task).parse_args_and_config(given, fail_with_unknown_args=not launched)
-        script_args, training_args, model_args, dataset_args, _ = parsed[:5]
+        refuse_broken(given)
+        parser = make_parser(task)
+        parsed: Any = parser.parse_args_and_config(given, return_remaining_strings=True)
+        script_args, training_args, model_args, dataset_args, _, unknown = parsed
+        if unknown and not launched:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if not launched:
             say_where(training_args)
         if isinstance(script_args, SFTScriptArguments):
@@ -228,7 +255,7 @@ def train(trainer: Any, script_args: Any, training_args: Any) -> None:
     trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:

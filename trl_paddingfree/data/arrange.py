@@ -12,6 +12,8 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 
+from .lengths import token_ids
+
 
 class StepSampler(Sampler[int]):
     """
@@ -101,5 +103,4 @@ def by_prefix(keys: Sequence[bytes]) -> Callable[[list[int]], list[int]]:
 
 def token_keys(dataset: Dataset, column: str) -> list[bytes]:
     """Of each example, what says how the token ids in a column start: equal ids are neighbours among them."""
-    rows = dataset.with_format("numpy", columns=[column])
-    return [np.asarray(row[column], dtype=np.int64).tobytes() for row in rows]
+    return [ids.astype(np.int64).tobytes() for (ids,) in token_ids(dataset, [column])]

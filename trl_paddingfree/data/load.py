@@ -1,9 +1,12 @@
 """Loading data: a mixture, a hub data set, a local folder or a local file."""
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datasets import Dataset, DatasetDict, load_dataset
-from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from trl import DatasetMixtureConfig, ScriptArguments
 
 # What `datasets` calls the loader of each kind of file
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -20,11 +23,36 @@ def refuse_missing(name: str | None, advice: str) -> None:
         raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
 
 
-def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, seed: int) -> DatasetDict:
+def broken_json(file: str) -> str:
+    """Where a file of JSON, one value or one in each line, is no JSON; empty if it is."""
+    import fsspec
+
+    with fsspec.open(file, "rt", encoding="utf-8", compression="infer") as opened:
+        text = opened.read()
+    try:
+        json.loads(text)
+        return ""
+    except json.JSONDecodeError as error:
+        # What follows the first of several values is extra data
+        if error.msg != "Extra data" and ".jsonl" not in Path(file).suffixes:
+            return f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}."
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            json.loads(line or "0")
+        except json.JSONDecodeError as error:
+            return f"line {number}, column {error.colno} is no JSON: {error.msg}."
+    return ""
+
+
+def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfig", seed: int) -> "DatasetDict":
     """
     The data that [`~trl.ScriptArguments`], with files also compressed, or [`~trl.DatasetMixtureConfig`] name. The
     latter's `test_split_size` also splits, by `seed`, a data set that has no test split of its own.
     """
+    from datasets import DatasetDict, load_dataset
+    from datasets.exceptions import DatasetsError
+    from trl import get_dataset
+
     if dataset_args.datasets:
         return get_dataset(dataset_args)
     name, streaming = script_args.dataset_name, script_args.dataset_streaming
@@ -36,7 +64,11 @@ def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, 
             raise ValueError(f"`--dataset_name {name}` ends in none of {', '.join(LOADERS)}: name a file that does.")
         if not file.stat().st_size:
             raise ValueError(f"`--dataset_name {name}` is an empty file.")
-        dataset = load_dataset(loader, data_files=name, streaming=streaming)
+        try:
+            dataset = load_dataset(loader, data_files=name, streaming=streaming)
+        except (ValueError, DatasetsError) as error:
+            reason = (broken_json(str(name)) if loader == "json" else "") or f"{error}. {error.__cause__ or ''}"
+            raise ValueError(f"`--dataset_name {name}` cannot be read: {reason}") from error
     else:
         dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
@@ -51,8 +83,10 @@ def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, 
     return dataset
 
 
-def load_rows(name: str, config: str | None = None, split: str = "train") -> Dataset:
+def load_rows(name: str, config: str | None = None, split: str = "train") -> "Dataset":
     """One split of a hub data set, in one of its configurations, of a folder or a file: as [`load_data`] reads it."""
+    from trl import DatasetMixtureConfig, ScriptArguments
+
     data = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)
     if split not in data:
         raise ValueError(f"{name} has no split {split!r}, it has {list(data)}: name one with `--dataset_train_split`.")

@@ -73,7 +73,7 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     options["remove_columns"] = [column for column in columns if column not in (*kept, *CUT)]
     turns = dataset.map(_cut, batched=True, with_indices=True, fn_kwargs={"kept": kept}, **options)
     if not is_stream:
-        places = np.asarray(turns.with_format("numpy")[PLACE], dtype=np.int64)
+        places = turns.select_columns([PLACE]).with_format("arrow")[:][PLACE].to_numpy()
         _report_lost(dataset, len(np.unique(places)))
         if seed is not None:
             order = np.random.default_rng(seed).permutation(len(dataset))

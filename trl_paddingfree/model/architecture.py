@@ -56,16 +56,19 @@ def beyond_varlen(model: torch.nn.Module) -> list[str]:
     return beyond + [word for name, word in others.items() if any(values.get(name) is not None for values in held)]
 
 
-def rotary_limits(config: Any) -> dict[str, int]:
-    """Kinds of rotary frequencies that follow the longest row of a batch, with the length from which on they do."""
-    parameters = config_value(config, "rope_parameters") or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per kind of layer
-    limits = {}
-    for kind in kinds:  # of these, transformers recomputes the frequencies in each forward, from the largest position
-        if kind.get("rope_type") == "longrope":
-            limits["longrope"] = kind["original_max_position_embeddings"]
-        elif "dynamic" in str(kind.get("rope_type")):
-            limits[kind["rope_type"]] = config.max_position_embeddings
+def rotary_limits(*configs: Any) -> dict[str, int]:
+    """Kinds of rotary frequencies that follow the longest row of a batch, with the least length from which they do."""
+    limits: dict[str, int] = {}
+    for config in configs:
+        parameters = config_value(config, "rope_parameters") or {}
+        kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # of kinds of layers
+        for kind in kinds:  # of these, transformers makes the frequencies in each forward, from the largest position
+            name, length = str(kind.get("rope_type")), config.max_position_embeddings
+            if name == "longrope":
+                length = kind["original_max_position_embeddings"]
+            elif "dynamic" not in name:
+                continue
+            limits[name] = min(length, limits.get(name, length))
     return limits
 
 

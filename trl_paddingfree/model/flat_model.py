@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import FlatBatch
+from ..versions import refuse_moved_head
 from .architecture import recompute_first
 from .attention import register_attention
 from .backends import ATTENTION_BACKENDS
@@ -50,6 +51,7 @@ class FlatModel:
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
         self.previous: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
         self.carries_state = carries_state(model)
+        self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
@@ -85,6 +87,7 @@ class FlatModel:
     def _bind(self) -> None:
         """Put our forward in the place of the model's."""
         depth, model = len(self.previous), self.model
+        refuse_moved_head(model.forward)
         self.previous.append(model.forward)
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
@@ -150,9 +153,27 @@ class FlatModel:
         return hidden_states(self, batch, scored)
 
     def prepare(self, batch: FlatBatch) -> None:
-        """Have as many layers recompute as the batch says: TRL sets all of them after each pass of its reference."""
-        if batch.recomputed is not None and torch.is_grad_enabled():
+        """
+        A flat batch is about to be computed: with gradients, have as many layers recompute as it says. TRL sets all of
+        them after each pass of its reference.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self.has_trained = True
+        if batch.recomputed is not None:
             recompute_first(self.recomputable, batch.recomputed)
+
+    @contextmanager
+    def must_train(self, trainer: Any) -> Iterator[None]:
+        """Within this context, a training step of `trainer` computes a flat batch here, or raises."""
+        self.has_trained = False
+        yield
+        if not self.has_trained:
+            raise RuntimeError(
+                f"A training step of {type(trainer).__name__} computed no flat batch, but rows with padding: its loss "
+                f"called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers that "
+                "generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
+            )
 
     @contextmanager
     def attention_as_before(self) -> Iterator[None]:

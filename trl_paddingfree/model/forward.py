@@ -98,6 +98,7 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) 
 
 
 def flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
+    """The arguments of a model that are flat tensors."""
     # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
     # of all rows, so a token counts once for each row that contains it
     positions = flat_positions(flat.model, batch)

@@ -21,7 +21,7 @@ from ..data.task import Task, task_of
 from ..trainers import TRAINERS
 from .data import instruction_data, preference_data
 from .model import make_model, make_tokenizer
-from .side_by_side import Trajectory, classes_of, differences, train_watched
+from .side_by_side import Trajectory, classes_of, differences, has_accelerator, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
@@ -31,6 +31,9 @@ FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2e-3, 0.1
 SFT_BATCH_SIZE = 16
 # A model from scratch sees each example so many times: too small to learn a rule, it learns these
 EPOCHS = 3
+# GiB of a process that its allocator may keep of one run and reuse in the next: less is no difference. What the
+# allocator of a device counts is exact
+MEMORY_NOISE = 0.1
 
 
 def texts(dataset: Dataset) -> Iterator[str]:
@@ -65,7 +68,7 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
     run = train_watched(
         *classes_of("sft", ours=True),
         console,
-        "SFT, padding-free",
+        "run 1 of 3: SFT, padding-free",
         model=model,
         processing_class=tokenizer,
         train_dataset=answers.select(range(min(len(answers), args.sft_steps * SFT_BATCH_SIZE))),
@@ -95,13 +98,13 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
         options |= {"learning_rate": 2e-4, "gradient_checkpointing": False}
         num_rows = num_rows // EPOCHS + 1
     data = data.select(range(min(len(data), num_rows)))
-    runs = {}
+    runs, done = {}, args.model is None and task.name == "dpo"  # whether SFT came before
     # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
-    for name in (OURS, PADDED):
+    for number, name in enumerate((OURS, PADDED), 1 + done):
         runs[name] = train_watched(
             *classes_of(task.name, ours=name == OURS),
             console,
-            f"{task.name.upper()}, {LABELS[name]}",
+            f"run {number} of {2 + done}: {task.name.upper()}, {LABELS[name]}",
             model=model,
             train_dataset=data,
             peft_config=LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None,
@@ -125,7 +128,11 @@ def summarize(task: Task, runs: dict[str, Trajectory]) -> dict[str, Any]:
         "last_loss": {PADDED: padded.losses[-1], OURS: ours.losses[-1]},
         "seconds": {PADDED: padded.seconds, OURS: ours.seconds},
         "tokens_computed": {PADDED: counts.padded, OURS: counts.computed},
+        # Of what padded TRL computes: the share that is padding, and that which another row of the batch has already
+        "saved_by_padding_free": 1 - counts.real / counts.padded,
+        "saved_by_sharing": (counts.real - counts.computed) / counts.padded,
         "peak_memory_gib": {PADDED: padded.memory, OURS: ours.memory},
+        "memory_noise_gib": 0.0 if has_accelerator() else MEMORY_NOISE,
         "speed_up": padded.seconds / ours.seconds,
         "loss_difference": difference,
         "loss_tolerance": tolerance,
@@ -141,6 +148,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
     def saved(name: str) -> str:
         padded = summary[name][PADDED]
+        if name == "peak_memory_gib" and not tells_memory(summary):
+            return "too little to tell"
         saving = 1 - summary[name][OURS] / padded if padded else 0.0
         return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
 
@@ -155,13 +164,27 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     ):
         table.add_row(title, form.format(summary[name][PADDED]), form.format(summary[name][OURS]), remark)
     console.print(table)
-    console.print(f"How: {summary['method']}.")
+    console.print(
+        f"How: {summary['method']}. Of the tokens that padded TRL computes, {summary['saved_by_padding_free']:.0%} are "
+        f"padding, and {summary['saved_by_sharing']:.0%} are computed in another row of the batch already."
+    )
+
+
+def tells_memory(summary: dict[str, Any]) -> bool:
+    """Whether the runs differ in memory by more than noise."""
+    padded, ours = (summary["peak_memory_gib"][name] for name in (PADDED, OURS))
+    return abs(padded - ours) > summary["memory_noise_gib"]
 
 
 def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> None:
     """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
-    bars = {"time": "seconds", "tokens": "tokens_computed", "memory": "peak_memory_gib"}
-    figures = {title: {label: summary[key][name] for name, label in LABELS.items()} for title, key in bars.items()}
+    bars = {"time, s": ("seconds", 1), "tokens": ("tokens_computed", 1)}
+    if tells_memory(summary):
+        bars["memory, MiB"] = ("peak_memory_gib", 1024)
+    figures = {
+        title: {label: factor * summary[key][name] for name, label in LABELS.items()}
+        for title, (key, factor) in bars.items()
+    }
     losses: dict[str, Any] = {label: runs[name].losses for name, label in LABELS.items()}
     plot_runs(losses, figures, summary["task"].upper(), path)
 
@@ -183,7 +206,9 @@ def run(args: argparse.Namespace) -> int:
     console, output_dir = Console(stderr=args.json), Path(args.output_dir)
     if args.model is None:
         torch.set_num_threads(1)  # in a model this small, threads wait for each other, for long on a busy machine
-    output_dir.mkdir(parents=True, exist_ok=True)
+    if not output_dir.exists():
+        output_dir.mkdir(parents=True)
+        (output_dir / ".gitignore").write_text("*\n")
     if args.dataset_name is None:
         data = preference_data(args.seed)
     else:
@@ -193,12 +218,15 @@ def run(args: argparse.Namespace) -> int:
     runs = compare(task, model, data, args, console)
     summary = summarize(task, runs)
     (output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    question, answer = sample(runs[OURS].trainer, data)
+    shown = dict[str, Any]()
+    if args.model is not None:  # one from scratch, minutes old, has no answer worth reading
+        shown["sample"] = dict(zip(("question", "answer"), sample(runs[OURS].trainer, data), strict=True))
     if args.json:
-        sys.stdout.write(json.dumps({**summary, "sample": {"question": question, "answer": answer}}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({**summary, **shown}, indent=2) + "\n")
     else:
         print_summary(summary, console)
-        console.print(f"\nAsked:    {question}\nAnswered: {answer}\n", markup=False)
+        for said in shown.values():
+            console.print(f"\nAsked:    {said['question']}\nAnswered: {said['answer']}\n", markup=False)
     drawn(lambda: draw(runs, summary, output_dir / "chart.png"), output_dir / "chart.png", console)
     if not summary["equal"]:
         console.print(

@@ -1,11 +1,12 @@
 """TRL's trainer and ours, made from the same arguments, watched as they train, and whatever both log compared."""
 
+import ctypes
 import gc
 import math
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -97,6 +98,8 @@ def watch_memory() -> Iterator[Callable[[], float]]:
         before = torch.accelerator.memory_allocated()
         yield lambda: (torch.accelerator.max_memory_allocated() - before) / 2**30
         return
+    with suppress(AttributeError):  # C libraries other than glibc keep less of what was freed for runs to reuse unseen
+        ctypes.CDLL(None).malloc_trim(0)
     watch = MemoryWatch()
     watch.start()
     try:

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from . import distillation, dpo, grpo, kto, reward, rloo, sft
+from ..versions import naming_versions
+
+with naming_versions():
+    from . import distillation, dpo, grpo, kto, reward, rloo, sft
 
 # Data is that of the first task whose columns it has
 TRAINERS: dict[str, Any] = {

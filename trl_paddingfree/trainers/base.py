@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedModel
-from trl.trainer.utils import get_config_model_id
 
 from .. import upstream
 from ..check.prove import UnprovenModelError
@@ -20,10 +19,11 @@ from ..memory.needs import HeadBytes, fused_head
 from ..memory.parts import Split
 from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
+from ..versions import naming_versions, refuse_moved_names
+from . import refusals
 from .checkpoints import ResumableTrainer, append_to_card
-from .configs import PaddingFreeOptions, refuse_wrong_options, silence
+from .configs import config_of, options_of, silence
 from .proving import StartUpCheck, base_of
-from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
 from .state import Flat, when_flat
 from .steps import Part, TrainingSteps
 
@@ -32,10 +32,11 @@ class FlatTrainer(ResumableTrainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
-    With TRL's own configuration, and its `padding_free=True` where it has that flag, the options of this package have
-    their defaults. TRL's default collator is taken over, any other has to give flat batches. With `padding_free=False`,
-    the trainer pads as TRL's does. What cannot be combined with flat batches raises a `ValueError` that names what to
-    change, and a model that does not treat a flat batch as separate sequences an [`UnprovenModelError`].
+    Without a configuration, and with TRL's own, our options have their defaults. With `padding_free=False`, the default
+    of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's default collator is taken over, any
+    other has to give flat batches. What cannot be combined with these raises a `ValueError` that names what to change,
+    a model that does not treat them as separate sequences an [`UnprovenModelError`], a training step that computes none
+    a `RuntimeError`, and a release of TRL that has moved what we need an `ImportError`.
 
     A subclass names TRL's trainer, its own task and configuration. Its arguments are those of TRL's trainer.
     """
@@ -66,6 +67,7 @@ class FlatTrainer(ResumableTrainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "trl_trainer" in vars(cls):
+            refuse_moved_names(cls)
             cls.__signature__ = inspect.signature(cls.trl_trainer)  # type: ignore[attr-defined]
 
     if not TYPE_CHECKING:  # for editors and type checkers, the constructor is that of TRL's trainer
@@ -76,18 +78,15 @@ class FlatTrainer(ResumableTrainer):
             del arguments["self"]
             self._init(arguments)
 
+    @naming_versions()
     def _init(self, arguments: dict[str, Any]) -> None:
         silence()
         self.counts = TokenCounts()
-        if arguments.get("args") is None:
-            model = arguments["model"]
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            arguments["args"] = self.config_class(f"{name.split('/')[-1]}-{self.trl_trainer._name}")
-        refuse_wrong_options(config := arguments["args"])  # again: they may have been set since
-        is_ours = isinstance(config, PaddingFreeOptions)
-        options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
+        arguments["args"] = config = config_of(type(self), arguments)
+        options = options_of(type(self), config)
         self.flat = Flat(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
         if self.flat.pads:
+            refusals.warn_of_padding(type(self), config)
             self.trl_trainer.__init__(self, **arguments)
             return
         self.refuse_arguments(arguments)
@@ -98,23 +97,23 @@ class FlatTrainer(ResumableTrainer):
             self.trl_trainer.__init__(self, **arguments)
         finally:
             config.padding_free = True
+        refuse_moved_names(type(self), self)
         self.padding_free = True
         if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
-            refuse_images(arguments)
+            refusals.refuse_images(arguments)
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
         # TRL may be done with the reference
         self.flat.models = [each for each in self.flat.models if each.model in bases]
-        self.refuse_data(given_datasets(arguments))
+        self.refuse_data(refusals.given_datasets(arguments))
         self.refuse_micro_batches()
         if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
             self.plan_steps()
 
     def refuse_arguments(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
-        refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
-        if self.flat.options.has_budget:
-            refuse_beside_budget(self.flat.options, arguments["args"])
+        refusals.refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
+        refusals.refuse_beside_budget(self.flat.options, arguments["args"])
 
     def collator_of(self, with_images: bool) -> Any:
         """The collator class that gives flat batches of data with or without images."""
@@ -152,7 +151,7 @@ class FlatTrainer(ResumableTrainer):
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
-        warn_of_dropout(flat.models[0].model, self.args)
+        refusals.warn_of_dropout(flat.models[0].model, self.args)
 
     def prove_placed(self, model: Any) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
@@ -176,7 +175,7 @@ class FlatTrainer(ResumableTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
         self.plan_steps()
-        step = super().training_step
+        step = self.flat.models[0].must_train(self)(super().training_step)
         if self.flat.steps is None:
             return step(model, self.started(inputs), num_items_in_batch)
         is_normalized = num_items_in_batch is not None
@@ -251,8 +250,8 @@ class FlatTrainer(ResumableTrainer):
         return width if any(width >= limit for limit in self.rotary_limits().values()) else None
 
     def rotary_limits(self) -> dict[str, int]:
-        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do."""
-        return architecture.rotary_limits(self.flat_base(self.model).config.get_text_config())
+        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
+        return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
 
     def _prepare_input(self, data: Any) -> Any:
         # transformers moves tensors and what holds them; batches in parts are made after the data loader has moved all
@@ -264,9 +263,9 @@ class FlatTrainer(ResumableTrainer):
 
     @property
     def method(self) -> str:
-        """How batches are computed, in words."""
+        """How batches are computed, in words: a training step that computes them otherwise is an error."""
         if self.flat.route is None:
-            return "TRL, with padding"
+            return "TRL, without padding" if getattr(self, "padding_free", False) else "TRL, with padding"  # TRL packs
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 

@@ -10,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import __version__
 from ..flat.counts import BatchCounts
+from ..versions import naming_versions
 from .state import Flat
 
 # What a model card says beside TRL's text
@@ -99,6 +100,7 @@ class ResumableTrainer(Trainer):
     flat: Flat
     args: Any
 
+    @naming_versions()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 

@@ -1,33 +1,55 @@
 """The options that this package adds to TRL's configurations."""
 
-import logging
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from transformers import TrainingArguments
+from transformers.utils import logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
+from trl.trainer.utils import get_config_model_id
 
+from .. import upstream
 from ..model.backends import BackendName
+
+logger = logging.get_logger(__name__)
 
 SHARING = "Whether to compute a prefix that several rows of a micro-batch share once."
 
 
 def silence() -> None:
-    """Silence warnings about names that TRL calls and transformers has renamed, and about kernels nobody asked for."""
+    """Silence warnings about names that TRL calls and transformers has renamed."""
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def refuse_wrong_options(config: Any) -> None:
+def config_of(trainer_class: Any, arguments: dict[str, Any]) -> Any:
+    """The configuration among the arguments of a trainer. Without one, ours, with a folder named as TRL names it."""
+    if (config := arguments.get("args")) is None:
+        model = arguments["model"]
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        config = trainer_class.config_class(f"{name.split('/')[-1]}-{trainer_class.trl_trainer._name}")
+    refuse_wrong_options(config, trainer_class)  # again: they may have been set since
+    return config
+
+
+def options_of(trainer_class: Any, config: Any) -> "PaddingFreeOptions":
+    """The options of a configuration. With one of TRL's they have the defaults of the trainer."""
+    is_ours = isinstance(config, PaddingFreeOptions)
+    return config if is_ours else PaddingFreeOptions(prefix_sharing=trainer_class.config_class.prefix_sharing)
+
+
+def refuse_wrong_options(config: Any, trainer_class: Any = None) -> None:
     """
     Refuse values that options of this package cannot have, in a configuration of ours or of TRL's, naming what to write
     in their place. Annotations say which: `bool` allows `True` and `False`, `int` whole numbers from 1, `Literal` its
-    words, and a union what any of its members allows.
+    words, and a union what any of its members allows. Of a trainer's class, also a `loss_type` that TRL does not know.
     """
+    if trainer_class is not None:
+        _refuse_unknown_loss(trainer_class, config)
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
         config.memory_budget = checked_budget(config.memory_budget)
@@ -38,6 +60,27 @@ def refuse_wrong_options(config: Any) -> None:
         if not any(_allows(kind, value) for kind in kinds):
             expected = " or ".join(_description(kind) for kind in kinds)
             raise ValueError(f"`{name}={value!r}` must be {expected}.{_suggestion(name, value, kinds)}")
+
+
+def _refuse_unknown_loss(trainer_class: Any, config: Any) -> None:
+    """
+    Some of TRL's trainers refuse an unknown loss in the first step, KTO's not at all. The losses of a subclass that
+    computes its own are not known here.
+    """
+    values = vars(config).get("loss_type")
+    if values is None:
+        return
+    default: Any = next(each for each in fields(config) if each.name == "loss_type")
+    defaults = default.default_factory() if callable(default.default_factory) else default.default
+    names, defaults = ([x] if isinstance(x, str) else x for x in (values, defaults))
+    trl_trainer, classes = trainer_class.trl_trainer, trainer_class.__mro__
+    own = [each for each in classes[: classes.index(trl_trainer)] if not each.__module__.startswith(__package__)]
+    if set(names) <= set(defaults) or any({"compute_loss", "_compute_loss"} & vars(each).keys() for each in own):
+        return
+    known = upstream.loss_types(trl_trainer)
+    if unknown := [name for name in names if name not in known and set(defaults) <= set(known)]:
+        expected, meant = ", ".join(map(repr, known)), _suggestion("loss_type", unknown[0], [tuple(known)])
+        raise ValueError(f"`loss_type={unknown[0]!r}` must be one of {expected}.{meant}")
 
 
 def _kinds(hint: Any) -> list[Any]:
@@ -85,6 +128,17 @@ def checked_budget(budget: float | str | None) -> float | str | None:
     if not 0 < gib < float("inf"):
         raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
     return gib
+
+
+def train_where_one_can(config: Any) -> None:
+    """
+    Choose the CPU and float32 on a machine without an accelerator, and say so, unless the precision or `use_cpu` is
+    set: TRL's default, bfloat16, is refused there until `use_cpu` is.
+    """
+    is_open = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
+    if is_open and not torch.accelerator.is_available():
+        config.use_cpu, config.bf16 = True, False
+        logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -159,6 +213,7 @@ class PaddingFreeOptions:
         silence()
         refuse_wrong_options(self)
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
+            train_where_one_can(self)
             super().__post_init__()  # type: ignore[misc]
 
 

@@ -99,7 +99,9 @@ class StartUpCheck:
         with self.progress.after(_PATIENCE):
             results = self._results_of(models)
         if self.accelerator.is_main_process:
-            logger.warning(f"Padding-free, {results[0]}. The start-up check took {time.perf_counter() - start:.1f} s.")
+            seconds = time.perf_counter() - start
+            logger.warning(f"Padding-free, {results[0].route}: exact on this model (checked in {seconds:.1f} s).")
+            logger.info(f"The start-up check: {results[0]}.")
             if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
         return results[0].route
@@ -144,17 +146,14 @@ class StartUpCheck:
         """Within this context, activations are recomputed if training will: its start turns that on, later."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
         wanted = self.args.gradient_checkpointing and trains
-        if not wanted or not base.supports_gradient_checkpointing or base.is_activation_checkpointing:
+        if not wanted or not base.supports_gradient_checkpointing:
             yield
             return
         options = dict(self.args.gradient_checkpointing_kwargs or {})
         for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
             options.pop(name, None)
-        base.activation_checkpointing_enable(options or None)
-        try:
+        with upstream.checkpointing(base, options or None):
             yield
-        finally:
-            base.activation_checkpointing_disable()
 
     def _why_no_gradients(self, model: Any) -> str:
         """Which engine stands between a model and its gradients; empty if none does."""

@@ -103,8 +103,9 @@ def _refuse_sequence_parallelism(config: Any) -> None:
         parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
     if parallelism is None:
         return
+    # Before accelerate 1.12 there is no sequence parallelism
     for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
-        if (size := vars(parallelism)[name]) > 1:
+        if (size := vars(parallelism).get(name, 1)) > 1:
             raise ValueError(
                 f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
                 f"and a flat batch is not made of rows. Set `{name}=1`, or `padding_free=False`."
@@ -135,8 +136,21 @@ def warn_of_dropout(model: Any, config: Any) -> None:
         )
 
 
+def warn_of_padding(trainer_class: Any, config: Any) -> None:
+    """Say that a trainer pads because one of TRL's configurations has `padding_free=False`, its default."""
+    if not isinstance(config, PaddingFreeOptions):
+        name, does = type(config).__name__, "packs" if vars(config).get("packing") else "pads"
+        logger.warning(
+            f"{trainer_class.__name__} {does} as TRL's {trainer_class.trl_trainer.__name__} does, because {name} has "
+            f"`padding_free=False`, its default. Set `{name}(padding_free=True)`, or use "
+            f"{trainer_class.config_class.__name__}."
+        )
+
+
 def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
     """Refuse optimizers that step within a backward pass, and beside `memory_budget` what moves activations."""
+    if not options.has_budget:
+        return
     optim = OptimizerNames(config.optim).value
     if "layerwise" in optim or "lomo" in optim:
         raise ValueError(

@@ -66,5 +66,24 @@ class _WhenFlat:
 
 
 def when_flat(method: Method) -> Method:
-    """Decorate an override of one of TRL's methods that is not called, but TRL's is, while the trainer pads."""
+    """
+    Decorate an override of one of TRL's methods that is not called, but TRL's is, while the trainer pads.
+
+    >>> from types import SimpleNamespace
+    >>> from trl_paddingfree import when_flat
+    >>> class TRLTrainer:
+    ...     def rows(self):
+    ...         return "padded"
+    >>> class OwnTrainer(TRLTrainer):
+    ...     @when_flat
+    ...     def rows(self):
+    ...         return "flat, not " + super().rows()
+    >>> trainer = OwnTrainer()
+    >>> trainer.flat = SimpleNamespace(pads=False)  # as a trainer's `__init__` sets it
+    >>> trainer.rows()
+    'flat, not padded'
+    >>> trainer.flat.pads = True
+    >>> trainer.rows()
+    'padded'
+    """
     return cast(Method, _WhenFlat(method))

@@ -1,0 +1,126 @@
+"""A trainer of this package computes flat batches, or says that it does not, and which option decides."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.helpers.dpo_runs import lora
+from tests.helpers.equivalence import run
+from tests.helpers.head_runs import COMMON, prompts, reward_model, score, unpaired
+from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data
+from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
+from trl_paddingfree.trainers import TRAINERS
+
+SEED = 411
+ON_CPU = {"bf16": False, "report_to": "none", "use_cpu": True, "save_strategy": "no", "max_steps": 1}
+
+
+class LosesTheBatch(PaddingFreeDPOTrainer):
+    """A loss of one's own that hands on the rows by name, and so not the flat batch."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        rows = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        return -model(**rows, labels=rows["input_ids"], fused_lm_head=True).log_probs.mean()
+
+
+class GoesAroundTheHead(PaddingFreeGRPOTrainer):
+    """Passes of one's own that ask the model for logits."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+        return logps, logps.detach(), None
+
+
+def arguments_of(task: str) -> dict[str, Any]:
+    """What each trainer needs beside a configuration."""
+    data = {"dpo": preference_data, "reward": preference_data, "sft": conversations, "kto": unpaired}.get(task, prompts)
+    model = reward_model() if task == "reward" else make_model()
+    made = {"model": model, "train_dataset": data(8, SEED), "processing_class": make_tokenizer()}
+    if task == "reward":
+        return made
+    return made | {"peft_config": lora()} | ({"reward_funcs": score} if task in ("grpo", "rloo") else {})
+
+
+def train(trainer_class: type, task: str, **options: Any) -> Any:
+    kwargs = arguments_of(task)
+    model, data = kwargs.pop("model"), kwargs.pop("train_dataset")
+    options = {**COMMON[task], "steps": 1, **options}
+    config = TRAINERS[task].config_class
+    return run(trainer_class, config, model=model, train_dataset=data, trainer_kwargs=kwargs, **options).trainer
+
+
+BUDGETS = [{}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}, {"memory_budget": 4}]
+
+
+@pytest.mark.parametrize("options", BUDGETS, ids=["whole", "parts", "budget"])
+@pytest.mark.parametrize(("trainer_class", "task"), [(LosesTheBatch, "dpo"), (GoesAroundTheHead, "grpo")])
+def test_a_training_step_that_computes_no_flat_batch_is_an_error(trainer_class, task, options):
+    message = f"A training step of {trainer_class.__name__} computed no flat batch, .* LlamaForCausalLM neither"
+    with pytest.raises(RuntimeError, match=message):
+        train(trainer_class, task, **options)
+
+
+@pytest.mark.parametrize(("trainer_class", "task"), [(LosesTheBatch, "dpo"), (GoesAroundTheHead, "grpo")])
+def test_with_padding_the_same_loss_is_none(trainer_class, task):
+    trainer = train(trainer_class, task, padding_free=False)
+    assert trainer.method == "TRL, with padding"
+
+
+def build(task: str, config: Any) -> Any:
+    return TRAINERS[task](args=config, **arguments_of(task))
+
+
+def config_of(task: str, folder, **options: Any) -> Any:
+    """TRL's own configuration for a task."""
+    return TRAINERS[task].trl_config(str(folder), **{**ON_CPU, **options})
+
+
+def said_by_us(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.trainers.refusals"]
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+def test_trls_configurations_train_flat_where_they_have_no_flag_and_say_so_where_they_pad(task, tmp_path, caplog):
+    config = config_of(task, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        trainer = build(task, config)
+    ours, theirs = type(trainer).__name__, type(config).__name__
+    if task in ("dpo", "sft"):
+        assert trainer.method == "TRL, with padding"
+        assert said_by_us(caplog) == [
+            f"{ours} pads as TRL's {trainer.trl_trainer.__name__} does, because {theirs} has `padding_free=False`, its "
+            f"default. Set `{theirs}(padding_free=True)`, or use {ours.replace('Trainer', 'Config')}."
+        ]
+    else:
+        assert trainer.method.startswith("padding-free")
+        assert said_by_us(caplog) == []
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_trls_flag_trains_flat_and_ours_pads_without_a_word(task, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert build(task, config_of(task, tmp_path, padding_free=True)).method.startswith("padding-free")
+        ours = TRAINERS[task].config_class(str(tmp_path), **ON_CPU, padding_free=False)
+        assert build(task, ours).method == "TRL, with padding"
+    assert said_by_us(caplog) == []
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+def test_without_a_configuration_it_trains_flat(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = TRAINERS[task].config_class
+    monkeypatch.setattr(TRAINERS[task], "config_class", lambda folder: made(folder, **ON_CPU))  # no GPU is here
+    assert build(task, None).method.startswith("padding-free")
+
+
+def test_what_trl_packs_is_not_called_padded(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = build("sft", config_of("sft", tmp_path, packing=True, max_length=32))
+    assert [said.partition(",")[0] for said in said_by_us(caplog)] == [
+        "PaddingFreeSFTTrainer packs as TRL's SFTTrainer does"
+    ]
+    trainer.train()
+    assert trainer.method == "TRL, without padding"
+    assert trainer.total_counts().padded == trainer.total_counts().real

@@ -1,0 +1,159 @@
+"""What the trainers take of TRL's and transformers', and the error that names what a release has moved.
+
+It imports next to nothing, so that it can speak where the import of another package fails.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from traceback import walk_tb
+from typing import Any
+
+# The lowest and newest versions that the tests run with: those of pyproject.toml, which is not in the wheel
+TESTED = {
+    "torch": ("2.11.0", "2.15.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+    "trl": ("1.16.0", "1.16.0"),
+    "peft": ("0.19.1", "0.21.2"),
+    "accelerate": ("1.10.1", "1.15.0"),
+    "datasets": ("4.7.0", "5.2.0"),
+}
+
+# What our trainers extend, call or read: names of the class, without which an extension of ours would never be called
+_OF_GENERATING = ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs", "_tokenize_prompts")
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "Trainer": (
+        *("_get_train_sampler", "_issue_warnings_after_load", "_load_best_model", "_load_from_checkpoint"),
+        *("_load_rng_state", "_prepare_input", "_prepare_inputs", "_save_checkpoint", "_save_rng_state"),
+        *("_set_signature_columns_if_needed", "compute_loss", "create_model_card", "get_train_dataloader", "log"),
+        *("prediction_step", "train", "training_step"),
+    ),
+    "DPOTrainer": ("_name", "_precompute_ref_logps", "_prepare_dataset", "compute_ref_log_probs"),
+    "KTOTrainer": ("_name", "_compute_kl_logps", "_precompute_ref_logps", "_prepare_dataset", "compute_ref_log_probs"),
+    "SFTTrainer": ("_name", "_prepare_dataset"),
+    "RewardTrainer": ("_name", "_prepare_dataset"),
+    "GRPOTrainer": ("_name", *_OF_GENERATING),
+    "RLOOTrainer": ("_name", *_OF_GENERATING),
+    "DistillationTrainer": (
+        *("_compute_loss", "_generate_single_turn", "_get_last_hidden_state", "_name", "_prepare_inputs"),
+        "_tokenize_prompts",
+    ),
+}
+# And attributes that the `__init__` of the class sets
+_METRICS = ("_metrics", "_total_train_tokens")
+INSTANCE_NAMES: dict[str, tuple[str, ...]] = {
+    "Trainer": ("_signature_columns", "_train_batch_size"),
+    "DPOTrainer": (*_METRICS, "_is_vision_dataset", "_tokenizer"),
+    "KTOTrainer": (*_METRICS, "_tokenizer"),
+    "SFTTrainer": (*_METRICS, "_is_vision_dataset", "_tokenizer"),
+    "RewardTrainer": _METRICS,
+    "GRPOTrainer": (*_METRICS, "_buffered_inputs", "_entropy_window_stats", "_last_world_entropy", "_step"),
+    "RLOOTrainer": (*_METRICS, "_buffered_inputs", "_step"),
+    "DistillationTrainer": (*_METRICS, "_buffered_inputs", "_forward_redirection", "_step"),
+}
+
+
+class MovedNameError(ImportError):
+    """
+    A name that this package takes of another one is not where the tested versions have it: `place`, of `package`, has
+    no `name`, which `user` needs.
+    """
+
+    def __init__(self, package: str, place: str, name: str, user: str):
+        packages = dict.fromkeys([package, *untested()])
+        super().__init__(
+            f"`{place}` has no `{name}`, which `{user}` needs. {installed(packages)} Install tested versions, or "
+            "a newer trl-paddingfree."
+        )
+
+
+def installed(packages: Any) -> str:
+    """A sentence with the installed and the tested versions of packages."""
+    found = []
+    for package in packages:
+        lowest, newest = TESTED[package]
+        tested = lowest if lowest == newest else f"{lowest} to {newest}"
+        found.append(f"{package} {_version(package)} (tested: {tested})")
+    return f"Installed: {', '.join(found)}."
+
+
+def untested() -> list[str]:
+    """The packages that are installed in a version which is older or newer than those that are tested."""
+    from packaging.version import InvalidVersion, Version
+
+    found = []
+    for package, (lowest, newest) in TESTED.items():
+        try:
+            is_tested = Version(lowest) <= Version(Version(_version(package)).public) <= Version(newest)
+        except InvalidVersion:
+            is_tested = False
+        found += [] if is_tested else [package]
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # imported from a folder
+        return "of unknown version"
+
+
+@contextmanager
+def naming_versions() -> Iterator[None]:
+    """
+    Within this context, or in a function that it decorates, an import of ours that fails for a name of a tested package
+    raises a [`MovedNameError`]. Other errors, but our refusals, carry a note with the versions that are not tested.
+    """
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        module = frame.f_globals.get("__name__", "")
+        is_ours = module.partition(".")[0] == __package__
+        if is_ours and isinstance(error, ImportError) and (moved := _moved_import(error, module)) is not None:
+            raise moved from error
+        is_named = isinstance(error, MovedNameError) or is_ours and type(error) is ValueError
+        packages = [] if is_named else untested()
+        note = f"This may be a matter of versions. {installed(packages)}"
+        if packages and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _moved_import(error: ImportError, module: str) -> MovedNameError | None:
+    """What a failed import in one of our modules means, if it is of a name in a tested package."""
+    name, place = error.name or "", ""
+    if isinstance(error, ModuleNotFoundError):
+        place, _, name = name.rpartition(".")
+    elif found := re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error)):
+        name, place = found.groups()
+    package = place.partition(".")[0]
+    return MovedNameError(package, place, name, module) if package in TESTED else None
+
+
+def refuse_moved_names(trainer_class: Any, trainer: Any = None) -> None:
+    """
+    Refuse a trainer class whose TRL trainer lacks names that ours extends or calls; told of a `trainer`, which TRL has
+    made, one that lacks attributes.
+    """
+    trl_trainer, names = trainer_class.trl_trainer, CLASS_NAMES if trainer is None else INSTANCE_NAMES
+    found = {*dir(trl_trainer), *({} if trainer is None else vars(trainer))}
+    for base in trl_trainer.__mro__:
+        package = base.__module__.partition(".")[0]
+        for name in names.get(base.__name__, ()) if package in TESTED else ():
+            if name not in found:
+                raise MovedNameError(package, base.__name__, name, trainer_class.__name__)
+
+
+def refuse_moved_head(forward: Callable) -> None:
+    """Refuse a forward with TRL's fused LM head, under whatever wrappers, that takes no labels already shifted."""
+    function: Any = getattr(forward, "__func__", forward)
+    while function is not None:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        if "fused_lm_head" in parameters:
+            if "shift_labels" not in parameters:
+                raise MovedNameError("trl", "trl.trainer.utils.add_fused_lm_head", "shift_labels", "FlatModel")
+            return
+        function = getattr(function, "__wrapped__", None)
