@@ -48,7 +48,7 @@ class MemoryNeeds:
     """
 
     fixed: int  # bytes that do not depend on the micro-batch: weights, gradients, state of the optimizer
-    kept: ArrayLike  # (layers, loads): bytes that each layer keeps per unit of each load, if it does not recompute
+    kept: ArrayLike  # (layers, loads): bytes saved per unit of each load by a layer that does not recompute
     recomputed: ArrayLike  # the same, if it does
     outside: ArrayLike  # (loads,): the same, of what lies outside of the layers
     head: ArrayLike  # (loads,): of what the LM head works with for a time

@@ -77,7 +77,7 @@ class MemoryBudget:
         return self.peak(batch, 0) + beside <= self.budget
 
     def most_tokens(self, batch: FlatBatch) -> int:
-        """The most tokens that fit, of which so much is scored, shared and so on as of a batch."""
+        """The most tokens that fit, if they are scored and shared in the proportions of a batch."""
         sizes, tokens = load(batch, self.route, self.measured.device), batch.counts.computed
         return self.needs.most_tokens(lambda part: np.array([1, *(sizes[1:] * part / tokens)]), self.budget)
 
