@@ -252,7 +252,10 @@ def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
 
 def takes_state_boundaries(module: torch.nn.Module) -> bool:
     """Whether a layer with a state keeps the rows of one long axis apart, told of their boundaries."""
-    missing = missing_state_kernels(type(module).forward)
+    forward = type(module).forward
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in inspect.signature(forward).parameters.values()):
+        return False  # the convolution of LFM2's mixtures takes no boundaries by these names before transformers 5.22
+    missing = missing_state_kernels(forward)
     return bool(missing) and all(_STATE_FUNCTIONS[name] and package is None for name, package in missing.items())
 
 
