@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..flat.batch import FlatBatch
+from ..flat.batch import FlatBatch, Inputs
 from ..model import architecture
 from ..model.forward import is_allocation_failure, is_pooled
 from ..model.restored import buffers_restored
@@ -130,7 +130,7 @@ class RowsInTraining:
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
             self.lost = lost()  # frozen layers that pass no gradient on
 
-    def answers(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def answers(self, inputs: Inputs) -> torch.Tensor:
         """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""
         output = self.call(**inputs)
         if not is_pooled(self.model):
@@ -138,7 +138,7 @@ class RowsInTraining:
         return output.logits.sum(1, keepdim=True).expand(-1, inputs["input_ids"].size(1) - 1)
 
     def differentiate(
-        self, inputs: dict[str, Any], rows: tuple[int, ...] = (0, 1, 2, 3), of: tuple[int, ...] | None = None
+        self, inputs: Inputs, rows: tuple[int, ...] = (0, 1, 2, 3), of: tuple[int, ...] | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """
         Log-probabilities, and gradients of the losses of `rows` at the embeddings and of small parameters.
@@ -227,7 +227,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     return GradientResult(errors[worst], worst, tolerance, skipped=skipped, notes=tuple(notes))
 
 
-def _wrong_answers(reference: RowsInTraining, inputs: dict[str, Any]) -> str:
+def _wrong_answers(reference: RowsInTraining, inputs: Inputs) -> str:
     """How far flat answers are from those of the rows alone, if that is more than padding explains."""
     alone, wide = reference.log_probs, len(reference.rows[0]) + 5  # another width is another draw of the noise
     wrong = _relative(reference.differentiate(inputs)[0], alone)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import upstream
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set, modes_restored, random_state_restored
 from ..model.state_layers import is_state_layer
@@ -78,7 +78,7 @@ def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
     return rows
 
 
-def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 0, **flat: Any) -> dict[str, Any]:
+def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 0, **flat: Any) -> Inputs:
     """Arguments by which a model computes rows: padded to `width`, or flat if told how. Pooled heads score no token."""
     pooled, pad_token_id = is_pooled(model), 0
     if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
@@ -89,7 +89,7 @@ def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 
         padded[: len(row)] = torch.from_numpy(row)
     attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
     labels = input_ids.masked_fill((attention_mask == 0) | pooled, IGNORE_INDEX)  # pooled heads read rows, not tokens
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    inputs: Inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if flat:
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
     if not pooled:

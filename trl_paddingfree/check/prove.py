@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from threading import Timer
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -201,7 +200,7 @@ class UnprovenModelError(ValueError):
 class Progress:
     """Says what a check does, and what it will do then, once it has taken longer than some seconds."""
 
-    def __init__(self, say: Callable[[str], Any]):
+    def __init__(self, say: Callable[[str], None]):
         self.say, self.doing, self.is_long = say, "", False
 
     def __call__(self, doing: str) -> None:
@@ -235,7 +234,7 @@ def prove(
     agree: Callable[[bool], bool] = bool,
     trains: bool = True,
     no_gradients: str = "",
-    tell: Callable[[str], Any] = lambda doing: None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> tuple[CheckResult, list[CheckResult]]:
     """
     Find the first exact route, and install it: the result that passed, and those that failed before it.

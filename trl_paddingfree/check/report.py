@@ -68,7 +68,7 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
 
 
 def try_backends(
-    model: PreTrainedModel, tell: Callable[[str], Any] = lambda doing: None
+    model: PreTrainedModel, tell: Callable[[str], None] = lambda doing: None
 ) -> dict[str, tuple[list[CheckResult], str]]:
     """What every backend makes of a model, with shared prefixes and without, or why it cannot serve it."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
@@ -91,7 +91,7 @@ def check_model(
     name: str,
     dtype: str = "auto",
     attn_implementation: str | None = None,
-    tell: Callable[[str], Any] = lambda doing: None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> ModelReport:
     """
     Run the start-up check on a causal language model or a reward model with every backend that this machine offers,

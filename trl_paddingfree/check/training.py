@@ -193,7 +193,7 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
         yield lambda: [layer for layer, name in given.items() if name not in passed]
 
 
-def _gets_gradient(x: Any) -> bool:
+def _gets_gradient(x: object) -> bool:
     return torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
 
 

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from .. import upstream
@@ -38,7 +44,7 @@ _TYPES = ("layer_types", "mlp_layer_types")
 KEPT_BY_KERNELS = "kept_by_kernels"
 
 
-def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
+def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
     """
     What micro-batches need in training a model of `config` by `tuning`, `"full"`, `"lora"` or `"qlora"` (r=16 on all
     linear layers): beside reference models, and with attention that keeps what flash attention does on GPUs, or, unless
@@ -79,7 +85,7 @@ def training_needs(config: Any, tuning: str, num_references: int, as_kernels: bo
     return MemoryNeeds(fixed, every.kept, every.recomputed, every.outside, head, (BYTES * columns, rows), working)
 
 
-def _first_layers(config: Any, number: int) -> Any:
+def _first_layers(config: PreTrainedConfig, number: int) -> Any:
     """A model of the first layers, with a small vocabulary."""
     small = copy.deepcopy(config)
     text = small.get_text_config()

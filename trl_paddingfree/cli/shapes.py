@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
+
+Shape = dict[str, Any]  # fields of a configuration
 
 
 def decoder(
     model_type: str, hidden: int, inner: int, layers: int, heads: int, key_heads: int, words: int, tied: bool = True
-) -> dict[str, Any]:
+) -> Shape:
     """The shape of a decoder, for [`~transformers.AutoConfig`]."""
     return {
         "model_type": model_type,
@@ -22,7 +24,7 @@ def decoder(
 
 
 # Sizes from the configurations that the models were published with
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, Shape] = {
     "llama-3-8b": decoder("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
     "llama-3.2-1b": decoder("llama", 2048, 8192, 16, 32, 8, 128256),
     "qwen2.5-0.5b": decoder("qwen2", 896, 4864, 24, 14, 2, 151936),
@@ -33,6 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_config(name: str, shapes: dict[str, dict[str, Any]] = SHAPES) -> Any:
+def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConfig:
     """The configuration of a named shape, or of a folder or model id."""
     return AutoConfig.for_model(**shapes[name]) if name in shapes else AutoConfig.from_pretrained(name)

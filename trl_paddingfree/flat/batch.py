@@ -115,8 +115,8 @@ class FlatBatch(HasTensors):
                 `L` and the column in which each row begins, if the padded rows that the batch stands for are wider than
                 the longest row, or have padding on the left.
             reach (`int`, *optional*):
-                Length that positions tell of even if no row has it: rotary frequencies that follow the longest row
-                follow the padding of padded rows. Costs one token of padding.
+                Treat the longest row as this long, so that rotary frequencies that depend on the length match those of
+                the padded batch. Costs one token of padding.
             num_scored (`int`, *optional*):
                 That of the batch.
             images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):

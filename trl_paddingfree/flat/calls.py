@@ -12,7 +12,7 @@ import numpy as np
 
 from .layout import FlatLayout, RowIndex
 
-# Query-key pairs of padding that a segment may cost for not having a call of its own, and their share of its own pairs.
+# Padding, in query-key pairs, allowed when a segment joins another's call, and its share of the segment's own pairs.
 # On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
 PAIRS_OF_A_CALL, PADDED_SHARE = 1024, 1
 # Bringing states into the order of the calls, and answers out of it, costs as much as some calls

@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
@@ -123,7 +123,7 @@ def count_kept_bytes(
     route: Route,
     call: Callable[..., Any] | None = None,
     device: torch.device | None = None,
-    with_images: Sequence[dict[str, Any]] = (),
+    with_images: Sequence[Inputs] = (),
     **arguments: Any,
 ) -> KeptBytes:
     """
@@ -160,7 +160,7 @@ def count_kept_bytes(
     return KeptBytes(kept, recomputed, largest, _per_load(sizes, np.array(outside), _GROWING))
 
 
-def _as_inputs(batch: FlatBatch) -> dict[str, Any]:
+def _as_inputs(batch: FlatBatch) -> Inputs:
     """The arguments with which TRL's trainers call the model."""
     input_ids = batch.input_ids[0][batch.row_index]
     labels = torch.full_like(input_ids, IGNORE_INDEX)  # the flat batch says what the head computes

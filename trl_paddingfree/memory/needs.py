@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from transformers import PreTrainedModel
 
 from .. import upstream
 from ..model.forward import is_pooled
@@ -47,7 +48,7 @@ class MemoryNeeds:
     """
 
     fixed: int  # bytes that do not depend on the micro-batch: weights, gradients, state of the optimizer
-    kept: ArrayLike  # (layers, loads): bytes that each layer keeps per unit of each load, if it does not recompute
+    kept: ArrayLike  # (layers, loads): bytes saved per unit of each load by a layer that does not recompute
     recomputed: ArrayLike  # the same, if it does
     outside: ArrayLike  # (loads,): the same, of what lies outside of the layers
     head: ArrayLike  # (loads,): of what the LM head works with for a time
@@ -151,7 +152,7 @@ class HeadBytes:
     kept: int = 0  # per scored token, what it keeps for the backward pass beyond what TRL's fused head does
 
 
-def fused_head(model: Any, *others: Any) -> HeadBytes:
+def fused_head(model: PreTrainedModel, *others: PreTrainedModel) -> HeadBytes:
     """
     Bytes of TRL's head on the first of models, which is trained. The fused LM head works in tiles, and adds gradients
     up in float32; a pooled head, with one value per row, needs nothing to speak of.
@@ -175,7 +176,7 @@ def needs_of(kept: KeptBytes, fixed: int, head: HeadBytes) -> MemoryNeeds:
     return MemoryNeeds(fixed, kept.kept, kept.recomputed, outside, summed, head.tile, working)
 
 
-def fixed_bytes(models: Sequence[Any], optimizer: tuple[type, dict[str, Any]], held: int = 0) -> int:
+def fixed_bytes(models: Sequence[torch.nn.Module], optimizer: tuple[type, dict[str, Any]], held: int = 0) -> int:
     """
     Weights of all models, or the bytes that are `held` before training, if other tensors make these more; and gradients
     and optimizer state of what is trained of the first.

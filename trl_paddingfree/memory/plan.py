@@ -16,7 +16,7 @@ from accelerate import Accelerator, DistributedType
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from ..flat.batch import FlatBatch
+from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import of_all_processes
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
@@ -77,7 +77,7 @@ class MemoryBudget:
         return self.peak(batch, 0) + beside <= self.budget
 
     def most_tokens(self, batch: FlatBatch) -> int:
-        """The most tokens that fit, of which so much is scored, shared and so on as of a batch."""
+        """The most tokens that fit, if they are scored and shared in the proportions of a batch."""
         sizes, tokens = load(batch, self.route, self.measured.device), batch.counts.computed
         return self.needs.most_tokens(lambda part: np.array([1, *(sizes[1:] * part / tokens)]), self.budget)
 
@@ -107,7 +107,7 @@ class MemoryBudget:
             "or lower `per_device_train_batch_size`."
         )
 
-    def why_not_again(self, accelerator: Any) -> str:
+    def why_not_again(self, accelerator: Accelerator) -> str:
         """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
         if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
             return (
@@ -173,7 +173,7 @@ class MemoryBudget:
             )
         return changed
 
-    def figures(self, accelerator: Any) -> dict[str, float]:
+    def figures(self, accelerator: Accelerator) -> dict[str, float]:
         """Figures since the last call: over all processes the mean share of layers, and the highest prediction."""
         counts = [self.micro_batches * len(self.layers), self.recomputed, self.predicted / GIB, self.budget / GIB]
         gathered = of_all_processes(counts, accelerator)
@@ -207,14 +207,14 @@ class MemoryBudget:
         self.needs = replace(self.needs, correction=state["correction"], fixed=fixed)
 
 
-def is_sharded(accelerator: Any) -> bool:
+def is_sharded(accelerator: Accelerator) -> bool:
     """Whether a recomputation gathers weights from other processes, so that all must recompute as many layers."""
     plugin = accelerator.state.deepspeed_plugin
     is_zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
     return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
 
 
-def adds_up_shards(accelerator: Any) -> bool:
+def adds_up_shards(accelerator: Accelerator) -> bool:
     """Whether each backward pass adds shards of gradients up: FSDP's do, but where its first version offloads them."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return False
@@ -231,9 +231,9 @@ class Training:
     wrapped: torch.nn.Module  # that one, as an engine wraps it
     optimizer: Any  # the one that trains; or, before there is one, its class and the arguments of that
     precision: AbstractContextManager  # in which the models are called
-    arguments: dict[str, Any]  # what training gives the model beside a batch
+    arguments: Inputs  # what training gives the model beside a batch
     head: HeadBytes  # of what the loss puts on the model that is trained
-    images: Sequence[dict[str, Any]]  # arguments of calls with images, which differ in their number; none for text
+    images: Sequence[Inputs]  # arguments of calls with images, which differ in their number; none for text
 
 
 def plan_memory(option: float | str, flat: FlatModel, training: Training, peak: PeakMemory) -> MemoryBudget:

@@ -126,7 +126,7 @@ def forward_in_parts(
 ) -> Any:
     """
     The answer of TRL's head to rows that the model computes in parts, one after another, with the gradients of the
-    whole. Logits of rows would not fit in parts either: another head is refused.
+    whole. Only the fused head is supported: whole logits would not fit in parts either.
 
     The loss is the caller's, over all rows: one that couples rows is as exact as any other.
     """

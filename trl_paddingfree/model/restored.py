@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 @contextmanager
 def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within this context, attributes of objects have these values; afterwards what they had, or none of their own."""
+    """Sets attributes of objects within the context; restores them afterwards, or deletes those that were not there."""
     values = [*values]
     before = [(holder, name, name in vars(holder), vars(holder).get(name)) for holder, name, _ in values]
     for holder, name, value in values:

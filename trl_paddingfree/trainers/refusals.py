@@ -179,7 +179,7 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
 
 
 def refuse_lost_gradients(deepspeed_plugin: Any, config: Any) -> None:
-    """Refuse parts above a loss under ZeRO-2 that offloads the optimizer, and drops gradients between passes."""
+    """ZeRO-2 with an offloaded optimizer keeps the gradients of the last part only: refuse it."""
     if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
         return
     offload = deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
