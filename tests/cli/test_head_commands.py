@@ -99,3 +99,12 @@ def test_inspect_counts_prompts_with_their_completions(capsys, tmp_path, model_d
     assert (row["padded_slots"], row["real_tokens"]) == (8 * 15, 4 * 13 + 4 * 15)
     # Each completion follows a copy of the prompt's last token of its own
     assert row["computed_tokens"] == (2 + 4 * 11) + (4 + 4 * 11)
+
+
+def test_a_teacher_that_is_not_named_or_not_there_is_said_in_one_line(capsys, model_dir):
+    argv = ["distillation", "--model_name_or_path", model_dir, "--dataset_name", "x", "--use_cpu", "true"]
+    teachers = ([], "Name the teacher: `--teacher_model_name_or_path`"), (["./none"], "'./none' is no file or folder")
+    for teacher, message in teachers:
+        named = [x for name in teacher for x in ("--teacher_model_name_or_path", name)]
+        assert main([*argv, "--bf16", "false", *named]) == 2
+        assert f"trl-paddingfree distillation: {message}" in capsys.readouterr().err

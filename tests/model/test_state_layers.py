@@ -34,7 +34,7 @@ from trl_paddingfree import (
 from trl_paddingfree.check.prove import prove
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.pieces import groups_of_like_length
-from trl_paddingfree.model import state_layers, state_tree
+from trl_paddingfree.model import architecture, state_layers, state_tree
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
@@ -367,3 +367,9 @@ def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
     parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
     flat = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **models(), **options, **parts)
     assert_same(padded, flat)
+
+
+def test_models_without_positions_have_no_rotary_limits():
+    config = tiny_model("mamba2").config
+    assert not hasattr(config, "max_position_embeddings")
+    assert architecture.rotary_limits(config) == {}

@@ -63,10 +63,12 @@ def rotary_limits(*configs: Any) -> dict[str, int]:
         parameters = config_value(config, "rope_parameters") or {}
         kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # of kinds of layers
         for kind in kinds:  # of these, transformers makes the frequencies in each forward, from the largest position
-            name, length = str(kind.get("rope_type")), config.max_position_embeddings
+            name = str(kind.get("rope_type"))
             if name == "longrope":
                 length = kind["original_max_position_embeddings"]
-            elif "dynamic" not in name:
+            elif "dynamic" in name:
+                length = config.max_position_embeddings
+            else:
                 continue
             limits[name] = min(length, limits.get(name, length))
     return limits
