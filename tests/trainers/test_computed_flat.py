@@ -38,9 +38,12 @@ def arguments_of(task: str) -> dict[str, Any]:
     data = {"dpo": preference_data, "reward": preference_data, "sft": conversations, "kto": unpaired}.get(task, prompts)
     model = reward_model() if task == "reward" else make_model()
     made = {"model": model, "train_dataset": data(8, SEED), "processing_class": make_tokenizer()}
-    if task == "reward":
-        return made
-    return made | {"peft_config": lora()} | ({"reward_funcs": score} if task in ("grpo", "rloo") else {})
+    others = {
+        "grpo": {"reward_funcs": score},
+        "rloo": {"reward_funcs": score},
+        "distillation": {"teacher_model": make_model(seed=1)},
+    }
+    return made if task == "reward" else made | {"peft_config": lora()} | others.get(task, {})
 
 
 def train(trainer_class: type, task: str, **options: Any) -> Any:

@@ -88,7 +88,8 @@ def test_precomputed_references_are_computed_flat(data, monkeypatch):
     monkeypatch.setattr(flat_model, "flat_forward", lambda *args, **kw: calls.append(1) or flat_forward(*args, **kw))
     trained = train("kto", "shared", with_reference, data, steps=1, precompute_ref_log_probs=True)
     before_training = len(trained.trainer.train_dataset) // 4 * 2
-    checks = 2 * 6  # of two models: rows, twice with other tokens, twice with gradients, beyond the positions
+    # Of both models: rows, twice with other tokens, beyond the positions. With gradients twice, without them once
+    checks = 2 * 4 + 2 + 1
     assert len(calls) == before_training + checks + 2
 
 

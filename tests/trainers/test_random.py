@@ -26,7 +26,7 @@ def test_a_random_draw_trains_as_padded_trl_does(seed):
 
 @pytest.mark.parametrize("seed", [49, 51, 60, 99, 122, 228])
 def test_draws_are_compared_and_not_all_refused(seed):
-    assert outcome(seed)["verdict"] == "same"
+    assert outcome(seed)["verdict"] in ("same", "same in float64")
 
 
 def test_draws_reach_every_model_and_repeat_by_their_seed():
