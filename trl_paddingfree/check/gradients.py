@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 
 from ..flat.batch import FlatBatch
 from ..model import architecture
+from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure, is_pooled
+from ..model.sequence import SequenceGroup
 from .probe import (
     HALF_DIGITS_FACTOR,
     NOISE_FACTOR,
@@ -138,6 +140,11 @@ class RowsInTraining:
         loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in places]).sum()
         watched = [*embedded, *small_parameters(self.model)]
         found = gradients(loss * scale, watched, [*self.model.parameters()])
+        if (group := _group_of(self.model)) is not None and "flat_batch" in inputs:
+            first, *others = (torch.zeros(x.shape, device=x.device) if y is None else y for x, y in zip(watched, found, strict=True))
+            tokens = inputs["flat_batch"].layout.segments.num_tokens
+            whole = group.gather_tokens(first.squeeze(0) / group.size, tokens)[None]
+            found = [whole, *map(group.mean, others)]
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
     def noise(self) -> float:
@@ -153,6 +160,21 @@ class RowsInTraining:
         return max(*moved, _of_parameters(small, self.small) or 0.0)
 
 
+def _group_of(model: PreTrainedModel) -> SequenceGroup | None:
+    """The processes that compute slices of a batch with this one."""
+    flat = FlatModel.of(model)
+    return None if flat is None else flat.group
+
+
+def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
+    """Raise what a model raises in slices: other processes may wait for this one, which has to end."""
+    if (group := _group_of(model)) is not None:
+        raise ValueError(
+            f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "
+            f"{type(error).__name__} in slices: {error} Set it to 1 to train whole batches."
+        ) from error
+
+
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
     """Differentiate a flat batch as training will, on the route that is installed, beside the model's rows alone."""
     try:
@@ -166,6 +188,7 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
         with reference.in_training():
             return _compare(reference, prefix_sharing)
     except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+        refuse_broken_slices(reference.model, error)
         return GradientResult(failure=f"{type(error).__name__}: {error}")
 
 

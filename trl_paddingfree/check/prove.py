@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..model.backends import ATTENTION_BACKENDS
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
-from .gradients import GradientResult, RowsInTraining, check_gradients
+from .gradients import GradientResult, RowsInTraining, check_gradients, refuse_broken_slices
 from .probe import Call, RowsAlone, root_mean_square, rounding_unit
 
 # Rows that move with others must move far less than with their own context: all that may move them is rounding
@@ -135,6 +136,7 @@ def check_flat(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+            refuse_broken_slices(model, error)
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     wrong = reference.difference(flat, reference.alone)
     result = CheckResult(route, wrong, reference.noise, max(movements), reference.effect, reference.tolerance)
@@ -148,6 +150,8 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     in_training = [result.gradients.reason for result in failed if result.gradients is not None]
     if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
         return reasons
+    if (flat := FlatModel.of(model)) is not None and flat.group is not None:
+        return [f"It was computed in slices: `sequence_parallel_size={flat.group.size}`. Set that to 1."]
     config, failures = vars(model.config.get_text_config()), [result.failure for result in failed]
     is_stateful = model._is_stateful or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)
@@ -235,7 +239,11 @@ def prove(
     draws = 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
     reference, in_training = cache(partial(RowsAlone, model, call)), cache(partial(RowsInTraining, model, call))
     failed: list[CheckResult] = []
+    flat = FlatModel.of(model)
+    is_sliced = flat is not None and flat.group is not None
     for candidate in routes_to_try(model, route, fallback=fallback):
+        if is_sliced and candidate.backend not in ATTENTION_BACKENDS:
+            continue
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
             tell(f"{candidate}: short rows alone and flat, then gradients of long ones{again}")

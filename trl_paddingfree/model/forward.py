@@ -73,6 +73,12 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     input_ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    if flat.group is not None and not fused_lm_head:
+        raise ValueError(
+            f"`sequence_parallel_size={flat.group.size}`: each process has a slice of the tokens, and answers for scored "
+            "tokens only. Logits of rows, which `compute_metrics`, `compute_loss_func`, `label_smoothing_factor` and "
+            "`predict` want, need all of them: leave these out, or set it to 1."
+        )
     if is_pooled(model):
         assert input_ids is not None
         return _pooled(flat, batch, input_ids, kwargs)
@@ -89,12 +95,19 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) 
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`. And the logits of routers, a tensor of
     shape `(T, experts)` for each layer, or `None`.
     """
-    with _flat_backbone(flat, batch, batch.scored_of) as given:
-        inputs = {**_flat_inputs(flat, batch), "shift_labels": batch.shift_labels}
+    group = flat.group
+    own = batch if group is None else group.slice(batch, flat.model.config.get_text_config())
+    apart = nullcontext() if group is None or not flat.model.training else group.drawing_apart(flat.model)
+    with apart, _flat_backbone(flat, own, own.scored_of) as given:
+        inputs = {**_flat_inputs(flat, own), "shift_labels": own.shift_labels}
         outputs = flat.previous[-1](**kwargs, **inputs, fused_lm_head=True)
-    rows = {name: batch.scored_to_rows(x) for name, x in _per_token(outputs).items()}
+    values = _per_token(outputs) if group is None else group.gather_scored(_per_token(outputs), batch)
+    outputs = replace(outputs, **{name: batch.scored_to_rows(x) for name, x in values.items()})
     routers = None if outputs.aux_loss is None else given[0].router_logits
-    return replace(outputs, **rows), routers
+    if routers is not None and group is not None:  # their loss is one of all tokens
+        routers = tuple(group.gather_tokens(x, batch.layout.segments.num_tokens) for x in routers)
+        outputs = replace(outputs, aux_loss=upstream.router_loss(flat.model, routers, batch.token_rows))
+    return outputs, routers
 
 
 def _flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
@@ -210,7 +223,7 @@ def _flat_backbone(
     told["use_cache"] = False
     if "attention_mask" not in told:
         config = model.config.get_text_config()
-        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
+        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state, flat.group)
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls

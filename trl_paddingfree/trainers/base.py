@@ -19,15 +19,16 @@ from ..memory.device import PeakMemory
 from ..memory.parts import Split
 from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
-from .checkpoints import ResumableTrainer, append_to_card
+from .checkpoints import append_to_card
 from .configs import PaddingFreeOptions, refuse_wrong_options, silence
+from .groups import GroupedTrainer, refuse_ungrouped
 from .proving import StartUpCheck, base_of
 from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
 from .state import Flat, when_flat
 from .steps import Inputs, Part, TrainingSteps
 
 
-class FlatTrainer(ResumableTrainer):
+class FlatTrainer(GroupedTrainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
@@ -43,6 +44,7 @@ class FlatTrainer(ResumableTrainer):
     trl_trainer: Any  # TRL's trainer class
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
+    takes_slices: ClassVar[bool] = False  # whether several processes may compute slices of one batch
     split: ClassVar[Split]  # which items of a micro-batch above a budget share a part of it
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
@@ -85,6 +87,8 @@ class FlatTrainer(ResumableTrainer):
         is_ours = isinstance(config, PaddingFreeOptions)
         options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Flat(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
+        if options.sequence_parallel_size > 1:
+            refuse_ungrouped(arguments, options.sequence_parallel_size, self.flat.pads, self)
         if self.flat.pads:
             self.trl_trainer.__init__(self, **arguments)
             return
@@ -146,7 +150,7 @@ class FlatTrainer(ResumableTrainer):
         flat = self.flat
         if flat.models:
             return
-        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
+        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
@@ -286,7 +290,8 @@ class FlatTrainer(ResumableTrainer):
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and "loss" in logs:
-            logs |= self.counts.figures(self.accelerator, self.peak_memory.highest, self.flat.models[0].repeats)
+            memory = self.peak_memory.highest if self.group is None else self.group.largest([self.peak_memory.highest])[0]
+            logs |= self.counts.figures(self.accelerator, memory, self.flat.models[0].repeats)
             if self.flat.memory is not None:
                 logs |= self.flat.memory.figures(self.accelerator)
         super().log(logs, *args, **kwargs)

@@ -145,6 +145,13 @@ class PaddingFreeOptions:
         "activations are kept or recomputed as TRL does it.",
     )
 
+    sequence_parallel_size: int = option(
+        1,
+        "How many processes compute one micro-batch together, each a slice of its tokens: what long rows keep in memory "
+        "is divided by this number, which has to divide the processes. `per_device_train_batch_size` then counts for "
+        "each group of processes. DPO and SFT.",
+    )
+
     @property
     def has_budget(self) -> bool:
         """Whether steps keep within a budget of memory or of tokens."""

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import gather
 from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -17,7 +18,8 @@ from ..check.prove import CheckResult, Progress, prove
 from ..check.vision import prove_images
 from ..data.images import ImageProbe
 from ..model.flat_model import ATTRIBUTE, FlatModel
-from ..model.routes import Route, choose_route, why_not_to_share
+from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
+from ..model.sequence import SequenceGroup
 from ..model.state_layers import describe_state_layers
 from ..model.vision import sees_both_ways
 from .configs import PaddingFreeOptions
@@ -37,13 +39,19 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 class StartUpCheck:
     """
     Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
-    and its `args` (whether training recomputes). `images` are examples with some, if there are any.
+    and its `args` (whether training recomputes). `images` are examples with some, if there are any; with a `group`, each
+    of its processes computes a slice.
     """
 
     def __init__(
-        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
+        self,
+        accelerator: Accelerator,
+        options: PaddingFreeOptions,
+        args: Any,
+        images: ImageProbe | None = None,
+        group: SequenceGroup | None = None,
     ):
-        self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
+        self.accelerator, self.options, self.args, self.images, self.group = accelerator, options, args, images, group
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
         self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
         self.progress = Progress(self._say)
@@ -62,7 +70,7 @@ class StartUpCheck:
             self.prove_all(models)
             return [flat for model in models if (flat := FlatModel.of(self._base(model)))]
         self.awaits_weights = True  # the engine shards and places them when training starts
-        return [FlatModel.install(self._base(model), self.plan(model)) for model in models]
+        return [FlatModel.install(self._base(model), self.plan(model), self.group) for model in models]
 
     def can_call(self, model: Any, is_trained: bool) -> bool:
         """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
@@ -84,7 +92,10 @@ class StartUpCheck:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         device = self.accelerator.device if base.device.type == "cpu" else base.device
         backend, sharing = self.options.flat_attention, self.options.prefix_sharing
-        return choose_route(base, backend, prefix_sharing=sharing, dtype=dtype, device=device)
+        route = choose_route(base, backend, prefix_sharing=sharing, dtype=dtype, device=device)
+        if self.group is not None:
+            refuse_unsliceable(base, route, self.group.size)
+        return route
 
     def prove_all(self, models: Sequence[Any]) -> Route:
         """The route of the first model, once every model is proven. None shares prefixes if one cannot."""
@@ -115,6 +126,7 @@ class StartUpCheck:
         base = self._base(model)
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
             flat.flattener = None  # the check compares with rows
+        FlatModel.install(base, route, self.group)
         with self.in_precision(), self._checkpointing(base):
             result, failed = prove(
                 base,
@@ -204,4 +216,4 @@ class StartUpCheck:
 
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""
-        return bool(self.accelerator.gather(torch.tensor([verdict], device=self.accelerator.device)).all())
+        return bool(gather(torch.tensor([verdict], device=self.accelerator.device)).all())

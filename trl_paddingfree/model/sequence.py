@@ -1,0 +1,206 @@
+"""One flat batch on several processes: each computes a slice of its tokens, and attention exchanges heads for tokens.
+
+All that is done per token is done for the slice. Attention is the unchanged backend with the unchanged layout, over all
+tokens for some of the heads, as in DeepSpeed-Ulysses (arXiv 2309.14509). Only values of scored tokens are gathered, of
+which each process computes the same loss. The gather's backward pass takes the gradient of the slice times the size of
+the group: engines average gradients over all processes, and that is the sum over a group, and the mean over groups.
+
+Shape legend: see [`~trl_paddingfree.flat.segments`]; in addition
+    W = processes of a group, t = tokens of a slice, H = query heads, K = key/value heads, D = head size
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, reduce
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..flat.batch import FlatBatch
+from ..flat.slices import cuts, scored_sizes, slice_of, slice_sizes
+from .architecture import rotary_limits
+
+# What attention is given of each token beside its states, and does not need: the layout has it
+_OF_TOKENS = ("position_ids",)
+
+
+class _Exchange(torch.autograd.Function):
+    """Send `sent[i]` of the entries of a vector to process `i`, and receive `received[i]`. The gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        ctx.sizes, ctx.group = (received, sent), group
+        return _exchanged(states, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return _exchanged(grad, *ctx.sizes, ctx.group), None, None, None
+
+
+def _exchanged(states: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+    output = states.new_empty(sum(received))
+    dist.all_to_all_single(output, states.contiguous(), received, sent, group=group)
+    return output
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenate the `sizes[i]` first entries of each process `i`. The gradient is that of the own times `W`."""
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, sizes: Sequence[int], group: "SequenceGroup") -> torch.Tensor:
+        ctx.sizes, ctx.group, ctx.length = sizes, group, len(values)
+        longest = max(sizes)
+        padded = values.new_zeros(longest, *values.shape[1:])
+        padded[: sizes[group.rank]] = values[: sizes[group.rank]]
+        output = values.new_empty(group.size * longest, *values.shape[1:])
+        dist.all_gather_into_tensor(output, padded, group=group.group)
+        return torch.cat([part[:size] for part, size in zip(output.split(longest), sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        own = grad.split(ctx.sizes)[ctx.group.rank] * ctx.group.size
+        return torch.cat([own, own.new_zeros(ctx.length - len(own), *own.shape[1:])]), None, None
+
+
+@cache
+def head_shares(num_heads: int, num_keys: int, size: int) -> list[tuple[range, list[int]]]:
+    """
+    The query heads that each of `size` processes computes, and the key heads that it needs: each once where as many of
+    its query heads read each, as attention functions want it, else one for each query head.
+
+    >>> head_shares(6, 2, 4)
+    [(range(0, 1), [0]), (range(1, 3), [0]), (range(3, 4), [1]), (range(4, 6), [1])]
+    >>> head_shares(8, 2, 3)[1]
+    (range(2, 5), [0, 0, 1])
+    """
+    shares = []
+    for first, last in pairwise(cuts(num_heads, size)):
+        read = [head * num_keys // num_heads for head in range(first, last)]
+        distinct = sorted(set(read))
+        is_even = len({read.count(key) for key in distinct}) == 1
+        shares.append((range(first, last), distinct if is_even else read))
+    return shares
+
+
+def _heads(states: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+    """`(t, heads, D)`: some heads of states, some of them several times."""
+    first, last = heads[0], heads[-1] + 1
+    return states[:, first:last] if len(heads) == last - first else torch.stack([states[:, i] for i in heads], 1)
+
+
+class SequenceGroup:
+    """The processes that compute one flat batch together, as one of them, `rank` of `size`, sees it."""
+
+    def __init__(self, group: Any, device: torch.device):
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def slice(self, batch: FlatBatch, config: Any) -> FlatBatch:
+        """What this process computes of a batch. Refuses rows whose rotary frequencies would follow its slice."""
+        width = batch.row_index.size(1)
+        for kind, limit in rotary_limits(config).items():
+            if width > limit:
+                raise ValueError(self.too_long(kind, limit))
+        return slice_of(batch, self.rank, self.size)
+
+    def too_long(self, kind: str, limit: int) -> str:
+        """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
+        return (
+            f"`sequence_parallel_size={self.size}`: with `rope_type={kind!r}`, a row of more than {limit} tokens changes "
+            f"the frequencies of all tokens of a batch, and its slices do not know of it. Set `max_length={limit}`, also "
+            "for other data, or `sequence_parallel_size=1`."
+        )
+
+    def attend(self, attend: Callable, module: Any, query, key, value, num_tokens: int, **kwargs: Any) -> Any:
+        """
+        Attention `(1, t, H, D)` of states `(1, heads, t, D)` of a slice, by a function of `module`, states `(1, heads,
+        T, D)` and `kwargs`, which is given all `T` tokens for the heads of this process.
+        """
+        num_heads, length, sizes = query.size(1), query.size(2), slice_sizes(num_tokens, self.size)
+        if num_heads < self.size:
+            raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
+        shares, own = head_shares(num_heads, key.size(1), self.size), sizes[self.rank]
+        (heads, keys), states = shares[self.rank], [x.squeeze(0).transpose(0, 1)[:own] for x in (query, key, value)]
+        dtype = reduce(torch.promote_types, [x.dtype for x in states])
+        q, k, v = (x.to(dtype) for x in states)
+        parts = [torch.cat([_heads(x, i).flatten(1) for x, i in ((q, h), (k, kv), (v, kv))], 1) for h, kv in shares]
+        width = parts[self.rank].size(1)
+        sent = torch.cat([part.flatten() for part in parts])
+        received = _Exchange.apply(sent, [x.numel() for x in parts], [n * width for n in sizes], self.group)
+        widths = [x.size(-1) * len(i) for x, i in ((q, heads), (k, keys), (v, keys))]
+        given = [
+            x.unflatten(1, (-1, like.size(-1))).transpose(0, 1)[None].to(like.dtype)
+            for x, like in zip(received.view(num_tokens, width).split(widths, 1), states, strict=True)
+        ]
+        own_module, kwargs = self._of_heads(module, heads, len(keys), num_heads, kwargs)
+        output, _ = attend(own_module, *given, **kwargs)
+
+        width = output.size(-1)
+        sent, back = [n * len(heads) * width for n in sizes], [own * len(h) * width for h, _ in shares]
+        received = _Exchange.apply(output.flatten(), sent, back, self.group)
+        output = torch.cat([x.view(own, -1, width) for x in received.split(back)], 1)
+        return torch.cat([output, output.new_zeros(length - own, *output.shape[1:])])[None], None
+
+    def _of_heads(self, module: Any, heads: range, num_keys: int, num_heads: int, kwargs: dict[str, Any]) -> Any:
+        """A layer, and what it gives to its attention function beside states, as if it had some of its heads only."""
+
+        def of_heads(values: dict[str, Any]) -> dict[str, Any]:
+            tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+            return {name: x[heads.start : heads.stop] for name, x in tensors.items() if x.shape == (num_heads,)}
+
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TOKENS}
+        own = kwargs | of_heads(kwargs)
+        if unknown := [n for n, x in own.items() if isinstance(x, torch.Tensor) and x.ndim and x is kwargs[n]]:
+            raise ValueError(
+                f"{type(module).__name__} gives `{unknown[0]}` to its attention, of which nobody knows which part "
+                f"belongs to which head: `sequence_parallel_size={self.size}` cannot divide it. Set it to 1."
+            )
+        part = copy.copy(module)  # which shares all weights
+        vars(part).update(of_heads(dict(module.named_parameters(recurse=False))))  # found before those of the layer
+        part.num_key_value_groups = len(heads) // num_keys
+        return part, own
+
+    # --- values of all slices ---------------------------------------------------------------------------------------
+
+    def gather_scored(self, values: dict[str, torch.Tensor], batch: FlatBatch) -> dict[str, torch.Tensor]:
+        """Values `(1, P)` of the scored tokens of a batch, of those `(1, p)` of each slice, in one message."""
+        dtype = reduce(torch.promote_types, [x.dtype for x in values.values()])
+        stacked = torch.stack([x[0].to(dtype) for x in values.values()], 1)
+        found = _Gather.apply(stacked, scored_sizes(batch, self.size), self).unbind(1)
+        gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, found, strict=True)}
+        return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
+
+    def gather_tokens(self, states: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """`(T, ...)`: states of all tokens, of those `(t, ...)` of each slice."""
+        return _Gather.apply(states, slice_sizes(num_tokens, self.size), self)
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean over the group: of gradients of weights, which engines would make."""
+        tensor = tensor.clone()
+        dist.all_reduce(tensor, group=self.group)
+        return tensor / self.size
+
+    def most(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each of `values` over the group."""
+        values = values.clone()
+        dist.all_reduce(values, dist.ReduceOp.MAX, self.group)
+        return values
+
+    def largest(self, values: Any) -> np.ndarray:
+        """The largest of each of `values` on the host over the group, float64."""
+        values = torch.from_numpy(np.asarray(values, dtype=np.float64))
+        return self.most(values.to(self.device)).cpu().numpy()
+
+    @contextmanager
+    def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within this context, processes draw numbers of their own: one seed for all would drop alike in each slice."""
+        devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+        kind = next(iter(devices)).type if devices else "cuda"
+        seed = int(torch.randint(2**62, ()))  # of the CPU, whose state is one for the whole group
+        with torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind):
+            torch.manual_seed(seed + self.rank)
+            yield
