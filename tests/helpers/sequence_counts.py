@@ -21,7 +21,7 @@ from trl_paddingfree.model.sequence import SequenceGroup
 
 HEADS, KEYS, SIZE, LAYERS = 8, 2, 16, 3
 # Prompts and answers: a batch whose tokens, of which the answers are scored, divide by four
-LENGTHS = ((192, 65, 64), (128, 33, 96))
+LENGTHS = ((192, 65, 64), (130, 31, 96))
 # What a process keeps beside its share: boundaries, what is scored, and repeated key heads
 KEPT_BESIDE = 0.1
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item")

@@ -141,10 +141,7 @@ class RowsInTraining:
         watched = [*embedded, *small_parameters(self.model)]
         found = gradients(loss * scale, watched, [*self.model.parameters()])
         if (group := _group_of(self.model)) is not None and "flat_batch" in inputs:
-            first, *others = (torch.zeros(x.shape, device=x.device) if y is None else y for x, y in zip(watched, found, strict=True))
-            tokens = inputs["flat_batch"].layout.segments.num_tokens
-            whole = group.gather_tokens(first.squeeze(0) / group.size, tokens)[None]
-            found = [whole, *map(group.mean, others)]
+            found = group.whole_gradients(watched, found, inputs["flat_batch"])
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
     def noise(self) -> float:

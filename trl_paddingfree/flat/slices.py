@@ -33,7 +33,7 @@ def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     Slice `number` of `size` of a batch: the tokens and labels of the slice, with the layout and the rows of the whole.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
-    tokens has one of its neighbour's, and one without scored tokens a label of -100: a model needs something to compute.
+    tokens has one of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]

@@ -48,9 +48,7 @@ _GROWING = ("pairs", "branches", "feature_pairs")
 _NEGLIGIBLE = 0.002
 
 
-def load(
-    batch: FlatBatch, route: Route, device: torch.device | None = None, scored: int | None = None
-) -> np.ndarray:
+def load(batch: FlatBatch, route: Route, device: torch.device | None = None, scored: int | None = None) -> np.ndarray:
     """
     `(len(LOADS),)` int64: the sizes of a flat batch that decide how much memory it needs, computed by `route` on
     `device`, or where the batch is; `scored` of its tokens by one process, by default all.
@@ -153,7 +151,8 @@ def count_kept_bytes(
             with counter.counting():
                 output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
             batch = inputs["flat_batch"]
-            scored = None if flat is None or flat.group is None else scored_sizes(batch, flat.group.size)[flat.group.rank]
+            group = None if flat is None else flat.group
+            scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
             loads.append(load(batch, route, scored=scored))
             totals, peaks = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)
             inside.append([totals, counter.inputs, peaks])

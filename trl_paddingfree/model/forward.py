@@ -75,9 +75,9 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if flat.group is not None and not fused_lm_head:
         raise ValueError(
-            f"`sequence_parallel_size={flat.group.size}`: each process has a slice of the tokens, and answers for scored "
-            "tokens only. Logits of rows, which `compute_metrics`, `compute_loss_func`, `label_smoothing_factor` and "
-            "`predict` want, need all of them: leave these out, or set it to 1."
+            f"`sequence_parallel_size={flat.group.size}`: each process has a slice of the tokens, and no logits of rows, "
+            "which `compute_metrics`, `compute_loss_func`, `label_smoothing_factor` and `predict` want: leave these "
+            "out, or set it to 1."
         )
     if is_pooled(model):
         assert input_ids is not None

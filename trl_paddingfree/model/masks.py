@@ -39,9 +39,7 @@ class FlatMask(torch.Tensor):
     group: SequenceGroup | None = None  # the processes that each have a slice of the tokens
 
     @classmethod
-    def carrying(
-        cls, layout: FlatLayout, per_token: bool = False, group: SequenceGroup | None = None
-    ) -> "FlatMask":
+    def carrying(cls, layout: FlatLayout, per_token: bool = False, group: SequenceGroup | None = None) -> "FlatMask":
         """On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, T)` as layers with a state expect it."""
         shape = (1, layout.segments.num_tokens) if per_token else (1, 1, 1, 1)
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)

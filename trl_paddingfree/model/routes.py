@@ -84,8 +84,7 @@ def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
         reason = "its layers scale queries by their place on the axis, which slices do not know"
     if reason:
         raise ValueError(
-            f"`sequence_parallel_size={size}` cannot serve {type(model).__name__}: {reason}. Set it to a smaller number, "
-            "or to 1 for whole batches."
+            f"`sequence_parallel_size={size}` cannot serve {type(model).__name__}: {reason}. Set it to less, or to 1."
         )
 
 

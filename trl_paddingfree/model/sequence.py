@@ -38,7 +38,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return _exchanged(grad, *ctx.sizes, ctx.group), None, None, None
+        received, sent = ctx.sizes
+        return _exchanged(grad, received, sent, ctx.group), None, None, None
 
 
 def _exchanged(states: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
@@ -110,9 +111,9 @@ class SequenceGroup:
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
         return (
-            f"`sequence_parallel_size={self.size}`: with `rope_type={kind!r}`, a row of more than {limit} tokens changes "
-            f"the frequencies of all tokens of a batch, and its slices do not know of it. Set `max_length={limit}`, also "
-            "for other data, or `sequence_parallel_size=1`."
+            f"`sequence_parallel_size={self.size}`: with `rope_type={kind!r}`, a row of more than {limit} tokens "
+            f"changes the frequencies of its whole batch, and slices do not know of it. Set `max_length={limit}`, or "
+            "`sequence_parallel_size=1`."
         )
 
     def attend(self, attend: Callable, module: Any, query, key, value, num_tokens: int, **kwargs: Any) -> Any:
@@ -125,25 +126,27 @@ class SequenceGroup:
             raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
         shares, own = head_shares(num_heads, key.size(1), self.size), sizes[self.rank]
         (heads, keys), states = shares[self.rank], [x.squeeze(0).transpose(0, 1)[:own] for x in (query, key, value)]
+        # One message of one dtype: for each process rows of its heads, of which it gets one for each token
         dtype = reduce(torch.promote_types, [x.dtype for x in states])
-        q, k, v = (x.to(dtype) for x in states)
-        parts = [torch.cat([_heads(x, i).flatten(1) for x, i in ((q, h), (k, kv), (v, kv))], 1) for h, kv in shares]
-        width = parts[self.rank].size(1)
-        sent = torch.cat([part.flatten() for part in parts])
-        received = _Exchange.apply(sent, [x.numel() for x in parts], [n * width for n in sizes], self.group)
-        widths = [x.size(-1) * len(i) for x, i in ((q, heads), (k, keys), (v, keys))]
+        parts = [[_heads(x, i).flatten(1).to(dtype) for x, i in zip(states, (h, k, k), strict=True)] for h, k in shares]
+        widths = [x.size(1) for x in parts[self.rank]]
+        rows = [torch.cat(part, 1).flatten() for part in parts]
+        sent, got = [len(x) for x in rows], [n * sum(widths) for n in sizes]
+        received = _Exchange.apply(torch.cat(rows), sent, got, self.group).view(num_tokens, -1)
         given = [
             x.unflatten(1, (-1, like.size(-1))).transpose(0, 1)[None].to(like.dtype)
-            for x, like in zip(received.view(num_tokens, width).split(widths, 1), states, strict=True)
+            for x, like in zip(received.split(widths, 1), states, strict=True)
         ]
         own_module, kwargs = self._of_heads(module, heads, len(keys), num_heads, kwargs)
         output, _ = attend(own_module, *given, **kwargs)
 
         width = output.size(-1)
-        sent, back = [n * len(heads) * width for n in sizes], [own * len(h) * width for h, _ in shares]
-        received = _Exchange.apply(output.flatten(), sent, back, self.group)
-        output = torch.cat([x.view(own, -1, width) for x in received.split(back)], 1)
-        return torch.cat([output, output.new_zeros(length - own, *output.shape[1:])])[None], None
+        sent, got = [n * len(heads) * width for n in sizes], [own * len(h) * width for h, _ in shares]
+        received = _Exchange.apply(output.flatten(), sent, got, self.group)
+        output = torch.cat([x.view(own, -1, width) for x in received.split(got)], 1)
+        if own < length:  # a slice without tokens has one of its neighbour's
+            output = torch.cat([output, output.new_zeros(length - own, *output.shape[1:])])
+        return output[None], None
 
     def _of_heads(self, module: Any, heads: range, num_keys: int, num_heads: int, kwargs: dict[str, Any]) -> Any:
         """A layer, and what it gives to its attention function beside states, as if it had some of its heads only."""
@@ -178,22 +181,21 @@ class SequenceGroup:
         """`(T, ...)`: states of all tokens, of those `(t, ...)` of each slice."""
         return _Gather.apply(states, slice_sizes(num_tokens, self.size), self)
 
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean over the group: of gradients of weights, which engines would make."""
-        tensor = tensor.clone()
-        dist.all_reduce(tensor, group=self.group)
-        return tensor / self.size
-
-    def most(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of each of `values` over the group."""
-        values = values.clone()
-        dist.all_reduce(values, dist.ReduceOp.MAX, self.group)
-        return values
+    def whole_gradients(self, of: Sequence[torch.Tensor], found: Sequence[Any], batch: FlatBatch) -> list[torch.Tensor]:
+        """Gradients at embeddings `(1, t, D)` as `(1, T, D)`, and of weights as engines average them: those of all."""
+        first, *others = (
+            torch.zeros(x.shape, device=x.device) if y is None else y for x, y in zip(of, found, strict=True)
+        )
+        for gradient in others:
+            dist.all_reduce(gradient, group=self.group)
+        embedded = self.gather_tokens(first.squeeze(0), batch.layout.segments.num_tokens)[None]
+        return [gradient / self.size for gradient in (embedded, *others)]
 
     def largest(self, values: Any) -> np.ndarray:
-        """The largest of each of `values` on the host over the group, float64."""
-        values = torch.from_numpy(np.asarray(values, dtype=np.float64))
-        return self.most(values.to(self.device)).cpu().numpy()
+        """The largest of each of `values` over the group, on the host, float64, or int64 where they are."""
+        given = torch.as_tensor(values, device=self.device).clone()
+        dist.all_reduce(given, dist.ReduceOp.MAX, self.group)
+        return given.cpu().numpy()
 
     @contextmanager
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:

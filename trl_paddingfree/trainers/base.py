@@ -290,7 +290,7 @@ class FlatTrainer(GroupedTrainer):
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and "loss" in logs:
-            memory = self.peak_memory.highest if self.group is None else self.group.largest([self.peak_memory.highest])[0]
+            memory = self.largest_of_group(self.peak_memory.highest)
             logs |= self.counts.figures(self.accelerator, memory, self.flat.models[0].repeats)
             if self.flat.memory is not None:
                 logs |= self.flat.memory.figures(self.accelerator)

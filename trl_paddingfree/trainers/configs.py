@@ -147,9 +147,9 @@ class PaddingFreeOptions:
 
     sequence_parallel_size: int = option(
         1,
-        "How many processes compute one micro-batch together, each a slice of its tokens: what long rows keep in memory "
-        "is divided by this number, which has to divide the processes. `per_device_train_batch_size` then counts for "
-        "each group of processes. DPO and SFT.",
+        "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be longer "
+        "by that much. Has to divide the processes; `per_device_train_batch_size` then counts for each group of them. "
+        "DPO and SFT only.",
     )
 
     @property

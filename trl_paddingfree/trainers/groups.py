@@ -57,6 +57,10 @@ class GroupedTrainer(ResumableTrainer):
         with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # they are counted once
             return super()._get_num_items_in_batch(*args, **kwargs)
 
+    def largest_of_group(self, value: int) -> int:
+        """The largest that any process of the group has."""
+        return value if self.group is None else int(self.group.largest([value])[0])
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         is_counted = self.group is None or self.group.rank == 0  # sums go over all processes
         return super().floating_point_ops(inputs) if is_counted else 0
@@ -76,7 +80,8 @@ def _with_mesh(accelerator: Any, prepare: Any, mesh: DeviceMesh, *args: Any, **k
 
 def _of_each_group(gather: Any, size: int, tensors: Any) -> Any:
     """What one process of each group has, gathered."""
-    return recursively_apply(lambda x: x.unflatten(0, (torch.distributed.get_world_size(), -1))[::size].flatten(0, 1), gather(tensors))
+    processes = torch.distributed.get_world_size()
+    return recursively_apply(lambda x: x.unflatten(0, (processes, -1))[::size].flatten(0, 1), gather(tensors))
 
 
 def refuse_different(group: SequenceGroup, batch: FlatBatch) -> None:
@@ -86,7 +91,7 @@ def refuse_different(group: SequenceGroup, batch: FlatBatch) -> None:
     sizes = tokens.new_tensor([len(tokens), len(labels), *batch.row_mask.shape])
     sums = [(tokens * places).sum(), batch.position_ids.sum(), (labels * (batch.scored_index + 1)).sum()]
     found = torch.cat([sizes, torch.stack(sums)])
-    if (group.most(torch.cat([found, -found])).view(2, -1).sum(0) != 0).any():
+    if group.largest(torch.cat([found, -found])).reshape(2, -1).sum(0).any():
         raise ValueError(
             f"`{OPTION}={group.size}`: processes of one group have been given different batches. A transform of the "
             "data set that draws at random, or a data loader of your own, may do that: give all of them the same."
@@ -109,11 +114,10 @@ def refuse_ungrouped(arguments: dict[str, Any], size: int, pads: bool, trainer: 
             "`accelerate launch --num_processes`, or set it to a divisor."
         )
     wanted = {name: arguments.get(name) for name in ("compute_metrics", "compute_loss_func")}
-    wanted |= {"label_smoothing_factor": config.label_smoothing_factor, "eval_use_gather_object": config.eval_use_gather_object}
+    wanted |= {name: vars(config)[name] for name in ("label_smoothing_factor", "eval_use_gather_object")}
     for argument, value in wanted.items():
         if value:
             raise ValueError(
                 f"{option} cannot be combined with `{argument}`, which wants logits of all tokens in one place: leave "
                 "one of them out."
             )
-

@@ -39,8 +39,8 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 class StartUpCheck:
     """
     Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
-    and its `args` (whether training recomputes). `images` are examples with some, if there are any; with a `group`, each
-    of its processes computes a slice.
+    and its `args` (whether training recomputes). `images` are examples with some, if there are any. With a `group`, its
+    processes compute slices.
     """
 
     def __init__(
