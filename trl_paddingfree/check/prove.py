@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..model.backends import ATTENTION_BACKENDS
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
@@ -239,11 +238,7 @@ def prove(
     draws = 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
     reference, in_training = cache(partial(RowsAlone, model, call)), cache(partial(RowsInTraining, model, call))
     failed: list[CheckResult] = []
-    flat = FlatModel.of(model)
-    is_sliced = flat is not None and flat.group is not None
     for candidate in routes_to_try(model, route, fallback=fallback):
-        if is_sliced and candidate.backend not in ATTENTION_BACKENDS:
-            continue
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
             tell(f"{candidate}: short rows alone and flat, then gradients of long ones{again}")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +29,10 @@ def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
     return tuple(np.diff(np.searchsorted(batch.scored, cuts(batch.layout.segments.num_tokens, size))).tolist())
 
 
-def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
+def slice_of(batch: FlatBatch, number: int, size: int, group: Any = None) -> FlatBatch:
     """
-    Slice `number` of `size` of a batch: the tokens and labels of the slice, with the layout and the rows of the whole.
+    Slice `number` of `size` of a batch: its tokens and labels, with the rows and the layout of the whole, which knows
+    the `group` whose processes have the slices.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
     tokens has one of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
@@ -49,6 +51,7 @@ def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
         labels, scored_index = labels.new_full((1, 1), IGNORE_INDEX), scored_index.new_zeros(1)
     return replace(
         batch,
+        layout=batch.layout.derived("slices", lambda: replace(batch.layout, group=group)),
         input_ids=batch.input_ids[:, tokens],
         position_ids=batch.position_ids[:, tokens],
         token_rows=batch.token_rows[:, tokens],

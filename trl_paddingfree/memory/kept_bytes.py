@@ -51,7 +51,7 @@ _NEGLIGIBLE = 0.002
 def load(batch: FlatBatch, route: Route, device: torch.device | None = None, scored: int | None = None) -> np.ndarray:
     """
     `(len(LOADS),)` int64: the sizes of a flat batch that decide how much memory it needs, computed by `route` on
-    `device`, or where the batch is; `scored` of its tokens by one process, by default all.
+    `device`, or where the batch is. A process that computes a slice scores so many of its tokens, others all.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
@@ -91,10 +91,6 @@ class KeptBytes:
     recomputed: np.ndarray  # of the same shape: what it keeps if it does
     largest: np.ndarray  # of the same shape: the largest tensor that it keeps
     outside: np.ndarray  # (len(LOADS),): what is kept outside of the layers
-
-    def map(self, fn: Callable[[np.ndarray], np.ndarray]) -> "KeptBytes":
-        """What `fn` makes of each of these."""
-        return KeptBytes(*map(fn, vars(self).values()))
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
         """The bytes of some of the layers."""
@@ -140,7 +136,7 @@ def count_kept_bytes(
     where the first weights are. `with_images` are arguments of further calls, whose flat batches have images: with
     them, the layers of the vision tower count. `arguments` are what else training gives the model.
     """
-    layers, flat = recomputable_layers(model, bool(with_images)), FlatModel.of(model)
+    layers = recomputable_layers(model, bool(with_images))
     if device is None:
         device = next(model.parameters()).device
     loads, inside, outside = [], [], []
@@ -150,7 +146,7 @@ def count_kept_bytes(
             inputs = send_to_device(inputs, device)
             with counter.counting():
                 output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
-            batch = inputs["flat_batch"]
+            flat, batch = FlatModel.of(model), inputs["flat_batch"]
             group = None if flat is None else flat.group
             scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
             loads.append(load(batch, route, scored=scored))

@@ -24,7 +24,7 @@ from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from ..model.sequence import SequenceGroup
 from .device import GIB, PeakMemory, budget_bytes
-from .kept_bytes import count_kept_bytes, load
+from .kept_bytes import KeptBytes, count_kept_bytes, load
 from .needs import MemoryNeeds, fixed_bytes, needs_of, tensor_bytes
 
 logger = logging.get_logger(__name__)
@@ -33,7 +33,6 @@ logger = logging.get_logger(__name__)
 CORRECTED, AFTER_FAILURE = 8, 0.9
 # Each process measures its own peaks
 STATE = "memory_budget_{rank}.json"
-_SAVED = ("budget", "observed", "most_measured", "has_shrunk", "correction", "fixed")
 
 
 class MemoryBudget:
@@ -55,7 +54,7 @@ class MemoryBudget:
         peak: PeakMemory,
         group: SequenceGroup | None = None,
     ):
-        self.group = group  # the processes that have to take the same decisions as this one
+        self.group = group  # the processes that have to decide as this one does, because they compute a batch together
         self.option, self.budget, self.needs = option, budget, needs
         self.layers, self.route, self.measured = layers, route, peak
         self.has_shrunk = False
@@ -65,18 +64,18 @@ class MemoryBudget:
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
-    def load_of(self, batch: FlatBatch) -> np.ndarray:
-        """The load of a batch; in slices, that of the process with the most scored tokens, which is known to all."""
+    def _load(self, batch: FlatBatch) -> np.ndarray:
+        # In slices, that of the process with the most scored tokens, which all of the group know
         scored = None if self.group is None else max(scored_sizes(batch, self.group.size))
         return load(batch, self.route, self.measured.device, scored)
 
     def num_recomputed(self, batch: FlatBatch, beside: int = 0) -> int:
         """How many layers must recompute, if `beside` bytes are needed besides."""
-        return self.needs.num_recomputed(self.load_of(batch), self.budget - beside)
+        return self.needs.num_recomputed(self._load(batch), self.budget - beside)
 
     def peak(self, batch: FlatBatch, number: int) -> int:
         """Bytes at the peak if `number` layers recompute."""
-        return int(self.needs.peaks(self.load_of(batch))[number])
+        return int(self.needs.peaks(self._load(batch))[number])
 
     def can_hold(self, batch: FlatBatch, beside: int = 0) -> bool:
         """Whether a batch fits if all activations are recomputed."""
@@ -88,12 +87,12 @@ class MemoryBudget:
 
     def most_tokens(self, batch: FlatBatch) -> int:
         """The most tokens that fit, of which so much is scored, shared and so on as of a batch."""
-        sizes, tokens = self.load_of(batch), batch.counts.computed
+        sizes, tokens = self._load(batch), batch.counts.computed
         return self.needs.most_tokens(lambda part: np.array([1, *(sizes[1:] * part / tokens)]), self.budget)
 
     def least(self, batch: FlatBatch, beside: int = 0) -> int:
         """The least bytes in which a batch can be computed."""
-        return int(self.needs.peaks(self.load_of(batch)).min()) + beside
+        return int(self.needs.peaks(self._load(batch)).min()) + beside
 
     def least_gib(self, batch: FlatBatch, beside: int = 0) -> float:
         """The least `memory_budget` for a batch, rounded up."""
@@ -158,7 +157,7 @@ class MemoryBudget:
         # What holds memory beside the models may have come since the plan was made
         held, current = self.held, self.measured.current
         if self.group is not None:
-            held, current = map(int, self.group.largest([held, current]))
+            held, current = self.group.largest([held, current]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
         measured = current - needs.fixed - self.beside
         self.most_measured = max(self.most_measured, measured / uncorrected)
@@ -170,7 +169,7 @@ class MemoryBudget:
         Lower the budget after a failed allocation, until another decision follows: not if nothing is left to recompute
         or to split of a batch of `num_examples` that was computed with `number` layers recomputed.
         """
-        before, sizes = self.budget, self.load_of(batch)
+        before, sizes = self.budget, self._load(batch)
         peaks, changed = self.needs.peaks(sizes), False
         budget = min(before, int(peaks[number]))
         while not changed and budget > self.needs.fixed:
@@ -210,20 +209,16 @@ class MemoryBudget:
         (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
     def load(self, folder: str, rank: int) -> None:
-        """Go on with what was saved, unless another budget was asked for since, or this process is new."""
+        """Go on with what was saved, unless another budget was asked for since, or this process is new, or in a group."""
         path = Path(folder) / STATE.format(rank=rank)
-        state = json.loads(path.read_text()) if path.exists() else {}
-        state.setdefault("fixed", 0)  # not known to 0.2.0
-        known = [float(state.get("option") == self.option), *(float(state.get(name, 0)) for name in _SAVED)]
-        if self.group is not None:  # whose processes may be others than those that saved: the most cautious decides
-            smallest = {"option", "budget"}
-            signs = np.array([-1 if name in smallest else 1 for name in ("option", *_SAVED)])
-            known = (self.group.largest(signs * known) * signs).tolist()
-        is_known, budget, observed, most_measured, has_shrunk, correction, fixed = known
-        if is_known:
-            self.budget, self.observed, self.most_measured = int(budget), int(observed), most_measured
-            self.has_shrunk = bool(has_shrunk)
-            self.needs = replace(self.needs, correction=correction, fixed=max(self.needs.fixed, int(fixed)))
+        if self.group is not None or not path.exists():
+            return
+        if (state := json.loads(path.read_text()))["option"] != self.option:
+            return
+        self.has_shrunk = state["has_shrunk"]
+        self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]
+        fixed = max(self.needs.fixed, state.get("fixed", 0))  # not known to 0.2.0
+        self.needs = replace(self.needs, correction=state["correction"], fixed=fixed)
 
 
 def is_sharded(accelerator: Any) -> bool:
@@ -285,8 +280,8 @@ def plan_memory(option: float | str, flat: FlatModel, training: Training, peak: 
         arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
         optimizer = type(optimizer), arguments
     fixed, budget = fixed_bytes(training.models, optimizer, held), budget_bytes(option, accelerator.device)
-    if (group := flat.group) is not None:  # all plan for the one that needs most, and has least
-        kept, (fixed, less) = kept.map(group.largest), map(int, group.largest([fixed, -budget]))
-        budget = -less
+    if (group := flat.group) is not None:  # all plan for the process that needs most, and that has least
+        kept = KeptBytes(*map(group.largest, vars(kept).values()))
+        fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat.recomputable = layers
     return MemoryBudget(option, budget, needs_of(kept, fixed, base), layers, flat.route, peak, group)

@@ -168,11 +168,11 @@ def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> tor
 @torch.compiler.disable
 def _dispatch(attend: AttentionFunction, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
-        layout, group = attention_mask.flat_layout, attention_mask.group
+        layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        if group is not None:
+        if layout.group is not None:
             attend, tokens = partial(attend, layout, previous), layout.segments.num_tokens
-            return group.attend(attend, module, query, key, value, tokens, **kwargs)
+            return layout.group.attend(attend, module, query, key, value, tokens, **kwargs)
         query = _scaled_in_rows(query, module, layout)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)

@@ -54,10 +54,9 @@ class FlatModel:
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
         self.flattener: WeakMethod[Flattener] | None = None
         self.recomputable: Sequence[Any] = ()  # the layers that a batch tells to recompute
-        self.group: SequenceGroup | None = None  # the processes of which each computes a slice of a batch
+        self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies of the model have nothing to do with the trainer: they compute whole batches, by themselves
+    def __getstate__(self) -> dict[str, Any]:  # copies of the model have nothing to do with the trainer
         return {**vars(self), "flattener": None, "group": None}
 
     @classmethod
@@ -67,13 +66,10 @@ class FlatModel:
         return flat if flat is not None and flat._is_called else None
 
     @classmethod
-    def install(cls, model: PreTrainedModel, route: Route, group: SequenceGroup | None = None) -> "FlatModel":
-        """
-        Have a model compute flat batches by `route`, together with the other processes of a `group` from now on, if one
-        is given. Called again, it changes the route.
-        """
+    def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":
+        """Have a model compute flat batches by `route`. Called again, it changes the route."""
         flat = vars(model).get(ATTRIBUTE) or cls(model, route)
-        flat.route, flat.group = route, group or flat.group
+        flat.route = route
         replaces_attention = route.backend in ATTENTION_BACKENDS
         attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
         upstream.set_attn_implementation(model, attention)

@@ -75,9 +75,8 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if flat.group is not None and not fused_lm_head:
         raise ValueError(
-            f"`sequence_parallel_size={flat.group.size}`: each process has a slice of the tokens, and no logits of rows, "
-            "which `compute_metrics`, `compute_loss_func`, `label_smoothing_factor` and `predict` want: leave these "
-            "out, or set it to 1."
+            f"`sequence_parallel_size={flat.group.size}`: processes have slices of the tokens, and no logits of rows. "
+            "Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
         )
     if is_pooled(model):
         assert input_ids is not None
@@ -223,7 +222,7 @@ def _flat_backbone(
     told["use_cache"] = False
     if "attention_mask" not in told:
         config = model.config.get_text_config()
-        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state, flat.group)
+        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls

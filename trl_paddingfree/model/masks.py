@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 from ..flat.layout import FlatLayout
 from .architecture import config_value
 from .backends import ATTENTION_BACKENDS, BackendName
-from .sequence import SequenceGroup
 
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -36,14 +35,13 @@ class FlatMask(torch.Tensor):
     """
 
     flat_layout: FlatLayout
-    group: SequenceGroup | None = None  # the processes that each have a slice of the tokens
 
     @classmethod
-    def carrying(cls, layout: FlatLayout, per_token: bool = False, group: SequenceGroup | None = None) -> "FlatMask":
+    def carrying(cls, layout: FlatLayout, per_token: bool = False) -> "FlatMask":
         """On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, T)` as layers with a state expect it."""
         shape = (1, layout.segments.num_tokens) if per_token else (1, 1, 1, 1)
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
-        mask.flat_layout, mask.group = layout, group
+        mask.flat_layout = layout
         return mask
 
     @classmethod
@@ -57,7 +55,7 @@ class FlatMask(torch.Tensor):
                 raise RuntimeError(
                     f"the model computes with its attention mask ({func.__name__}): it needs a dense one"
                 )
-            result.flat_layout, result.group = masks[0].flat_layout.to(result.device), masks[0].group
+            result.flat_layout = masks[0].flat_layout.to(result.device)
         return result
 
 
@@ -132,24 +130,18 @@ def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, 
 
 
 def backbone_mask(
-    backend: BackendName,
-    layout: FlatLayout,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    carries_state: bool,
-    group: SequenceGroup | None = None,
+    backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
 ) -> Any:
     """
     The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
-    by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own. With a `group`,
-    attention is computed of slices.
+    by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own.
     """
     kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
     if not kinds:
         kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
     masks: dict[str, Any] = {}
     for kind in sorted(kinds):
-        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype, group)
+        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
         masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
     if carries_state:
         return {**dict.fromkeys(_STATE, FlatMask.carrying(layout, per_token=True)), **masks}
@@ -159,12 +151,7 @@ def backbone_mask(
 
 
 def _mask_of_kind(
-    kind: str,
-    backend: BackendName,
-    layout: FlatLayout,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    group: SequenceGroup | None,
+    kind: str, backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """What attention layers of one kind get as their mask."""
     if backend == "positions":
@@ -174,7 +161,7 @@ def _mask_of_kind(
     elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
         layout = layout.without_blocks()
     if backend in ATTENTION_BACKENDS:
-        return FlatMask.carrying(layout, group=group)  # attention functions are given their window
+        return FlatMask.carrying(layout)  # attention functions are given their window
     return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)
 
 

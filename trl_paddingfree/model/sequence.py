@@ -43,23 +43,19 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(states: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
-    output = states.new_empty(sum(received))
+    output = states.new_empty(sum(received), *states.shape[1:])
     dist.all_to_all_single(output, states.contiguous(), received, sent, group=group)
     return output
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the `sizes[i]` first entries of each process `i`. The gradient is that of the own times `W`."""
+    """The `sizes[i]` first values of each process `i`, in order. The gradient is that of the own values, times `W`."""
 
     @staticmethod
     def forward(ctx, values: torch.Tensor, sizes: Sequence[int], group: "SequenceGroup") -> torch.Tensor:
         ctx.sizes, ctx.group, ctx.length = sizes, group, len(values)
-        longest = max(sizes)
-        padded = values.new_zeros(longest, *values.shape[1:])
-        padded[: sizes[group.rank]] = values[: sizes[group.rank]]
-        output = values.new_empty(group.size * longest, *values.shape[1:])
-        dist.all_gather_into_tensor(output, padded, group=group.group)
-        return torch.cat([part[:size] for part, size in zip(output.split(longest), sizes, strict=True)])
+        own = values[: sizes[group.rank]]
+        return _exchanged(torch.cat([own] * group.size), [len(own)] * group.size, list(sizes), group.group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -106,7 +102,7 @@ class SequenceGroup:
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        return slice_of(batch, self.rank, self.size)
+        return slice_of(batch, self.rank, self.size, self)
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
@@ -148,24 +144,24 @@ class SequenceGroup:
             output = torch.cat([output, output.new_zeros(length - own, *output.shape[1:])])
         return output[None], None
 
-    def _of_heads(self, module: Any, heads: range, num_keys: int, num_heads: int, kwargs: dict[str, Any]) -> Any:
-        """A layer, and what it gives to its attention function beside states, as if it had some of its heads only."""
+    def _of_heads(self, module: Any, heads: range, num_keys: int, num_heads: int, given: dict[str, Any]) -> Any:
+        """A layer, and what it is `given` beside states, as if it had only some of its heads."""
 
-        def of_heads(values: dict[str, Any]) -> dict[str, Any]:
+        def cut(values: dict[str, Any]) -> dict[str, torch.Tensor]:
             tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
             return {name: x[heads.start : heads.stop] for name, x in tensors.items() if x.shape == (num_heads,)}
 
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TOKENS}
-        own = kwargs | of_heads(kwargs)
-        if unknown := [n for n, x in own.items() if isinstance(x, torch.Tensor) and x.ndim and x is kwargs[n]]:
+        own = cut(given)
+        unknown = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.ndim and name not in own]
+        if unknown := [name for name in unknown if name not in _OF_TOKENS]:
             raise ValueError(
-                f"{type(module).__name__} gives `{unknown[0]}` to its attention, of which nobody knows which part "
-                f"belongs to which head: `sequence_parallel_size={self.size}` cannot divide it. Set it to 1."
+                f"`sequence_parallel_size={self.size}`: {type(module).__name__} gives its attention function "
+                f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
             )
-        part = copy.copy(module)  # which shares all weights
-        vars(part).update(of_heads(dict(module.named_parameters(recurse=False))))  # found before those of the layer
+        part = copy.copy(module)  # which shares all weights; its own attributes are found before them
+        vars(part).update(cut(dict(module.named_parameters(recurse=False))))
         part.num_key_value_groups = len(heads) // num_keys
-        return part, own
+        return part, {name: own.get(name, x) for name, x in given.items() if name not in _OF_TOKENS}
 
     # --- values of all slices ---------------------------------------------------------------------------------------
 

@@ -39,19 +39,14 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 class StartUpCheck:
     """
     Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
-    and its `args` (whether training recomputes). `images` are examples with some, if there are any. With a `group`, its
-    processes compute slices.
+    and its `args` (whether training recomputes). `images` are examples with some, if there are any.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        options: PaddingFreeOptions,
-        args: Any,
-        images: ImageProbe | None = None,
-        group: SequenceGroup | None = None,
+        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
     ):
-        self.accelerator, self.options, self.args, self.images, self.group = accelerator, options, args, images, group
+        self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
+        self.group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
         self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
         self.progress = Progress(self._say)
@@ -70,7 +65,12 @@ class StartUpCheck:
             self.prove_all(models)
             return [flat for model in models if (flat := FlatModel.of(self._base(model)))]
         self.awaits_weights = True  # the engine shards and places them when training starts
-        return [FlatModel.install(self._base(model), self.plan(model), self.group) for model in models]
+        return [self._installed(self._base(model), self.plan(model)) for model in models]
+
+    def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
+        flat = FlatModel.install(base, route)
+        flat.group = self.group
+        return flat
 
     def can_call(self, model: Any, is_trained: bool) -> bool:
         """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
@@ -126,12 +126,13 @@ class StartUpCheck:
         base = self._base(model)
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
             flat.flattener = None  # the check compares with rows
-        FlatModel.install(base, route, self.group)
+        if self.group is not None:
+            self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):
             result, failed = prove(
                 base,
                 route,
-                fallback=self.options.flat_attention == "auto",
+                fallback=self.options.flat_attention == "auto" and self.group is None,
                 call=model,
                 agree=self._all_agree,
                 no_gradients=self._why_no_gradients(model),
