@@ -55,7 +55,7 @@ CASES = {
     "6 and 2 heads": ("dpo", "6 and 2 heads", {}),
     "windows": ("dpo", "mistral", {}),
     "soft-capping": ("dpo", "gemma2", EAGER),
-    "sinks": ("dpo", "gpt_oss", EAGER),
+    "sinks": ("dpo", "gpt_oss", {**EAGER, "router_aux_loss_coef": 0.0}),
     "eager": ("sft", "llama", EAGER),
     "narrow values": ("sft", "deepseek_v3", {"prefix_sharing": True}),
     "learned positions": ("sft", "gpt2", {}),
