@@ -37,10 +37,12 @@ class GroupedTrainer(ResumableTrainer):
         if self.group_size == 1:
             return
         accelerator = self.accelerator
-        if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
+        is_fsdp1 = accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2
+        if is_fsdp1 or accelerator.parallelism_config is not None:
+            name = "`fsdp_version=1`" if is_fsdp1 else "`parallelism_config`"
             raise ValueError(
-                f"`{OPTION}={self.group_size}` needs FSDP2, in whose first version gradients cannot be proven: set "
-                "`fsdp_version: 2`."
+                f"`{OPTION}={self.group_size}` forms groups under DDP, FSDP2 and DeepSpeed ZeRO, and not with {name}: "
+                "launch with another configuration."
             )
         shape = accelerator.num_processes // self.group_size, self.group_size
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=(_DIFFERENT, _SAME))
@@ -113,11 +115,12 @@ def refuse_ungrouped(arguments: dict[str, Any], size: int, pads: bool, trainer: 
             f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it with "
             "`accelerate launch --num_processes`, or set it to a divisor."
         )
-    wanted = {name: arguments.get(name) for name in ("compute_metrics", "compute_loss_func")}
-    wanted |= {name: vars(config)[name] for name in ("label_smoothing_factor", "eval_use_gather_object")}
-    for argument, value in wanted.items():
-        if value:
-            raise ValueError(
-                f"{option} cannot be combined with `{argument}`, which wants logits of all tokens in one place: leave "
-                "one of them out."
-            )
+    logits, alone = "it wants logits of all tokens in one place", "it gives each process examples of its own"
+    for name, is_set, reason in (
+        *((name, arguments.get(name), logits) for name in ("compute_metrics", "compute_loss_func")),
+        *((name, vars(config)[name], logits) for name in ("label_smoothing_factor", "eval_use_gather_object")),
+        ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", alone),
+        ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
+    ):
+        if is_set:
+            raise ValueError(f"{option} cannot be combined with `{name}`: {reason}. Leave one of them out.")
