@@ -40,11 +40,8 @@ def main() -> None:
     args = parser.parse_args()
     config = model_config(args.model)
     needs = training_needs(config, "lora", 1)
-    print(
-        "| flat tokens |"
-        + "".join(f" {n} GPU{'s' * (n > 1)} |" for n in args.gpus)
-        + f" sent by each of {args.gpus[-1]} |"
-    )
+    gpus = "".join(f" {n} GPU{'s' * (n > 1)} |" for n in args.gpus)
+    print(f"| flat tokens |{gpus} sent by each of {args.gpus[-1]} |")
     print("|-:|" + "-:|" * (len(args.gpus) + 1))
     for tokens in args.tokens:
         peaks = "".join(f" {peak_gib(needs, tokens, size):.0f} |" for size in args.gpus)

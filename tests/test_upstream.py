@@ -58,6 +58,7 @@ PRIVATE = {
         "attn_implementation",
         *BOUNDARIES[:4],
     ),
+    "transformers:Trainer._get_num_items_in_batch": ("batch_samples", "device"),
     "transformers:Trainer._get_train_sampler": (),
     "transformers:Trainer._prepare_input": ("data",),
     "transformers:Trainer._prepare_inputs": ("inputs",),

@@ -1,6 +1,6 @@
 """
-Answers, work, memory and messages of processes that compute one flat batch together: run by `torchrun`, on GPUs if there
-are enough, else on the CPU. Fails if answers differ from those of one process, or if anything is too much.
+Answers, work, memory and messages of processes that compute one flat batch together: run by `torchrun`, on GPUs if
+there are enough, else on the CPU. Fails if answers differ from those of one process, or if anything is too much.
 """
 
 import os

@@ -130,6 +130,7 @@ def figures(run):
 
 
 def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
+    """Beside padded TRL in one process. With `world // size` groups, metrics that are means over micro-batches differ."""
     groups, runs = world // size, {}
     for name in names:
         task, model, options = CASES[name]
@@ -183,6 +184,22 @@ def test_two_groups_of_two_train_what_padded_trl_trains(folder_of, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_groups_of_two_train_what_padded_trl_trains_in_two_processes(folder_of, tmp_path):
+    """Every figure, where it depends on which examples share a process."""
+    names = ["LoRA, ragged evaluation", "sft", "router loss", "sorted", "coupled parts", "streaming, workers"]
+    names += ["normalized by process", "precomputed", "packing, accumulation"]
+    ours, padded = [], []
+    for name in names:
+        task, model, options = CASES[name]
+        given, without = settings(options, 2), settings({x: y for x, y in options.items() if x not in OURS}, 2)
+        ours.append((task, folder_of(model), tmp_path / f"{name} ours", {**given, "sequence_parallel_size": 2}))
+        padded.append((task, folder_of(model), tmp_path / f"{name} padded", {**without, "padding_free": False}))
+    for name, one, other in zip(names, launch(2, *padded), launch(4, *ours), strict=True):
+        folders = tmp_path / f"{name} padded", tmp_path / f"{name} ours"
+        assert_same_run(one, other, *folders, ignore=("accuracies",) if name == "precomputed" else ())
+
+
+@pytest.mark.slow
 def test_groups_of_fsdp2_train_what_padded_trl_trains(folder_of, tmp_path):
     assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft", "parts", "checkpointing"], engine="fsdp")
     assert_as_padded(folder_of, tmp_path, 4, 2, ["all weights", "parts"], engine="fsdp")
@@ -215,6 +232,8 @@ REFUSED = {
     "rotary": ("dpo", "dynamic", {"max_length": 48}, "`rope_type='dynamic'`, a row of more than 24 tokens"),
     "padded": ("dpo", "llama", {"padding_free": False}, "Leave it out for padded rows"),
     "logits": ("sft", "llama", {"label_smoothing_factor": 0.1}, "cannot be combined with `label_smoothing_factor`"),
+    "sampler": ("dpo", "llama", {"train_sampling_strategy": "batch_rebalance"}, "examples of its own"),
+    "compiled": ("dpo", "llama", {"torch_compile": True}, "cannot be combined with `torch_compile=True`"),
     "different": ("dpo", "llama", {"differs": True}, "have been given different batches"),
 }
 
