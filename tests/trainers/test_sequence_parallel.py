@@ -130,7 +130,7 @@ def figures(run):
 
 
 def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
-    """Beside padded TRL in one process. With `world // size` groups, metrics that are means over micro-batches differ."""
+    """Beside padded TRL in one process. With several groups, metrics that are means over micro-batches differ."""
     groups, runs = world // size, {}
     for name in names:
         task, model, options = CASES[name]

@@ -22,7 +22,6 @@ from ..flat.batch import FlatBatch
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure, is_pooled
-from ..model.sequence import SequenceGroup
 from .probe import (
     HALF_DIGITS_FACTOR,
     NOISE_FACTOR,
@@ -140,7 +139,7 @@ class RowsInTraining:
         loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in places]).sum()
         watched = [*embedded, *small_parameters(self.model)]
         found = gradients(loss * scale, watched, [*self.model.parameters()])
-        if (group := _group_of(self.model)) is not None and "flat_batch" in inputs:
+        if (group := FlatModel.group_of(self.model)) is not None and "flat_batch" in inputs:
             found = group.whole_gradients(watched, found, inputs["flat_batch"])
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
@@ -157,15 +156,9 @@ class RowsInTraining:
         return max(*moved, _of_parameters(small, self.small) or 0.0)
 
 
-def _group_of(model: PreTrainedModel) -> SequenceGroup | None:
-    """The processes that compute slices of a batch with this one."""
-    flat = FlatModel.of(model)
-    return None if flat is None else flat.group
-
-
 def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
     """Raise what a model raises in slices: other processes may wait for this one, which has to end."""
-    if (group := _group_of(model)) is not None:
+    if (group := FlatModel.group_of(model)) is not None:
         raise ValueError(
             f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "
             f"{type(error).__name__} in slices: {error} Set it to 1 to train whole batches."

@@ -149,8 +149,8 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     in_training = [result.gradients.reason for result in failed if result.gradients is not None]
     if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
         return reasons
-    if (flat := FlatModel.of(model)) is not None and flat.group is not None:
-        return [f"It was computed in slices: `sequence_parallel_size={flat.group.size}`. Set that to 1."]
+    if (group := FlatModel.group_of(model)) is not None:
+        return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
     config, failures = vars(model.config.get_text_config()), [result.failure for result in failed]
     is_stateful = model._is_stateful or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)

@@ -146,8 +146,7 @@ def count_kept_bytes(
             inputs = send_to_device(inputs, device)
             with counter.counting():
                 output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
-            flat, batch = FlatModel.of(model), inputs["flat_batch"]
-            group = None if flat is None else flat.group
+            group, batch = FlatModel.group_of(model), inputs["flat_batch"]
             scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
             loads.append(load(batch, route, scored=scored))
             totals, peaks = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)

@@ -66,6 +66,12 @@ class FlatModel:
         return flat if flat is not None and flat._is_called else None
 
     @classmethod
+    def group_of(cls, model: Any) -> SequenceGroup | None:
+        """The processes that compute slices of a model's batches with this one; `None` if it computes whole ones."""
+        flat = cls.of(model)
+        return None if flat is None else flat.group
+
+    @classmethod
     def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":
         """Have a model compute flat batches by `route`. Called again, it changes the route."""
         flat = vars(model).get(ATTRIBUTE) or cls(model, route)

@@ -21,7 +21,7 @@ from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
 from .checkpoints import append_to_card
 from .configs import PaddingFreeOptions, refuse_wrong_options, silence
-from .groups import GroupedTrainer, refuse_ungrouped
+from .groups import GroupedTrainer
 from .proving import StartUpCheck, base_of
 from .refusals import given_datasets, refuse_beside_budget, refuse_images, refuse_unflattenable, warn_of_dropout
 from .state import Flat, when_flat
@@ -44,7 +44,6 @@ class FlatTrainer(GroupedTrainer):
     trl_trainer: Any  # TRL's trainer class
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
-    takes_slices: ClassVar[bool] = False  # whether several processes may compute slices of one batch
     split: ClassVar[Split]  # which items of a micro-batch above a budget share a part of it
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
@@ -87,8 +86,7 @@ class FlatTrainer(GroupedTrainer):
         is_ours = isinstance(config, PaddingFreeOptions)
         options = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Flat(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
-        if options.sequence_parallel_size > 1:
-            refuse_ungrouped(arguments, options.sequence_parallel_size, self.flat.pads, self)
+        self.refuse_ungrouped(arguments)
         if self.flat.pads:
             self.trl_trainer.__init__(self, **arguments)
             return
@@ -150,8 +148,7 @@ class FlatTrainer(GroupedTrainer):
         flat = self.flat
         if flat.models:
             return
-        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
-        flat.check.group = self.group
+        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)

@@ -5,7 +5,7 @@ from tensor parallelism: data loaders give them the same batches, and `get_tp_si
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import recursively_apply
@@ -25,12 +25,44 @@ _DIFFERENT, _SAME = "dp_replicate", "tp"
 class GroupedTrainer(ResumableTrainer):
     """A trainer whose processes form groups of `sequence_parallel_size`, each of which computes one batch together."""
 
+    takes_slices: ClassVar[bool] = False  # whether groups may compute the batches of this trainer
+    trl_trainer: Any
     group: SequenceGroup | None = None
 
     @property
     def group_size(self) -> int:
         """How many processes get the same batch to compute."""
         return 1 if self.flat.pads else self.flat.options.sequence_parallel_size
+
+    def refuse_ungrouped(self, arguments: dict[str, Any]) -> None:
+        """Refuse arguments that cannot be combined with groups of processes, if there are to be any."""
+        size, pads, config = self.flat.options.sequence_parallel_size, self.flat.pads, arguments["args"]
+        if size == 1:
+            return
+        option = f"`{OPTION}={size}`"
+        if not self.takes_slices or pads:
+            what = "padded rows" if pads else f"{self.trl_trainer.__name__}'s batches"
+            raise ValueError(
+                f"{option}: DPO and SFT compute slices of flat batches, and no other trainer does. Leave it out for {what}."
+            )
+        if has_images(arguments.get("train_dataset")):
+            raise ValueError(
+                f"{option}: images are not computed in slices. Leave it out, or remove the column of images."
+            )
+        if config.world_size % size:
+            raise ValueError(
+                f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it with "
+                "`accelerate launch --num_processes`, or set it to a divisor."
+            )
+        logits, alone = "it wants logits of all tokens in one place", "it gives each process examples of its own"
+        for name, is_set, reason in (
+            *((name, arguments.get(name), logits) for name in ("compute_metrics", "compute_loss_func")),
+            *((name, vars(config)[name], logits) for name in ("label_smoothing_factor", "eval_use_gather_object")),
+            ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", alone),
+            ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
+        ):
+            if is_set:
+                raise ValueError(f"{option} cannot be combined with `{name}`: {reason}. Leave one of them out.")
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -98,29 +130,3 @@ def refuse_different(group: SequenceGroup, batch: FlatBatch) -> None:
             f"`{OPTION}={group.size}`: processes of one group have been given different batches. A transform of the "
             "data set that draws at random, or a data loader of your own, may do that: give all of them the same."
         )
-
-
-def refuse_ungrouped(arguments: dict[str, Any], size: int, pads: bool, trainer: Any) -> None:
-    """Refuse arguments of a trainer that cannot be combined with groups of `size` processes."""
-    config, option = arguments["args"], f"`{OPTION}={size}`"
-    if not trainer.takes_slices or pads:
-        what = "padded rows" if pads else f"{trainer.trl_trainer.__name__}'s batches"
-        raise ValueError(
-            f"{option}: DPO and SFT compute slices of flat batches, and no other trainer does. Leave it out for {what}."
-        )
-    if has_images(arguments.get("train_dataset")):
-        raise ValueError(f"{option}: images are not computed in slices. Leave it out, or remove the column of images.")
-    if config.world_size % size:
-        raise ValueError(
-            f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it with "
-            "`accelerate launch --num_processes`, or set it to a divisor."
-        )
-    logits, alone = "it wants logits of all tokens in one place", "it gives each process examples of its own"
-    for name, is_set, reason in (
-        *((name, arguments.get(name), logits) for name in ("compute_metrics", "compute_loss_func")),
-        *((name, vars(config)[name], logits) for name in ("label_smoothing_factor", "eval_use_gather_object")),
-        ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", alone),
-        ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
-    ):
-        if is_set:
-            raise ValueError(f"{option} cannot be combined with `{name}`: {reason}. Leave one of them out.")

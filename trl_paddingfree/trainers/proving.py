@@ -39,14 +39,19 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 class StartUpCheck:
     """
     Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
-    and its `args` (whether training recomputes). `images` are examples with some, if there are any.
+    and its `args` (whether training recomputes). `images` are examples with some, if there are any, and `group` the
+    processes that compute slices of one batch, if they do.
     """
 
     def __init__(
-        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
+        self,
+        accelerator: Accelerator,
+        options: PaddingFreeOptions,
+        args: Any,
+        images: ImageProbe | None = None,
+        group: SequenceGroup | None = None,
     ):
-        self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
-        self.group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
+        self.accelerator, self.options, self.args, self.images, self.group = accelerator, options, args, images, group
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
         self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
         self.progress = Progress(self._say)
@@ -125,7 +130,7 @@ class StartUpCheck:
     def _prove(self, model: Any, route: Route) -> CheckResult:
         base = self._base(model)
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
-            flat.flattener = None  # the check compares with rows
+            flat.flattener, flat.group = None, None  # the check compares with rows, and slices are those of this run
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):
