@@ -85,8 +85,9 @@ DEFAULT = list(CASES)[:4]
 OF_FOUR = ["LoRA, ragged evaluation", "router loss, coupled parts", "packing, accumulation", "one key head"]
 OF_FOUR += ["6 and 3 heads", "6 and 2 heads", "windows", "soft-capping", "sinks", "narrow values", "parts", "sft"]
 OF_FOUR += ["all weights", "memory budget"]
-# An example's loss depends on others of its micro-batch, metrics are means over it, or TRL normalizes by process
-NOT_IN_TWO_GROUPS = ("router loss", "sorted", "coupled", "process", "streaming")
+# An example's loss depends on others of its micro-batch, TRL normalizes by process, or gives processes others of a
+# stream, or examples twice where batches do not divide
+NOT_IN_TWO_GROUPS = ("router loss", "sorted", "coupled", "process", "streaming", "incomplete")
 # Evaluations of several groups are means over what each group has, in TRL's trainers of several processes as well
 IN_ONE_GROUP = ("evaluation", "sft", "precomputed")
 # What only our trainers know: the padded run goes without
@@ -187,7 +188,8 @@ def test_two_groups_of_two_train_what_padded_trl_trains(folder_of, tmp_path):
 def test_two_groups_of_two_train_what_padded_trl_trains_in_two_processes(folder_of, tmp_path):
     """Every figure, where it depends on which examples share a process."""
     names = ["LoRA, ragged evaluation", "sft", "router loss", "sorted", "coupled parts", "streaming, workers"]
-    names += ["normalized by process", "precomputed", "packing, accumulation"]
+    names += ["normalized by process", "precomputed", "packing, accumulation", "incomplete last batch"]
+    names += ["incomplete last batch of sft", "counted tokens"]
     ours, padded = [], []
     for name in names:
         task, model, options = CASES[name]
@@ -201,7 +203,7 @@ def test_two_groups_of_two_train_what_padded_trl_trains_in_two_processes(folder_
 
 @pytest.mark.slow
 def test_groups_of_fsdp2_train_what_padded_trl_trains(folder_of, tmp_path):
-    assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft", "parts", "checkpointing"], engine="fsdp")
+    assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft", "parts", "memory budget"], engine="fsdp")
     assert_as_padded(folder_of, tmp_path, 4, 2, ["all weights", "parts"], engine="fsdp")
 
 
@@ -221,7 +223,7 @@ def test_a_resumed_run_of_a_group_goes_on(folder_of, tmp_path):
     resumed = launch(2, ("dpo", folder_of("llama"), cut, {**options, "resume": checkpoint, "save_strategy": "no"}))
     expected = json.loads((whole / "result.json").read_text())
     expected["log"], resumed["log"] = expected["log"][:4], resumed["log"][:4]
-    assert_same_run(expected, resumed, whole, cut, ignore=())
+    assert_same_run(expected, resumed, whole, cut, ignore=["num_tokens"])  # TRL counts from the start of a run
 
 
 REFUSED = {

@@ -43,12 +43,10 @@ class GroupedTrainer(ResumableTrainer):
         if not self.takes_slices or pads:
             what = "padded rows" if pads else f"{self.trl_trainer.__name__}'s batches"
             raise ValueError(
-                f"{option}: DPO and SFT compute slices of flat batches, and no other trainer does. Leave it out for {what}."
+                f"{option}: DPO and SFT compute slices of flat batches, and no other trainer. Leave it out for {what}."
             )
         if has_images(arguments.get("train_dataset")):
-            raise ValueError(
-                f"{option}: images are not computed in slices. Leave it out, or remove the column of images."
-            )
+            raise ValueError(f"{option}: images are not computed in slices. Leave it out, or remove the images.")
         if config.world_size % size:
             raise ValueError(
                 f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it with "
