@@ -142,6 +142,14 @@ def main() -> None:
         heads = HEADS + max(KEYS, group.size)
         expected = tokens // group.size * 2 * heads * SIZE * dtype.itemsize * (group.size - 1) // group.size
         assert sent_bytes(flat, batch, group.rank) == expected * LAYERS * 2
+    for rows in ([[5]], [[5, 6, 7]]):  # of fewer tokens than processes, and none or few to score
+        batch, said = FlatBatch.from_rows(rows, rows).to(device), []
+        for flat.group in (None, group):
+            model.zero_grad()
+            said.append(log_probs(flat, batch))
+            said[-1].sum().backward()
+        said[1] = said[1].detach()
+        assert (said[0] - said[1]).abs().sum() <= ROUNDING[dtype] * len(rows[0]) * 10
     sys.stderr.flush()
     os._exit(0)
 

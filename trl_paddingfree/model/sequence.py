@@ -128,7 +128,7 @@ class SequenceGroup:
         widths = [x.size(1) for x in parts[self.rank]]
         rows = [torch.cat(part, 1).flatten() for part in parts]
         sent, got = [len(x) for x in rows], [n * sum(widths) for n in sizes]
-        received = _Exchange.apply(torch.cat(rows), sent, got, self.group).view(num_tokens, -1)
+        received = _Exchange.apply(torch.cat(rows), sent, got, self.group).view(num_tokens, sum(widths))
         given = [
             x.unflatten(1, (-1, like.size(-1))).transpose(0, 1)[None].to(like.dtype)
             for x, like in zip(received.split(widths, 1), states, strict=True)
@@ -139,7 +139,9 @@ class SequenceGroup:
         width = output.size(-1)
         sent, got = [n * len(heads) * width for n in sizes], [own * len(h) * width for h, _ in shares]
         received = _Exchange.apply(output.flatten(), sent, got, self.group)
-        output = torch.cat([x.view(own, -1, width) for x in received.split(got)], 1)
+        output = torch.cat(
+            [x.view(own, len(h), width) for x, (h, _) in zip(received.split(got), shares, strict=True)], 1
+        )
         if own < length:  # a slice without tokens has one of its neighbour's
             output = torch.cat([output, output.new_zeros(length - own, *output.shape[1:])])
         return output[None], None
@@ -179,9 +181,8 @@ class SequenceGroup:
 
     def whole_gradients(self, of: Sequence[torch.Tensor], found: Sequence[Any], batch: FlatBatch) -> list[torch.Tensor]:
         """Gradients at embeddings `(1, t, D)` as `(1, T, D)`, and of weights as engines average them: those of all."""
-        first, *others = (
-            torch.zeros(x.shape, device=x.device) if y is None else y for x, y in zip(of, found, strict=True)
-        )
+        given = [torch.zeros(x.shape, device=x.device) if y is None else y for x, y in zip(of, found, strict=True)]
+        first, *others = (gradient.contiguous() for gradient in given)
         for gradient in others:
             dist.all_reduce(gradient, group=self.group)
         embedded = self.gather_tokens(first.squeeze(0), batch.layout.segments.num_tokens)[None]
