@@ -179,7 +179,7 @@ class SequenceGroup:
         """`(T, ...)`: states of all tokens, of those `(t, ...)` of each slice."""
         return _Gather.apply(states, slice_sizes(num_tokens, self.size), self)
 
-    def whole_gradients(self, of: Sequence[torch.Tensor], found: Sequence[Any], batch: FlatBatch) -> list[torch.Tensor]:
+    def whole_gradients(self, of: Sequence[torch.Tensor], found: Sequence[Any], batch: FlatBatch) -> list[Any]:
         """Gradients at embeddings `(1, t, D)` as `(1, T, D)`, and of weights as engines average them: those of all."""
         given = [torch.zeros(x.shape, device=x.device) if y is None else y for x, y in zip(of, found, strict=True)]
         first, *others = (gradient.contiguous() for gradient in given)

@@ -60,7 +60,7 @@ class GroupedTrainer(ResumableTrainer):
             (
                 "auto_find_batch_size",
                 config.auto_find_batch_size,
-                "a process would begin again while others wait for it",
+                "a process would begin again while others wait",
             ),
             ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
         ):
