@@ -102,8 +102,8 @@ class GroupedTrainer(ResumableTrainer):
         is_counted = self.group is None or self.group.rank == 0  # sums go over all processes
         return super().floating_point_ops(inputs) if is_counted else 0
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(*args, **kwargs)
         if self.group is not None and isinstance(batch := inputs.get("flat_batch"), FlatBatch):
             refuse_different(self.group, batch)
         return inputs
