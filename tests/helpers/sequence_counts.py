@@ -142,6 +142,11 @@ def main() -> None:
         heads = HEADS + max(KEYS, group.size)
         expected = tokens // group.size * 2 * heads * SIZE * dtype.itemsize * (group.size - 1) // group.size
         assert sent_bytes(flat, batch, group.rank) == expected * LAYERS * 2
+    torch.manual_seed(0)
+    with group.drawing_apart(model):  # what is dropped in one slice says nothing of what is dropped in another
+        own = of_all(torch.rand((), device=device).item(), device)
+    assert len(set(own)) == group.size
+    assert len(set(of_all(torch.rand(()).item(), device))) == 1
     for rows in ([[5]], [[5, 6, 7]]):  # of fewer tokens than processes, and none or few to score
         batch, said = FlatBatch.from_rows(rows, rows).to(device), []
         for flat.group in (None, group):
