@@ -148,7 +148,8 @@ class FlatTrainer(GroupedTrainer):
         flat = self.flat
         if flat.models:
             return
-        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
+        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
+        flat.check.group = self.group
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)

@@ -57,11 +57,7 @@ class GroupedTrainer(ResumableTrainer):
             *((name, arguments.get(name), logits) for name in ("compute_metrics", "compute_loss_func")),
             *((name, vars(config)[name], logits) for name in ("label_smoothing_factor", "eval_use_gather_object")),
             ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", alone),
-            (
-                "auto_find_batch_size",
-                config.auto_find_batch_size,
-                "a process would begin again while others wait",
-            ),
+            ("auto_find_batch_size", config.auto_find_batch_size, "a process would begin again while others wait"),
             ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
         ):
             if is_set:

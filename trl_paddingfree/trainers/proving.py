@@ -39,19 +39,15 @@ def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
 class StartUpCheck:
     """
     Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
-    and its `args` (whether training recomputes). `images` are examples with some, if there are any, and `group` the
-    processes that compute slices of one batch, if they do.
+    and its `args` (whether training recomputes). `images` are examples with some, if there are any.
     """
 
+    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
+
     def __init__(
-        self,
-        accelerator: Accelerator,
-        options: PaddingFreeOptions,
-        args: Any,
-        images: ImageProbe | None = None,
-        group: SequenceGroup | None = None,
+        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
     ):
-        self.accelerator, self.options, self.args, self.images, self.group = accelerator, options, args, images, group
+        self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
         self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
         self.progress = Progress(self._say)
