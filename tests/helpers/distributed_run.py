@@ -1,5 +1,6 @@
 """Training runs, started by `accelerate launch` or alone: each writes what it logged and ended with to a JSON file."""
 
+import faulthandler
 import json
 import os
 import random
@@ -66,7 +67,31 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
 
 
 def run(task: str, model: str, output: str, options: dict) -> None:
+    """
+    Train. With `seconds` among the options, the process says where it hangs, and ends, if it takes longer; with
+    `refused`, the run has to fail, and what each process says of it is written down.
+    """
     settings = dict(options)
+    seconds, refused = settings.pop("seconds", None), settings.pop("refused", False)
+    if seconds is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        if not refused:
+            return train(task, model, output, settings)
+        try:
+            train(task, model, output, settings)
+            said = None
+        except Exception as error:
+            said = str(error)
+        with open(f"{output}.{torch.distributed.get_rank()}", "w") as file:
+            json.dump(said, file)
+        with open(output, "w") as file:  # by all of them: none may come before another has trained
+            json.dump({"log": []}, file)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def train(task: str, model: str, output: str, settings: dict) -> None:
     peft = settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate = settings.pop("evaluate", 0)
@@ -74,6 +99,7 @@ def run(task: str, model: str, output: str, options: dict) -> None:
     tokens_in_memory = settings.pop("tokens_in_memory", None)
     decisions = watch_decisions(tokens_in_memory) if tokens_in_memory else []
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
+    streams, differs = settings.pop("streams", False), settings.pop("differs", False)
     trainer_class, config_class, data = {
         "dpo": (PaddingFreeDPOTrainer, PaddingFreeDPOConfig, preference_data),
         "sft": (PaddingFreeSFTTrainer, PaddingFreeSFTConfig, conversations),
@@ -102,6 +128,8 @@ def run(task: str, model: str, output: str, options: dict) -> None:
         # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
         args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU
     kwargs, train_dataset = {}, data(24 if with_images else 48, seed=1)
+    if differs:
+        train_dataset = data(48, seed=args.process_index)
     if unscored:
         train_dataset = tokens_to_score_in_every_second_pair()
     if peft:
@@ -116,6 +144,8 @@ def run(task: str, model: str, output: str, options: dict) -> None:
             train_dataset = from_disk(train_dataset, os.path.join(folder, "train"))
             if evaluate:
                 kwargs["eval_dataset"] = from_disk(kwargs["eval_dataset"], os.path.join(folder, "eval"))
+    if streams:
+        train_dataset = train_dataset.to_iterable_dataset(num_shards=4)
     trainer = trainer_class(model=model, args=args, train_dataset=train_dataset, **kwargs)
     if fail_on_rank is not None:
         step = trainer.training_step

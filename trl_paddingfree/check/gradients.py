@@ -17,19 +17,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..flat.batch import FlatBatch, Inputs
 from ..model import architecture
+from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure, is_pooled
 from ..model.restored import buffers_restored
 from .probe import (
     HALF_DIGITS_FACTOR,
     NOISE_FACTOR,
+    SHARED,
     Call,
     compute_dtype,
+    long_rows,
     root_mean_square,
     rounding_unit,
     row_inputs,
@@ -37,8 +39,8 @@ from .probe import (
 )
 from .training import as_in_training, frozen_layers_watched, gradients, small_parameters, watched_embeddings
 
-# Length of the rows, and the share of them that two rows have in common: together more than 256 flat tokens
-_LENGTH, _SHARED = 104, 0.75
+# Length of the rows: together more than 256 flat tokens
+_LENGTH = 104
 # Units of rounding, relative to the answers, that a draw of the noise stands for at least
 _LEAST_UNITS = 4
 # Rows of which losses are differentiated at a time
@@ -89,17 +91,6 @@ class GradientResult:
         return "; ".join([f"gradients {self.skipped or figures}", *self.notes])
 
 
-def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
-    """Four rows of `length` tokens; the first and the second share a prefix, the third and the fourth another."""
-    rng, shared = np.random.default_rng(draw), int(length * _SHARED)
-    first, second, third, fourth = rng.integers(0, vocab_size, (4, length))
-    third[0] = (first[0] + 2) % vocab_size
-    for row, continued in ((second, first), (fourth, third)):
-        row[:shared] = continued[:shared]
-        row[shared] = (continued[shared] + 2) % vocab_size
-    return [first, second, third, fourth]
-
-
 @contextmanager
 def _as_it_answers(model: PreTrainedModel) -> Iterator[None]:
     with undisturbed(model), buffers_restored(model.modules()):
@@ -126,7 +117,7 @@ class RowsInTraining:
         self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
         self.unit = rounding_unit(model)
         self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
-        fork = int(length * _SHARED) - 1
+        fork = int(length * SHARED) - 1
         self.first_scored = (0, fork, 0, fork)
         with self.in_training(), frozen_layers_watched(model) as lost:
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
@@ -159,6 +150,8 @@ class RowsInTraining:
         loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in places]).sum()
         watched = [*embedded, *small_parameters(self.model)]
         found = gradients(loss * scale, watched, [*self.model.parameters()])
+        if (group := FlatModel.group_of(self.model)) is not None and "flat_batch" in inputs:
+            found = group.whole_gradients(watched, found, inputs["flat_batch"])
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
     def noise(self) -> float:
@@ -172,6 +165,15 @@ class RowsInTraining:
             moved += [_relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
             small.append(found)
         return max(*moved, _of_parameters(small, self.small) or 0.0)
+
+
+def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
+    """Raise what a model raises in slices: other processes may wait for this one, which has to end."""
+    if (group := FlatModel.group_of(model)) is not None:
+        raise ValueError(
+            f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "
+            f"{type(error).__name__} in slices: {error} Set it to 1 to train whole batches."
+        ) from error
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
@@ -191,6 +193,7 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
         with reference.in_training():
             return _compare(reference, prefix_sharing)
     except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+        refuse_broken_slices(reference.model, error)
         return GradientResult(failure=f"{type(error).__name__}: {error}")
 
 

@@ -22,6 +22,8 @@ NOISE_FACTOR = 4.0
 HALF_DIGITS_FACTOR = 3.0
 # Rows that move with others must move far less than with their own context: all that may move them is rounding
 LEAK_FRACTION = 0.1
+# The share of long rows that two of them have in common
+SHARED = 0.75
 # Tokens that stand in for one of a row, to see what context does: of two, both may be new, with one embedding
 _STAND_INS = 8
 # One unit of the 10 bits that products of float32 keep, where TF32 is on
@@ -76,6 +78,17 @@ def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
     rows[2][9] = (rows[0][9] + 2) % vocab_size
     rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
     return rows
+
+
+def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
+    """Four rows of `length` tokens; the first and the second share a prefix, the third and the fourth another."""
+    rng, shared = np.random.default_rng(draw), int(length * SHARED)
+    first, second, third, fourth = rng.integers(0, vocab_size, (4, length))
+    third[0] = (first[0] + 2) % vocab_size
+    for row, continued in ((second, first), (fourth, third)):
+        row[:shared] = continued[:shared]
+        row[shared] = (continued[shared] + 2) % vocab_size
+    return [first, second, third, fourth]
 
 
 def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 0, **flat: Any) -> Inputs:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
-from .gradients import GradientResult, RowsInTraining, check_gradients
+from .gradients import GradientResult, RowsInTraining, check_gradients, refuse_broken_slices
 from .probe import Call, RowsAlone, root_mean_square, rounding_unit
 
 # In low precision rounding may send a token to another expert, flat but not padded, which is no small error and no
@@ -139,6 +139,7 @@ def check_flat(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+            refuse_broken_slices(model, error)
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     wrong = reference.difference(flat, reference.alone)
     figures = (reference.noise, max(movements), reference.effect, reference.tolerance, reference.leak_tolerance)
@@ -153,6 +154,8 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     in_training = [result.gradients.reason for result in failed if result.gradients is not None]
     if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
         return reasons
+    if (group := FlatModel.group_of(model)) is not None:
+        return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
     config, failures = vars(model.config.get_text_config()), [result.failure for result in failed]
     is_stateful = model._is_stateful or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)

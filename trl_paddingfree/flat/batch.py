@@ -40,6 +40,8 @@ class FlatBatch(HasTensors):
             Flat position of token `l` of row `r`, and whether there is one; 0 where there is none.
         token_rows (`torch.Tensor` of shape `(1, T)`, int64):
             Number of rows that contain each token, by which a loss that is a mean over tokens is weighted.
+        scored (`np.ndarray` of shape `(P,)`, int64):
+            `scored_index`, on the host, which cuts the flat axis into slices.
         layout (`FlatLayout`), counts (`BatchCounts`):
             The segments and what attention needs of them; tokens computed, against what other methods compute.
         companion (`FlatBatch`, *optional*):
@@ -76,6 +78,7 @@ class FlatBatch(HasTensors):
     row_index: torch.Tensor
     row_mask: torch.Tensor
     token_rows: torch.Tensor
+    scored: np.ndarray
     layout: FlatLayout
     counts: BatchCounts
     companion: "FlatBatch | None" = None
@@ -173,6 +176,7 @@ class FlatBatch(HasTensors):
             row_index=torch.from_numpy(row_index),
             row_mask=torch.from_numpy(row_mask),
             token_rows=torch.from_numpy(token_rows)[None],
+            scored=scored_index,
             layout=FlatLayout.from_segments(segments, blocks),
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
             images=None if images is None else FlatImages.from_rows(images, tokens, paths, len(flat)),

@@ -41,6 +41,7 @@ class FlatLayout(HasTensors):
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
+    group: Any = None  # the [`~trl_paddingfree.model.sequence.SequenceGroup`] whose processes have slices of the tokens
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -96,7 +97,8 @@ class FlatLayout(HasTensors):
         """The layout of attention within chunks of `size` positions (Llama 4): segments are cut where a chunk ends."""
 
         def make() -> FlatLayout:
-            return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)
+            cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
+            return replace(cut, group=self.group).to(self.device, non_blocking=True)
 
         return self.derived(("chunked", size), make)
 

@@ -19,8 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout
+from ..flat.slices import scored_sizes
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
 from ..model.backends import ATTENTION_BACKENDS
+from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
 from ..model.routes import Route
 from ..model.state_layers import state_layers
@@ -46,10 +48,10 @@ _GROWING = ("pairs", "branches", "feature_pairs")
 _NEGLIGIBLE = 0.002
 
 
-def load(batch: FlatBatch, route: Route, device: torch.device | None = None) -> np.ndarray:
+def load(batch: FlatBatch, route: Route, device: torch.device | None = None, scored: int | None = None) -> np.ndarray:
     """
     `(len(LOADS),)` int64: the sizes of a flat batch that decide how much memory it needs, computed by `route` on
-    `device`, or where the batch is.
+    `device`, or where the batch is. A process that computes a slice scores so many of its tokens, others all.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
@@ -59,7 +61,9 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None) -> 
     segments, tokens, images = batch.layout.segments, batch.counts.computed, batch.images
     features, pixels = (0, 0) if images is None else (images.num_features, images.num_pixels)
     states = chunk_sizes(batch.layout, device or batch.layout.device) if route.states == "tree" else (0, 0, 0)
-    last = [*states, features, pixels, features**2, batch.num_scored or len(batch.scored_index)]
+    if scored is None:
+        scored = batch.num_scored or len(batch.scored)
+    last = [*states, features, pixels, features**2, scored]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
         # Layers whose attention no varlen kernel can compute call plain attention
@@ -144,7 +148,9 @@ def count_kept_bytes(
             inputs = send_to_device(inputs, device)
             with counter.counting():
                 output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
-            loads.append(load(inputs["flat_batch"], route))
+            group, batch = FlatModel.group_of(model), inputs["flat_batch"]
+            scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
+            loads.append(load(batch, route, scored=scored))
             totals, peaks = zip(*((counter.total(i), counter.largest(i)) for i in range(len(layers))), strict=True)
             inside.append([totals, counter.inputs, peaks])
             outside.append(counter.total(-1))

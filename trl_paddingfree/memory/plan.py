@@ -18,11 +18,13 @@ from transformers.utils import logging
 
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import of_all_processes
+from ..flat.slices import scored_sizes
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
+from ..model.sequence import SequenceGroup
 from .device import GIB, PeakMemory, budget_bytes
-from .kept_bytes import count_kept_bytes, load
+from .kept_bytes import KeptBytes, count_kept_bytes, load
 from .needs import HeadBytes, MemoryNeeds, fixed_bytes, needs_of, tensor_bytes
 
 logger = logging.get_logger(__name__)
@@ -50,7 +52,9 @@ class MemoryBudget:
         layers: Sequence[GradientCheckpointingLayer],
         route: Route,
         peak: PeakMemory,
+        group: SequenceGroup | None = None,
     ):
+        self.group = group  # the processes that have to decide as this one does, because they compute a batch together
         self.option, self.budget, self.needs = option, budget, needs
         self.layers, self.route, self.measured = layers, route, peak
         self.has_shrunk = False
@@ -60,13 +64,18 @@ class MemoryBudget:
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
+    def _load(self, batch: FlatBatch) -> np.ndarray:
+        # In slices, that of the process with the most scored tokens, which all of the group know
+        scored = None if self.group is None else max(scored_sizes(batch, self.group.size))
+        return load(batch, self.route, self.measured.device, scored)
+
     def num_recomputed(self, batch: FlatBatch, beside: int = 0) -> int:
         """How many layers must recompute, if `beside` bytes are needed besides."""
-        return self.needs.num_recomputed(load(batch, self.route, self.measured.device), self.budget - beside)
+        return self.needs.num_recomputed(self._load(batch), self.budget - beside)
 
     def peak(self, batch: FlatBatch, number: int) -> int:
         """Bytes at the peak if `number` layers recompute."""
-        return int(self.needs.peaks(load(batch, self.route, self.measured.device))[number])
+        return int(self.needs.peaks(self._load(batch))[number])
 
     def can_hold(self, batch: FlatBatch, beside: int = 0) -> bool:
         """Whether a batch fits if all activations are recomputed."""
@@ -78,12 +87,12 @@ class MemoryBudget:
 
     def most_tokens(self, batch: FlatBatch) -> int:
         """The most tokens that fit, if they are scored and shared in the proportions of a batch."""
-        sizes, tokens = load(batch, self.route, self.measured.device), batch.counts.computed
+        sizes, tokens = self._load(batch), batch.counts.computed
         return self.needs.most_tokens(lambda part: np.array([1, *(sizes[1:] * part / tokens)]), self.budget)
 
     def least(self, batch: FlatBatch, beside: int = 0) -> int:
         """The least bytes in which a batch can be computed."""
-        return int(self.needs.peaks(load(batch, self.route, self.measured.device)).min()) + beside
+        return int(self.needs.peaks(self._load(batch)).min()) + beside
 
     def least_gib(self, batch: FlatBatch, beside: int = 0) -> float:
         """The least `memory_budget` for a batch, rounded up."""
@@ -146,8 +155,11 @@ class MemoryBudget:
         self.observed += 1
         uncorrected = (self.expected - needs.fixed - self.beside) / needs.correction
         # What holds memory beside the models may have come since the plan was made
-        self.needs = needs = replace(needs, fixed=max(needs.fixed, self.held))
-        measured = self.measured.current - needs.fixed - self.beside
+        held, current = self.held, self.measured.current
+        if self.group is not None:
+            held, current = self.group.largest([held, current]).tolist()
+        self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
+        measured = current - needs.fixed - self.beside
         self.most_measured = max(self.most_measured, measured / uncorrected)
         if self.most_measured > needs.correction or self.observed == CORRECTED:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
@@ -157,7 +169,7 @@ class MemoryBudget:
         Lower the budget after a failed allocation, until another decision follows: not if nothing is left to recompute
         or to split of a batch of `num_examples` that was computed with `number` layers recomputed.
         """
-        before, sizes = self.budget, load(batch, self.route, self.measured.device)
+        before, sizes = self.budget, self._load(batch)
         peaks, changed = self.needs.peaks(sizes), False
         budget = min(before, int(peaks[number]))
         while not changed and budget > self.needs.fixed:
@@ -197,9 +209,11 @@ class MemoryBudget:
         (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
     def load(self, folder: str, rank: int) -> None:
-        """Go on with what was saved, unless another budget was asked for since, or this process is new."""
+        """Go on with what was saved, unless another budget was asked for since, or the process is new or in a group."""
         path = Path(folder) / STATE.format(rank=rank)
-        if not path.exists() or (state := json.loads(path.read_text()))["option"] != self.option:
+        if self.group is not None or not path.exists():
+            return
+        if (state := json.loads(path.read_text()))["option"] != self.option:
             return
         self.has_shrunk = state["has_shrunk"]
         self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]
@@ -266,6 +280,9 @@ def plan_memory(option: float | str, flat: FlatModel, training: Training, peak: 
         taken = inspect.signature(type(optimizer)).parameters
         arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
         optimizer = type(optimizer), arguments
-    needs = needs_of(kept, fixed_bytes(training.models, optimizer, held), training.head)
+    fixed, budget = fixed_bytes(training.models, optimizer, held), budget_bytes(option, accelerator.device)
+    if (group := flat.group) is not None:  # all plan for the process that needs most, and that has least
+        kept = KeptBytes(*map(group.largest, vars(kept).values()))
+        fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat.recomputable = layers
-    return MemoryBudget(option, budget_bytes(option, accelerator.device), needs, layers, flat.route, peak)
+    return MemoryBudget(option, budget, needs_of(kept, fixed, training.head), layers, flat.route, peak, group)

@@ -170,6 +170,9 @@ def _dispatch(attend: AttentionFunction, previous: str, module, query, key, valu
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
+        if layout.group is not None:
+            attend, tokens = partial(attend, layout, previous), layout.segments.num_tokens
+            return layout.group.attend(attend, module, query, key, value, tokens, **kwargs)
         query = _scaled_in_rows(query, module, layout)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)

@@ -21,6 +21,7 @@ from .edits import EditsFound
 from .forward import flat_forward, forward_in_parts
 from .hidden_states import hidden_states
 from .routes import Route
+from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
 # Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
@@ -57,15 +58,22 @@ class FlatModel:
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
         self.flattener: WeakMethod[Flattener] | None = None
         self.recomputable: Sequence[Any] = ()  # the layers that a batch tells to recompute
+        self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "flattener": None}  # copies of the model have nothing to do with the trainer
+    def __getstate__(self) -> dict[str, Any]:  # copies of the model have nothing to do with the trainer
+        return {**vars(self), "flattener": None, "group": None}
 
     @classmethod
     def of(cls, model: Any) -> "FlatModel | None":
         """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat is not None and flat._is_called else None
+
+    @classmethod
+    def group_of(cls, model: Any) -> SequenceGroup | None:
+        """The processes that compute slices of a model's batches with this one; `None` if it computes whole ones."""
+        flat = cls.of(model)
+        return None if flat is None else flat.group
 
     @classmethod
     def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":

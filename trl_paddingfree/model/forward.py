@@ -73,6 +73,11 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     input_ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    if flat.group is not None and not fused_lm_head:
+        raise ValueError(
+            f"`sequence_parallel_size={flat.group.size}`: processes have slices of the tokens, and no logits of rows. "
+            "Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
+        )
     if is_pooled(model):
         assert input_ids is not None
         return _pooled(flat, batch, input_ids, kwargs)
@@ -85,16 +90,22 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
 
 def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """
-    The values of TRL's fused head for each scored token, in rows, with `kwargs` beside the rows: its
-    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`. And the logits of routers, a tensor of
-    shape `(T, experts)` for each layer, or `None`.
+    What TRL's fused head says of rows, with `kwargs` beside them: its [`~trl.trainer.utils.FusedCausalLMOutput`] with
+    fields of shape `(R, L-1)`. And the logits of routers, of shape `(T, experts)` for each layer, or `None`.
     """
-    with flat_backbone(flat, batch, batch.scored_of) as given:
-        inputs = {**flat_inputs(flat, batch), "shift_labels": batch.shift_labels}
+    group = flat.group
+    own = batch if group is None else group.slice(batch, flat.model.config.get_text_config())
+    apart = nullcontext() if group is None or not flat.model.training else group.drawing_apart(flat.model)
+    with apart, flat_backbone(flat, own, own.scored_of) as given:
+        inputs = {**flat_inputs(flat, own), "shift_labels": own.shift_labels}
         outputs = flat.previous[-1](**kwargs, **inputs, fused_lm_head=True)
-    rows = {name: batch.scored_to_rows(x) for name, x in _per_token(outputs).items()}
+    values = _per_token(outputs) if group is None else group.gather_scored(_per_token(outputs), batch)
+    outputs = replace(outputs, **{name: batch.scored_to_rows(x) for name, x in values.items()})
     routers = None if outputs.aux_loss is None else given[0].router_logits
-    return replace(outputs, **rows), routers
+    if routers is not None and group is not None:  # their loss is one of all tokens
+        routers = tuple(group.gather_tokens(x, batch.layout.segments.num_tokens) for x in routers)
+        outputs = replace(outputs, aux_loss=upstream.router_loss(flat.model, routers, batch.token_rows))
+    return outputs, routers
 
 
 def flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
@@ -145,7 +156,6 @@ def forward_in_parts(
 
     outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
     order = torch.cat([part.rows for part in batch.parts]).argsort()
-
     joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
     whole = replace(outputs[0], **joined)
     if routers[0] is not None:  # the loss of routers is one of all tokens together

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from . import architecture
-from .backends import BACKENDS, BackendName, describe, reasons_against, slower_backends
-from .state_layers import goes_along_tree
+from .backends import ATTENTION_BACKENDS, BACKENDS, BackendName, describe, reasons_against, slower_backends
+from .state_layers import carries_state, goes_along_tree
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,23 @@ def why_not_to_share(backend: BackendName, previous: str) -> str:
     if backend == "positions":
         return f"{previous!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
     return ""
+
+
+def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
+    """Refuse a model that `size` processes cannot compute in slices by a route, before anything is exchanged."""
+    heads, reason = architecture.config_value(model.config.get_text_config(), "num_attention_heads"), ""
+    if route.backend not in ATTENTION_BACKENDS:
+        reason = f"its attention is computed by {route}, which does not take some heads of all tokens"
+    elif carries_state(model):
+        reason = "it has layers that hand a state on from token to token, each of which needs all tokens"
+    elif isinstance(heads, int) and heads < size:
+        reason = f"it has {heads} attention heads, of which each process needs one"
+    elif any(vars(layer).get("attn_temperature_tuning") for layer in architecture.attention_layers(model)):
+        reason = "its layers scale queries by their place on the axis, which slices do not know"
+    if reason:
+        raise ValueError(
+            f"`sequence_parallel_size={size}` cannot serve {type(model).__name__}: {reason}. Set it to less, or to 1."
+        )
 
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:

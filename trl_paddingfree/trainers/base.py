@@ -21,14 +21,15 @@ from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
-from .checkpoints import ResumableTrainer, append_to_card
+from .checkpoints import append_to_card
 from .configs import config_of, options_of, silence
+from .groups import GroupedTrainer
 from .proving import StartUpCheck, base_of
 from .state import Flat, when_flat
 from .steps import Part, TrainingSteps
 
 
-class FlatTrainer(ResumableTrainer):
+class FlatTrainer(GroupedTrainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
@@ -85,6 +86,7 @@ class FlatTrainer(ResumableTrainer):
         arguments["args"] = config = config_of(type(self), arguments)
         options = options_of(type(self), config)
         self.flat = Flat(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
+        self.refuse_ungrouped(arguments)
         if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
             self.trl_trainer.__init__(self, **arguments)
@@ -148,6 +150,7 @@ class FlatTrainer(ResumableTrainer):
         if flat.models:
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
+        flat.check.group = self.group
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
@@ -207,20 +210,6 @@ class FlatTrainer(ResumableTrainer):
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """What TRL computes of a padded micro-batch."""
         raise NotImplementedError
-
-    def put_back_later(self) -> Callable[[], None]:
-        """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
-        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        tokens, counted = self._total_train_tokens, self.counts.new
-        state = {name: vars(self)[name] for name in self.changed_by_loss}
-
-        def put_back() -> None:
-            self._metrics["train"].clear()
-            self._metrics["train"].update(metrics)
-            self._total_train_tokens, self.counts.new = tokens, counted
-            vars(self).update(state)
-
-        return put_back
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
@@ -287,7 +276,8 @@ class FlatTrainer(ResumableTrainer):
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and "loss" in logs:
-            logs |= self.counts.figures(self.accelerator, self.peak_memory.highest, self.flat.models[0].repeats)
+            memory = self.largest_of_group(self.peak_memory.highest)
+            logs |= self.counts.figures(self.accelerator, memory, self.flat.models[0].repeats)
             if self.flat.memory is not None:
                 logs |= self.flat.memory.figures(self.accelerator)
         super().log(logs, *args, **kwargs)

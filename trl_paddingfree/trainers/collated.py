@@ -132,6 +132,10 @@ class CollatedTrainer(FlatTrainer):
             rotary = [f"`rope_type={kind!r}` and rows of more than {length} tokens" for kind, length in reached]
             refusals.refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
+        if self.group is not None:
+            for kind, length in limits.items():
+                if self.exceeds(length):
+                    raise ValueError(self.group.too_long(kind, length))
         refusals.refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
         if options.has_budget and self._is_vision_dataset:
             refusals.refuse_batch_statistics(self.flat_base(self.model))
@@ -153,7 +157,7 @@ class CollatedTrainer(FlatTrainer):
             # What accelerate would put in its place, had it found it
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         # `auto_find_batch_size` leaves the size in `args` as it was
-        batch_size, processes = self._train_batch_size, self.accelerator.num_processes
+        batch_size, processes = self._train_batch_size, self.accelerator.num_processes // self.group_size
         if flat.options.arrange_micro_batches == "prefix":
             arrange = by_prefix(token_keys(self.train_dataset, self.task.token_columns[0]))
         else:

@@ -198,6 +198,12 @@ class PaddingFreeOptions:
         "so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without it, "
         "activations are kept or recomputed as TRL does it.",
     )
+    sequence_parallel_size: int = option(
+        1,
+        "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be longer "
+        "by that much. Has to divide the processes; `per_device_train_batch_size` then counts for each group of them. "
+        "DPO and SFT only.",
+    )
 
     @property
     def has_budget(self) -> bool:

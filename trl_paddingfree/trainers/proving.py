@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import gather
 from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -19,7 +20,8 @@ from ..check.vision import prove_images
 from ..data.images import ImageProbe
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
-from ..model.routes import Route, choose_route, why_not_to_share
+from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
+from ..model.sequence import SequenceGroup
 from ..model.state_layers import describe_state_layers
 from ..model.vision import sees_both_ways
 from .configs import PaddingFreeOptions
@@ -41,6 +43,8 @@ class StartUpCheck:
     Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
     and its `args` (whether training recomputes). `images` are examples with some, if there are any.
     """
+
+    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
 
     def __init__(
         self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
@@ -69,7 +73,12 @@ class StartUpCheck:
             self.prove_all(models)
             return [flat for base in bases if (flat := FlatModel.of(base))]
         self.awaits_weights = True  # the engine shards and places them when training starts
-        return [FlatModel.install(self._base(model), self.plan(model)) for model in models]
+        return [self._installed(self._base(model), self.plan(model)) for model in models]
+
+    def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
+        flat = FlatModel.install(base, route)
+        flat.group = self.group
+        return flat
 
     def can_call(self, model: Any, is_trained: bool) -> bool:
         """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
@@ -91,7 +100,10 @@ class StartUpCheck:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         device = self.accelerator.device if base.device.type == "cpu" else base.device
         backend, sharing = self.options.flat_attention, self.options.prefix_sharing
-        return choose_route(base, backend, prefix_sharing=sharing, dtype=dtype, device=device)
+        route = choose_route(base, backend, prefix_sharing=sharing, dtype=dtype, device=device)
+        if self.group is not None:
+            refuse_unsliceable(base, route, self.group.size)
+        return route
 
     def prove_all(self, models: Sequence[Any]) -> Route:
         """The route of the first model, once every model is proven. None shares prefixes if one cannot."""
@@ -124,12 +136,14 @@ class StartUpCheck:
         base = self._base(model)
         trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
-            flat.flattener = None  # the check compares with rows
+            flat.flattener, flat.group = None, None  # the check compares with rows, and slices are those of this run
+        if self.group is not None:
+            self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):
             result, failed = prove(
                 base,
                 route,
-                fallback=self.options.flat_attention == "auto",
+                fallback=self.options.flat_attention == "auto" and self.group is None,
                 call=model,
                 agree=self._all_agree,
                 trains=trains,
@@ -212,4 +226,4 @@ class StartUpCheck:
 
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""
-        return bool(self.accelerator.gather(torch.tensor([verdict], device=self.accelerator.device)).all())
+        return bool(gather(torch.tensor([verdict], device=self.accelerator.device)).all())

@@ -108,7 +108,8 @@ def _refuse_sequence_parallelism(config: Any) -> None:
         if (size := vars(parallelism).get(name, 1)) > 1:
             raise ValueError(
                 f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
-                f"and a flat batch is not made of rows. Set `{name}=1`, or `padding_free=False`."
+                f"and a flat batch is not made of rows. Set `{name}=1`, and for DPO and SFT "
+                f"`sequence_parallel_size={size}` of this package, or set `padding_free=False`."
             )
 
 

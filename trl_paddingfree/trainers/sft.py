@@ -53,6 +53,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     task = SFT
     trl_trainer, trl_config = SFTTrainer, SFTConfig
     config_class = PaddingFreeSFTConfig
+    takes_slices = True
 
     def _flat_collator(self) -> Any:
         collator = super()._flat_collator()

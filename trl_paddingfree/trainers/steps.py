@@ -81,6 +81,21 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
         state._set_sync_gradients(sync_gradients)
 
 
+def figures_of(trainer: "FlatTrainer") -> Callable[[], None]:
+    """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
+    metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+    tokens, counted = trainer._total_train_tokens, trainer.counts.new
+    state = {name: vars(trainer)[name] for name in trainer.changed_by_loss}
+
+    def put_back() -> None:
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update(metrics)
+        trainer._total_train_tokens, trainer.counts.new = tokens, counted
+        vars(trainer).update(state)
+
+    return put_back
+
+
 class TrainingSteps:
     """The training steps of a trainer under a [`~trl_paddingfree.memory.budget.Budget`]."""
 
@@ -152,7 +167,7 @@ class TrainingSteps:
         self.budget.largest = None
         if self.budget.memory is not None:
             trainer = self.trainer
-            self.attempt = Attempt(self.budget.trained, trainer.accelerator.device, trainer.put_back_later())
+            self.attempt = Attempt(self.budget.trained, trainer.accelerator.device, figures_of(trainer))
 
     def _loss_of(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""

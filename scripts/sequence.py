@@ -1,0 +1,52 @@
+"""
+Predict the memory of long flat batches that several GPUs compute together, and what they send each other:
+
+    python scripts/sequence.py --model llama-3-8b --tokens 65536 262144 1048576
+"""
+
+import argparse
+
+import numpy as np
+
+from trl_paddingfree.cli.memory import BYTES, training_needs
+from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.kept_bytes import LOADS
+
+# What is not scored of the tokens of a pair: its prompt
+PROMPT = 2 / 3
+
+
+def peak_gib(needs, tokens: int, size: int) -> float:
+    """GiB at the peak of the process that scores most, every layer recomputed: its slice may lie in the answers."""
+    scored = min(tokens / size, tokens * (1 - PROMPT))
+    shares = {"constant": 1, "tokens": tokens / size, "keys": tokens / size, "scored": scored}
+    return needs.peaks(np.array([shares.get(name, 0) for name in LOADS]))[-1] / GIB
+
+
+def sent_gib(config, tokens: int, size: int) -> float:
+    """GiB that a process sends in a step of DPO: policy, what is computed again of it, its gradients, the reference."""
+    heads, keys = config.num_attention_heads, max(config.num_key_value_heads, size)
+    head_size = config.hidden_size // heads
+    per_layer = tokens / size * 2 * (heads + keys) * head_size * BYTES * (size - 1) / size
+    return 4 * config.num_hidden_layers * per_layer / GIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 131072, 262144, 524288])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
+    args = parser.parse_args()
+    config = model_config(args.model)
+    needs = training_needs(config, "lora", 1)
+    gpus = "".join(f" {n} GPU{'s' * (n > 1)} |" for n in args.gpus)
+    print(f"| flat tokens |{gpus} sent by each of {args.gpus[-1]} |")
+    print("|-:|" + "-:|" * (len(args.gpus) + 1))
+    for tokens in args.tokens:
+        peaks = "".join(f" {peak_gib(needs, tokens, size):.0f} |" for size in args.gpus)
+        print(f"| {tokens:,} |{peaks} {sent_gib(config, tokens, args.gpus[-1]):.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""Groups of processes that compute one flat batch together (gloo) train what padded TRL trains in one process."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, environment, launch
+from tests.helpers.tiny import following_rotary, make_model, preference_data, prompt_completions
+from trl_paddingfree import (
+    PaddingFreeDPOConfig,
+    PaddingFreeDPOTrainer,
+    PaddingFreeRewardConfig,
+    PaddingFreeRewardTrainer,
+)
+from trl_paddingfree.flat.batch import FlatBatch
+from trl_paddingfree.flat.slices import cuts, scored_sizes, slice_of, slice_sizes
+from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
+from trl_paddingfree.model.sequence import head_shares
+
+# No run of a few tiny steps takes so long, unless processes wait for one another
+SECONDS = 60
+# Sums over slices round as often as sums over micro-batches do, and no figure is a sum over other examples
+ROUNDING = 2e-5
+EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
+WIDE = {"hidden_size": 48, "num_attention_heads": 6}
+MODELS = {
+    "llama": make_model,
+    "one key head": partial(make_model, num_key_value_heads=1),
+    "6 and 3 heads": partial(make_model, num_key_value_heads=3, **WIDE),
+    "6 and 2 heads": partial(make_model, num_key_value_heads=2, **WIDE),
+    **{name: partial(tiny_model, name) for name in ("mistral", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "gpt2")},
+    "one head": partial(make_model, num_attention_heads=1, num_key_value_heads=1),
+    "dynamic": partial(make_model, **following_rotary(24, "dynamic")),
+    "lfm2": partial(tiny_model, "lfm2"),
+}
+EVALUATED = {"evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+IN_PARTS = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "ddp_find_unused_parameters": False}
+# Task, model and options of a run. Those of the first few run by default
+CASES = {
+    "LoRA, ragged evaluation": ("dpo", "llama", {"lora": True, **EVALUATED}),
+    "router loss, coupled parts": ("dpo", "mixtral", {"router_aux_loss_coef": 0.1, **IN_PARTS}),
+    "packing, accumulation": ("sft", "6 and 3 heads", {"packing": True, "max_length": 32, "accumulate": 2}),
+    "memory budget": ("dpo", "one key head", {"memory_budget": 1, "tokens_in_memory": 250}),
+    "all weights": ("dpo", "llama", {}),
+    "sft": ("sft", "llama", EVALUATED),
+    "sft, shared": ("sft", "llama", {"prefix_sharing": True}),
+    "one key head": ("dpo", "one key head", {"lora": True}),
+    "6 and 3 heads": ("dpo", "6 and 3 heads", {}),
+    "6 and 2 heads": ("dpo", "6 and 2 heads", {}),
+    "windows": ("dpo", "mistral", {}),
+    "soft-capping": ("dpo", "gemma2", EAGER),
+    "sinks": ("dpo", "gpt_oss", {**EAGER, "router_aux_loss_coef": 0.0}),
+    "eager": ("sft", "llama", EAGER),
+    "narrow values": ("sft", "deepseek_v3", {"prefix_sharing": True}),
+    "learned positions": ("sft", "gpt2", {}),
+    "router loss": ("sft", "mixtral", {"router_aux_loss_coef": 0.1, "accumulate": 2}),
+    "accumulation": ("dpo", "llama", {"accumulate": 2}),
+    "checkpointing": ("dpo", "llama", {"gradient_checkpointing": True}),
+    "reentrant": ("dpo", "llama", {"lora": True, "gradient_checkpointing": True, **REENTRANT}),
+    "precomputed": ("dpo", "llama", {"precompute_ref_log_probs": True, "on_disk": True, **EVALUATED}),
+    "parts": ("dpo", "llama", IN_PARTS),
+    "coupled parts": ("dpo", "llama", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], **IN_PARTS}),
+    "parts of sft": ("sft", "llama", IN_PARTS),
+    "measured budget": ("dpo", "llama", {"memory_budget": 1}),
+    "dft": ("sft", "llama", {"loss_type": "dft"}),
+    "incomplete last batch": ("dpo", "llama", {"per_device_train_batch_size": 20, "max_steps": 3}),
+    "incomplete last batch of sft": ("sft", "llama", {"per_device_train_batch_size": 20, "max_steps": 3}),
+    "arranged": ("dpo", "llama", {"arrange_micro_batches": "tokens", "accumulate": 2}),
+    "streaming, workers": ("dpo", "llama", {"streams": True, "dataloader_num_workers": 1}),
+    "workers, parts": ("dpo", "llama", {"dataloader_num_workers": 1, **IN_PARTS}),
+    "normalized by process": ("sft", "llama", {"average_tokens_across_devices": False}),
+    "weighted": ("dpo", "llama", {"use_weighting": True, "loss_type": ["ipo"]}),
+    "counted tokens": ("sft", "llama", {"include_num_input_tokens_seen": "non_padding"}),
+    "sorted": ("dpo", "llama", {"loss_type": ["aot"]}),
+    "rotary limit in reach of none": ("dpo", "dynamic", {"max_length": 24}),
+}
+DEFAULT = list(CASES)[:4]
+# Of four processes: those whose heads, examples or gathers differ from two's
+OF_FOUR = ["LoRA, ragged evaluation", "router loss, coupled parts", "packing, accumulation", "one key head"]
+OF_FOUR += ["6 and 3 heads", "6 and 2 heads", "windows", "soft-capping", "sinks", "narrow values", "parts", "sft"]
+OF_FOUR += ["all weights", "memory budget"]
+# An example's loss depends on others of its micro-batch, TRL normalizes by process, or gives processes others of a
+# stream, or examples twice where batches do not divide
+NOT_IN_TWO_GROUPS = ("router loss", "sorted", "coupled", "process", "streaming", "incomplete")
+# Evaluations of several groups are means over what each group has, in TRL's trainers of several processes as well
+IN_ONE_GROUP = ("evaluation", "sft", "precomputed")
+# What only our trainers know: the padded run goes without
+OURS = (
+    *("prefix_sharing", "max_tokens_per_micro_batch", "oversized_examples"),
+    *("memory_budget", "tokens_in_memory", "arrange_micro_batches"),
+)
+# Figures that depend on the machine, or on what its memory was predicted to need
+OF_THE_MACHINE = ("runtime", "per_second", "memory", "recomputed")
+
+
+@pytest.fixture(scope="session")
+def folder_of(tokenizer, tmp_path_factory):
+    """The folder of each model, made when it is asked for."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def made(name):
+        path = folder / name
+        if not path.exists():
+            MODELS[name](vocab_size=len(tokenizer)).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        return str(path)
+
+    return made
+
+
+def settings(options, groups=1, **more):
+    """Options of a run of so many groups, with the same examples per step."""
+    options = {"max_steps": 2, "per_device_train_batch_size": 4, **options}
+    accumulate = options.pop("accumulate", 1)
+    options["per_device_train_batch_size"] //= groups * accumulate
+    if "per_device_eval_batch_size" in options:
+        options["per_device_eval_batch_size"] //= groups
+    return {**options, "gradient_accumulation_steps": accumulate, **more}
+
+
+def figures(run):
+    """Every logged figure but those of the machine."""
+    logged = {(e["step"], name): x for e in run["log"] for name, x in e.items()}
+    return {key: x for key, x in logged.items() if not any(part in key[1] for part in OF_THE_MACHINE)}
+
+
+def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
+    """Beside padded TRL in one process. With several groups, metrics that are means over micro-batches differ."""
+    groups, runs = world // size, {}
+    for name in names:
+        task, model, options = CASES[name]
+        given = settings(options, groups, sequence_parallel_size=size, seconds=SECONDS)
+        runs[name] = task, folder_of(model), tmp_path / f"{name} many", given
+    many = launch(world, *runs.values(), engine=engine)
+    for name, result in zip(names, many if len(names) > 1 else [many], strict=True):
+        task, model, options = CASES[name]
+        assert result["world"] == world
+        padded = settings({x: y for x, y in options.items() if x not in OURS}, padding_free=False)
+        one = alone(task, folder_of(model), tmp_path / f"{name} padded", padded)
+        folders = () if engine else (tmp_path / f"{name} padded", tmp_path / f"{name} many")
+        ignore = () if groups == 1 and name != "arranged" else PER_MICRO_BATCH
+        # Before training every pair of precomputed references is a tie, which rounding breaks
+        assert_same_run(one, result, *folders, ignore=("accuracies", *ignore) if name == "precomputed" else ignore)
+        if groups == 1:  # and the figures that TRL does not have
+            ours = settings({x: y for x, y in options.items() if x != "tokens_in_memory"})
+            expected = figures(alone(task, folder_of(model), tmp_path / f"{name} one", ours))
+            found = figures(result)
+            assert found.keys() == expected.keys()
+            for key, figure in expected.items():
+                if "accuracies" in key[1]:
+                    continue
+                assert found[key] == pytest.approx(figure, rel=ROUNDING, abs=ROUNDING), key
+    return many
+
+
+def test_a_group_of_two_trains_what_padded_trl_trains(folder_of, tmp_path):
+    assert_as_padded(folder_of, tmp_path, 2, 2, DEFAULT)
+    decided = [json.loads((tmp_path / f"memory budget many/result.json.{rank}").read_text()) for rank in range(2)]
+    assert decided[0] == decided[1]
+    assert any(number for _, number in decided[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_group_of_two_trains_what_padded_trl_trains_in_all_ways(folder_of, tmp_path, half):
+    assert_as_padded(folder_of, tmp_path, 2, 2, [name for name in CASES if name not in DEFAULT][half::2])
+
+
+@pytest.mark.slow
+def test_a_group_of_four_trains_what_padded_trl_trains(folder_of, tmp_path):
+    assert_as_padded(folder_of, tmp_path, 4, 4, OF_FOUR)
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_train_what_padded_trl_trains(folder_of, tmp_path):
+    left_out = (*NOT_IN_TWO_GROUPS, *IN_ONE_GROUP)
+    names = [name for name in CASES if not any(part in name for part in left_out)]
+    assert_as_padded(folder_of, tmp_path, 4, 2, names)
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_train_what_padded_trl_trains_in_two_processes(folder_of, tmp_path):
+    """Every figure, where it depends on which examples share a process."""
+    names = ["LoRA, ragged evaluation", "sft", "router loss", "sorted", "coupled parts", "streaming, workers"]
+    names += ["normalized by process", "precomputed", "packing, accumulation", "incomplete last batch"]
+    names += ["incomplete last batch of sft", "counted tokens"]
+    ours, padded = [], []
+    for name in names:
+        task, model, options = CASES[name]
+        given, without = settings(options, 2), settings({x: y for x, y in options.items() if x not in OURS}, 2)
+        ours.append((task, folder_of(model), tmp_path / f"{name} ours", {**given, "sequence_parallel_size": 2}))
+        padded.append((task, folder_of(model), tmp_path / f"{name} padded", {**without, "padding_free": False}))
+    for name, one, other in zip(names, launch(2, *padded), launch(4, *ours), strict=True):
+        folders = tmp_path / f"{name} padded", tmp_path / f"{name} ours"
+        assert_same_run(one, other, *folders, ignore=("accuracies",) if name == "precomputed" else ())
+
+
+@pytest.mark.slow
+def test_groups_of_fsdp2_train_what_padded_trl_trains(folder_of, tmp_path):
+    assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft", "parts", "memory budget"], engine="fsdp")
+    assert_as_padded(folder_of, tmp_path, 4, 2, ["all weights", "parts"], engine="fsdp")
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_groups_of_zero_train_what_padded_trl_trains(folder_of, tmp_path, engine):
+    pytest.importorskip("deepspeed")
+    assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft"], engine=engine)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_a_group_goes_on(folder_of, tmp_path):
+    options = settings({"lora": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "memory_budget": 1})
+    options |= {"sequence_parallel_size": 2, "seconds": SECONDS}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    launch(2, ("dpo", folder_of("llama"), whole, options))
+    checkpoint = str(whole / "checkpoint-2")
+    resumed = launch(2, ("dpo", folder_of("llama"), cut, {**options, "resume": checkpoint, "save_strategy": "no"}))
+    expected = json.loads((whole / "result.json").read_text())
+    expected["log"], resumed["log"] = expected["log"][:4], resumed["log"][:4]
+    assert_same_run(expected, resumed, whole, cut, ignore=["num_tokens"])  # TRL counts from the start of a run
+
+
+REFUSED = {
+    "size": ("dpo", "llama", {"sequence_parallel_size": 3}, "does not divide the 2 processes"),
+    "heads": ("dpo", "one head", {}, "it has 1 attention heads"),
+    "state": ("sft", "lfm2", {}, "hand a state on"),
+    "backend": ("sft", "llama", {"flat_attention": "mask"}, "its attention is computed by mask"),
+    "rotary": ("dpo", "dynamic", {"max_length": 48}, "`rope_type='dynamic'`, a row of more than 24 tokens"),
+    "padded": ("dpo", "llama", {"padding_free": False}, "Leave it out for padded rows"),
+    "logits": ("sft", "llama", {"label_smoothing_factor": 0.1}, "cannot be combined with `label_smoothing_factor`"),
+    "sampler": ("dpo", "llama", {"train_sampling_strategy": "batch_rebalance"}, "examples of its own"),
+    "compiled": ("dpo", "llama", {"torch_compile": True}, "cannot be combined with `torch_compile=True`"),
+    "different": ("dpo", "llama", {"differs": True}, "have been given different batches"),
+}
+
+
+def test_what_slices_cannot_do_is_refused_by_all_processes(folder_of, tmp_path):
+    runs = []
+    for name, (task, model, options, _) in REFUSED.items():
+        given = {"sequence_parallel_size": 2, "seconds": SECONDS, "refused": True, **settings(options)}
+        runs.append((task, folder_of(model), tmp_path / name, given))
+    launch(2, *runs)
+    for name, (*_, message) in REFUSED.items():
+        for rank in range(2):
+            said = json.loads((tmp_path / f"{name}/result.json.{rank}").read_text())
+            assert said is not None, name
+            assert message in said, name
+            assert "sequence_parallel_size" in said, name
+
+
+def test_other_trainers_and_images_are_refused(tokenizer, tmp_path):
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", "sequence_parallel_size": 2}
+    given = {"model": make_model(), "processing_class": tokenizer, "train_dataset": preference_data(4, 0)}
+    with pytest.raises(ValueError, match="`sequence_parallel_size=2`: DPO and SFT .* for RewardTrainer's batches"):
+        PaddingFreeRewardTrainer(args=PaddingFreeRewardConfig(str(tmp_path), **options), **given)
+    given["train_dataset"] = preference_data(4, 0).add_column("image", [None] * 4)
+    with pytest.raises(ValueError, match="images are not computed in slices"):
+        PaddingFreeDPOTrainer(args=PaddingFreeDPOConfig(str(tmp_path), **options), **given)
+
+
+def test_models_without_attention_functions_are_refused():
+    model = tiny_model("falcon")
+    with pytest.raises(ValueError, match="cannot serve FalconForCausalLM: its attention is computed by mask"):
+        refuse_unsliceable(model, choose_route(model), 2)
+    model = tiny_model("llama4_text")
+    model.base_model_prefix = "model"
+    with pytest.raises(ValueError, match="scale queries by their place"):
+        refuse_unsliceable(model, choose_route(model), 2)
+    refuse_unsliceable(make_model(), choose_route(make_model()), 4)
+
+
+# --- without processes ------------------------------------------------------------------------------------------------
+
+
+def rows(seed):
+    data = prompt_completions(6, seed)
+    return [[int(word[1:]) for word in (row["prompt"] + row["completion"]).split()] for row in data]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_slices_are_the_batch(size):
+    given = rows(0)
+    labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in given]
+    batch = FlatBatch.from_rows(given, labels)
+    total, slices = batch.input_ids.size(1), [slice_of(batch, i, size) for i in range(size)]
+    assert sum(slice_sizes(total, size)) == total
+    assert max(slice_sizes(total, size)) - min(slice_sizes(total, size)) <= 1
+    assert sum(scored_sizes(batch, size)) == batch.shift_labels.size(1)
+    parts = zip(slices, slice_sizes(total, size), scored_sizes(batch, size), cuts(total, size), strict=False)
+    whole = [(x.input_ids[0, :n], x.shift_labels[0, :p], x.scored_index[:p] + first) for x, n, p, first in parts]
+    tokens, targets, index = map(torch.cat, zip(*whole, strict=True))
+    assert torch.equal(tokens, batch.input_ids[0])
+    assert torch.equal(targets, batch.shift_labels[0])
+    assert torch.equal(index, batch.scored_index)
+    for each, scored in zip(slices, scored_sizes(batch, size), strict=True):
+        assert each.input_ids.size(1)  # a model computes something, and scores something, or is told that it does not
+        assert scored or each.shift_labels.tolist() == [[-100]]
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 3), (9, 3), (12, 4), (14, 2)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
+def test_every_query_head_reads_its_key_head(heads, size):
+    num_heads, num_keys = heads
+    shares = head_shares(num_heads, num_keys, size)
+    assert [head for queries, _ in shares for head in queries] == list(range(num_heads))
+    for queries, keys in shares:
+        assert len(queries) % len(keys) == 0
+        repeated = [key for key in keys for _ in range(len(queries) // len(keys))]
+        assert repeated == [head // (num_heads // num_keys) for head in queries]
+
+
+# --- work and memory --------------------------------------------------------------------------------------------------
+
+
+def counted(world):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+    command = [sys.executable, "-m", *torchrun, "-m", "tests.helpers.sequence_counts"]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    assert run.returncode == 0, "".join(run.stderr.partition("Traceback")[1:])[:6000]
+
+
+def test_work_memory_and_messages_of_two_processes():
+    counted(2)
+
+
+@pytest.mark.slow
+def test_work_memory_and_messages_of_four_processes():
+    counted(4)

@@ -1,0 +1,131 @@
+"""Groups of processes of which each computes a slice of one flat batch: `sequence_parallel_size`.
+
+All processes of a group get the same examples, and compute the same loss. accelerate and transformers know such groups
+from tensor parallelism: data loaders give them the same batches, and `get_tp_size` says how often each is there.
+"""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import recursively_apply
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..data.images import has_images
+from ..flat.batch import FlatBatch
+from ..model.restored import attributes_set
+from ..model.sequence import SequenceGroup
+from .checkpoints import ResumableTrainer
+
+OPTION = "sequence_parallel_size"
+# The names by which accelerate's data loaders know processes that get different batches, and those that get the same
+_DIFFERENT, _SAME = "dp_replicate", "tp"
+
+
+class GroupedTrainer(ResumableTrainer):
+    """A trainer whose processes form groups of `sequence_parallel_size`, each of which computes one batch together."""
+
+    takes_slices: ClassVar[bool] = False  # whether groups may compute the batches of this trainer
+    trl_trainer: Any
+    group: SequenceGroup | None = None
+
+    @property
+    def group_size(self) -> int:
+        """How many processes get the same batch to compute."""
+        return 1 if self.flat.pads else self.flat.options.sequence_parallel_size
+
+    def refuse_ungrouped(self, arguments: dict[str, Any]) -> None:
+        """Refuse arguments that cannot be combined with groups of processes, if there are to be any."""
+        size, pads, config = self.flat.options.sequence_parallel_size, self.flat.pads, arguments["args"]
+        if size == 1:
+            return
+        option = f"`{OPTION}={size}`"
+        if not self.takes_slices or pads:
+            what = "padded rows" if pads else f"{self.trl_trainer.__name__}'s batches"
+            raise ValueError(
+                f"{option}: DPO and SFT compute slices of flat batches, and no other trainer. Leave it out for {what}."
+            )
+        if has_images(arguments.get("train_dataset")):
+            raise ValueError(f"{option}: images are not computed in slices. Leave it out, or remove the images.")
+        if config.world_size % size:
+            raise ValueError(
+                f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it with "
+                "`accelerate launch --num_processes`, or set it to a divisor."
+            )
+        logits, alone = "it wants logits of all tokens in one place", "it gives each process examples of its own"
+        for name, is_set, reason in (
+            *((name, arguments.get(name), logits) for name in ("compute_metrics", "compute_loss_func")),
+            *((name, vars(config)[name], logits) for name in ("label_smoothing_factor", "eval_use_gather_object")),
+            ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", alone),
+            ("auto_find_batch_size", config.auto_find_batch_size, "a process would begin again while others wait"),
+            ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
+        ):
+            if is_set:
+                raise ValueError(f"{option} cannot be combined with `{name}`: {reason}. Leave one of them out.")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.group_size == 1:
+            return
+        accelerator = self.accelerator
+        is_fsdp1 = accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2
+        if is_fsdp1 or accelerator.parallelism_config is not None:
+            name = "`fsdp_version=1`" if is_fsdp1 else "`parallelism_config`"
+            raise ValueError(
+                f"`{OPTION}={self.group_size}` forms groups under DDP, FSDP2 and DeepSpeed ZeRO, and not with {name}: "
+                "launch with another configuration."
+            )
+        shape = accelerator.num_processes // self.group_size, self.group_size
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=(_DIFFERENT, _SAME))
+        self.group = SequenceGroup(mesh[_SAME].get_group(), accelerator.device)
+        # Engines shard and average over all processes, so that loaders alone are told of the mesh
+        accelerator.prepare_data_loader = partial(_with_mesh, accelerator, accelerator.prepare_data_loader, mesh)
+        # What is gathered of examples is there once, and the end of the data is cut off as without groups
+        accelerator.gather = partial(_of_each_group, accelerator.gather, self.group_size)
+
+    def get_tp_size(self) -> int:
+        return super().get_tp_size() * self.group_size
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # they are counted once
+            return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def largest_of_group(self, value: int) -> int:
+        """The largest that any process of the group has."""
+        return value if self.group is None else int(self.group.largest([value])[0])
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        is_counted = self.group is None or self.group.rank == 0  # sums go over all processes
+        return super().floating_point_ops(inputs) if is_counted else 0
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(*args, **kwargs)
+        if self.group is not None and isinstance(batch := inputs.get("flat_batch"), FlatBatch):
+            refuse_different(self.group, batch)
+        return inputs
+
+
+def _with_mesh(accelerator: Any, prepare: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+    """A data loader that gives all processes of a group the same batches."""
+    with attributes_set([(accelerator.state, "device_mesh", mesh)]):
+        return prepare(*args, **kwargs)
+
+
+def _of_each_group(gather: Any, size: int, tensors: Any) -> Any:
+    """What one process of each group has, gathered."""
+    processes = torch.distributed.get_world_size()
+    return recursively_apply(lambda x: x.unflatten(0, (processes, -1))[::size].flatten(0, 1), gather(tensors))
+
+
+def refuse_different(group: SequenceGroup, batch: FlatBatch) -> None:
+    """Refuse batches that are not the same on all processes of a group, before their slices are exchanged."""
+    tokens, labels = batch.input_ids[0], batch.shift_labels[0]
+    places = torch.arange(1, len(tokens) + 1, device=tokens.device)
+    sizes = tokens.new_tensor([len(tokens), len(labels), *batch.row_mask.shape])
+    sums = [(tokens * places).sum(), batch.position_ids.sum(), (labels * (batch.scored_index + 1)).sum()]
+    found = torch.cat([sizes, torch.stack(sums)])
+    if group.largest(torch.cat([found, -found])).reshape(2, -1).sum(0).any():
+        raise ValueError(
+            f"`{OPTION}={group.size}`: processes of one group have been given different batches. A transform of the "
+            "data set that draws at random, or a data loader of your own, may do that: give all of them the same."
+        )
