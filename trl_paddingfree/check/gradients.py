@@ -41,8 +41,6 @@ from .training import as_in_training, frozen_layers_watched, gradients, small_pa
 
 # Length of the rows: together more than 256 flat tokens
 _LENGTH = 104
-# Units of rounding, relative to the answers, that a draw of the noise stands for at least
-_LEAST_UNITS = 4
 # Rows of which losses are differentiated at a time
 _GROUPS = ((0, 2), (1, 3))
 # What limits how far a token sees and cannot be narrowed, because layers are built with it
@@ -239,8 +237,8 @@ def _wrong_answers(reference: RowsInTraining, inputs: Inputs) -> str:
     with buffers_restored(reference.model.modules()):  # "dynamic" frequencies follow the width
         padded, _ = reference.differentiate(row_inputs(reference.model, reference.rows, wide))
     noise = _relative(padded[:, : alone.size(1)], alone)
-    # One draw may come out as nothing, where kernels of both widths sum up alike: rounding is a few units at least
-    tolerance = min(NOISE_FACTOR * max(noise, _LEAST_UNITS * reference.unit), reference.tolerance)
+    # One draw may come out as nothing, where kernels sum up both widths alike: rounding is a unit at least
+    tolerance = min(NOISE_FACTOR * max(noise, reference.unit), reference.tolerance)
     return "" if wrong <= tolerance else f"answers on long rows are wrong by {wrong:.1e} of their size"
 
 
