@@ -90,7 +90,7 @@ class CollatedRows:
 
     collator: FlatCollator  # that gave the batch; no longer there once a worker of the data loader has sent it
     rows: Inputs  # the batch without its flat batch: values of one entry per row, per example, or for all
-    num_examples: int
+    num_items: int  # examples, which are not divided
 
     def __getstate__(self) -> dict[str, Any]:
         # The trainer has the collator: with a processor, it is larger than all rows
@@ -98,11 +98,11 @@ class CollatedRows:
 
     def row_numbers(self, examples: Sequence[int]) -> list[int]:
         """The rows of some examples."""
-        return [i + first for first in range(0, len(self.rows["input_ids"]), self.num_examples) for i in examples]
+        return [i + first for first in range(0, len(self.rows["input_ids"]), self.num_items) for i in examples]
 
     def take(self, examples: Sequence[int]) -> "CollatedRows":
         """The rows of some examples, as wide as all."""
-        numbers = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_examples: list(examples)}
+        numbers = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_items: list(examples)}
 
         def taken(value: Any) -> Any:
             has_entries = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
@@ -111,16 +111,11 @@ class CollatedRows:
             index = numbers[len(value)]
             return [value[i] for i in index] if isinstance(value, list) else value[index]
 
-        return replace(self, rows={name: taken(x) for name, x in self.rows.items()}, num_examples=len(examples))
+        return replace(self, rows={name: taken(x) for name, x in self.rows.items()}, num_items=len(examples))
 
     def tokens(self) -> list[int]:
         """Tokens to compute of each example alone."""
-        return [self.take([i]).with_flat()["flat_batch"].counts.computed for i in range(self.num_examples)]
-
-    @property
-    def num_items(self) -> int:
-        """Examples, which are not divided."""
-        return self.num_examples
+        return [self.take([i]).with_flat()["flat_batch"].counts.computed for i in range(self.num_items)]
 
     def part(self, items: Sequence[int], reach: int | None) -> RowPart:
         """The part of a batch that some examples make, with positions that tell of `reach` tokens."""

@@ -82,9 +82,6 @@ class EditsFound:
 
     pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # on their way, with the event of arrival
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"pending": []}  # a copy of the model has asked nothing, and events cannot be copied
-
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: dict[str, Any], in_parts: bool = False) -> None:
         """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""

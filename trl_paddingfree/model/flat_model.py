@@ -60,8 +60,9 @@ class FlatModel:
         self.recomputable: Sequence[Any] = ()  # the layers that a batch tells to recompute
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
 
-    def __getstate__(self) -> dict[str, Any]:  # copies of the model have nothing to do with the trainer
-        return {**vars(self), "flattener": None, "group": None}
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
+        return {**vars(self), "flattener": None, "group": None, "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: Any) -> "FlatModel | None":

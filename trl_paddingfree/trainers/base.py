@@ -182,7 +182,8 @@ class FlatTrainer(GroupedTrainer):
         if self.flat.steps is None:
             return step(model, self.started(inputs), num_items_in_batch)
         is_normalized = num_items_in_batch is not None
-        return self.flat.steps.run(lambda part: step(model, part, num_items_in_batch), inputs, is_normalized)
+        parts = self.parts_of(inputs, is_normalized)
+        return self.flat.steps.run(lambda part: step(model, part, num_items_in_batch), parts, is_normalized)
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         """The parts of a micro-batch that are computed one after another, on all processes as many as need be."""
@@ -193,7 +194,10 @@ class FlatTrainer(GroupedTrainer):
         return [part]
 
     def started(self, inputs: Inputs) -> Inputs:
-        """What TRL's step gets of a part, or of a micro-batch without a budget, whose pass begins. It is counted."""
+        """
+        What TRL's step gets of a part, or of a micro-batch without a budget, whose pass begins. It is counted here, but
+        for parts above the loss, which are counted together, and for rows that are flattened where the model is called.
+        """
         return inputs
 
     def compute_loss(self, model, inputs, *args, **kwargs):

@@ -224,7 +224,8 @@ class CollatedTrainer(FlatTrainer):
         in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
         num_wanted, parts = most if in_step else len(batches), [Part(inputs)]
         if most > 1:
-            parts = weighted_parts(batches, self.part_sizes, num_wanted=num_wanted, is_normalized=is_normalized)
+            count = self.part_sizes
+            parts = weighted_parts(batches, count, parts[0], num_wanted=num_wanted, is_normalized=is_normalized)
         self.counts.add(whole.counts.in_parts([part.inputs["flat_batch"].counts for part in parts]))
         return parts
 
@@ -233,7 +234,7 @@ class CollatedTrainer(FlatTrainer):
         if len(batches) < 2:
             return [part]
         wanted = len(batches)
-        return weighted_parts(batches, self.part_sizes, num_wanted=wanted, is_normalized=is_normalized, within=part)
+        return weighted_parts(batches, self.part_sizes, part, num_wanted=wanted, is_normalized=is_normalized)
 
     def _batches(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which one is split by its budget; itself if it fits."""

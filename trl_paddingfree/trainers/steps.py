@@ -40,24 +40,23 @@ class Part:
 def weighted_parts(
     batches: Sequence[Inputs],
     count: Callable[[Inputs], dict[str, int]],
+    whole: Part,
     *,
     num_wanted: int,
     is_normalized: bool,
-    within: Part | None = None,
 ) -> list[Part]:
     """
-    The batches of a micro-batch, or of a part `within` it, with their weights; `count` gives their sizes, see [`Part`].
+    The batches of the `whole`, a micro-batch or a part of one, with their weights; `count` gives their sizes, see
+    [`Part`].
 
     `num_wanted` is how many parts there have to be: where processes gather weights, or reduce gradients, in each pass,
     those with fewer parts than others repeat one for nothing. With `is_normalized`, the loss is normalized by the
     tokens of the whole step, and adds up by itself.
     """
     sizes, last = [count(batch) for batch in batches], num_wanted - 1
-    total, (weight, ends) = max(sum(size["loss"] for size in sizes), 1), (1.0, True)
-    if within is not None:  # gradients are synchronized after the last part of the last part
-        weight, ends = within.weight, within.is_last
+    total, ends = max(sum(size["loss"] for size in sizes), 1), whole.is_last  # the last part of the last part
     parts = [
-        Part(batch, size, 1.0 if is_normalized else weight * size["loss"] / total, ends and i == last)
+        Part(batch, size, 1.0 if is_normalized else whole.weight * size["loss"] / total, ends and i == last)
         for i, (batch, size) in enumerate(zip(batches, sizes, strict=True))
     ]
     for i in range(len(batches), num_wanted):
@@ -133,17 +132,14 @@ class TrainingSteps:
         )
         return cls(trainer, budget)
 
-    def run(self, step: Step, inputs: Inputs, is_normalized: bool) -> torch.Tensor:
-        """
-        Forward and backward pass of a micro-batch, of which TRL's `step` makes one of a part. `is_normalized` says
-        whether the loss is normalized by the tokens of the whole step.
-        """
-        return self._sum_of(step, self.trainer.parts_of(inputs, is_normalized), is_normalized)
-
-    def _sum_of(
+    def run(
         self, step: Step, parts: Sequence[Part], is_normalized: bool, metrics: PartMetrics | None = None
     ) -> torch.Tensor:
-        """The losses of parts, added up; their metrics are logged with those of the part that they are of, if any."""
+        """
+        Forward and backward passes of the parts of a micro-batch, of which TRL's `step` makes one: the sum of their
+        losses. `is_normalized` says whether the loss is normalized by the tokens of the whole step. Their metrics are
+        logged together, or with the `metrics` of the part that they are of.
+        """
         collected = PartMetrics(self.trainer) if metrics is None and parts[0].sizes is not None else metrics
         losses = []
         for part in parts:
@@ -157,7 +153,7 @@ class TrainingSteps:
             assert self.attempt is not None
             with self.attempt.undone():
                 again = self.trainer.parts_again(part, is_normalized)
-                losses.append(self._sum_of(step, again, is_normalized, collected))
+                losses.append(self.run(step, again, is_normalized, collected))
         if collected is not None and metrics is None:
             collected.log()
         return torch.stack(losses).sum()
