@@ -238,6 +238,12 @@ def test_frozen_layers_of_sound_models_pass_gradients_on(model_type):
     assert RowsInTraining(model).lost == []
 
 
+def test_a_table_that_no_gradient_has_to_come_through_is_no_frozen_layer():
+    model = make()
+    model.model.rotary_emb.register_buffer("cos_cached", torch.randn(8, 8))  # as models with code of their own have it
+    assert RowsInTraining(model).lost == []
+
+
 def test_a_row_that_is_longer_than_the_positions_is_refused_with_the_reason():
     model = make("mpt", attention=None, max_seq_len=512)
     with pytest.raises(UnprovenModelError, match=r"832 tokens, more than the 512 positions of its conf"):

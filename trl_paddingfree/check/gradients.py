@@ -199,8 +199,12 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
     if not reference.trains:
-        failure = _wrong_answers(reference, inputs) or _beyond_positions(reference, batch.counts.computed, draws=False)
-        return GradientResult(failure=failure, skipped="not needed, as it does not train", notes=reference.notes)
+        # Both before either decides: processes that compute slices of one batch have to call the model alike
+        wrong = _wrong_answers(reference, inputs)
+        beyond = _beyond_positions(reference, batch.counts.computed, draws=False)
+        return GradientResult(
+            failure=wrong or beyond, skipped="not needed, as it does not train", notes=reference.notes
+        )
     errors: dict[str, float] = {}
     answers, small, notes = [], [], list(reference.notes)
     for rows in _GROUPS:

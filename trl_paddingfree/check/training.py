@@ -186,7 +186,9 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            # Quantized weights may be buffers. Those in floating point may be tables: no gradient comes through them
+            packed = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
+            own = [*module.parameters(recurse=False), *packed]
             if any(x.ndim > 1 for x in own) and not any(x.requires_grad for x in own):
                 hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
                 hooks.enter_context(module.register_forward_hook(partial(after, name)))

@@ -181,7 +181,7 @@ class SequenceGroup:
 
     def whole_gradients(self, of: Sequence[torch.Tensor], found: Sequence[Any], batch: FlatBatch) -> list[Any]:
         """Gradients at embeddings `(1, t, D)` as `(1, T, D)`, and of weights as engines average them: those of all."""
-        given = [torch.zeros(x.shape, device=x.device) if y is None else y for x, y in zip(of, found, strict=True)]
+        given = [x.new_zeros(x.shape) if y is None else y for x, y in zip(of, found, strict=True)]
         first, *others = (gradient.contiguous() for gradient in given)
         for gradient in others:
             dist.all_reduce(gradient, group=self.group)

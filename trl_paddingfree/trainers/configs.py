@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils import logging
+from transformers.utils import is_torch_xla_available, logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
@@ -68,9 +68,9 @@ def _refuse_unknown_loss(trainer_class: Any, config: Any) -> None:
     computes its own are not known here.
     """
     values = vars(config).get("loss_type")
-    if values is None:
+    default: Any = next((each for each in fields(config) if each.name == "loss_type"), None)
+    if values is None or default is None:
         return
-    default: Any = next(each for each in fields(config) if each.name == "loss_type")
     defaults = default.default_factory() if callable(default.default_factory) else default.default
     names, defaults = ([x] if isinstance(x, str) else x for x in (values, defaults))
     trl_trainer, classes = trainer_class.trl_trainer, trainer_class.__mro__
@@ -136,7 +136,7 @@ def train_where_one_can(config: Any) -> None:
     set: TRL's default, bfloat16, is refused there until `use_cpu` is.
     """
     is_open = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
-    if is_open and not torch.accelerator.is_available():
+    if is_open and not torch.accelerator.is_available() and not is_torch_xla_available():
         config.use_cpu, config.bf16 = True, False
         logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
 
