@@ -25,7 +25,7 @@ MOVED = {
     "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.data.collate"),
     "_prepare_dataset": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
     "_precompute_ref_logps": ("import_core", "DPOTrainer", "PaddingFreeDPOTrainer"),
-    **{name: ("run_command", f"{by}Trainer", f"PaddingFree{by}Trainer") for name, by in METHODS.items()},
+    **{name: ("import_trainer", f"{by}Trainer", f"PaddingFree{by}Trainer") for name, by in METHODS.items()},
     "shift_labels": ("train_dpo", "trl.trainer.utils.add_fused_lm_head", "FlatModel"),
     "_metrics": ("train_within_a_budget", "DPOTrainer", "PaddingFreeDPOTrainer"),
     "_buffered_inputs": ("train_grpo", "GRPOTrainer", "PaddingFreeGRPOTrainer"),

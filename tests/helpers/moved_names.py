@@ -60,12 +60,6 @@ def import_core():
     from trl_paddingfree.trainers.online import OnlineTrainer  # noqa: F401
 
 
-def run_command():
-    from trl_paddingfree.cli import main
-
-    main(["env"])
-
-
 def train_dpo():
     build("DPO").train()
 
