@@ -19,7 +19,11 @@ from trl_paddingfree.versions import MovedNameError, naming_versions
 
 ROOT = Path(__file__).parents[1]
 # What was moved, what to do, and in what message it ends: where the name was, and who needs it
-METHODS = {"_compute_kl_logps": "KTO", "_generate_single_turn": "GRPO", "_get_per_token_logps_and_entropies": "GRPO"}
+METHODS = {
+    "_compute_kl_logps": "KTO",
+    "_generate_single_turn": "Distillation",
+    "_get_per_token_logps_and_entropies": "GRPO",
+}
 MOVED = {
     "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.trainers.configs"),
     "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.data.collate"),
