@@ -54,6 +54,8 @@ _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
 # Arithmetic that rounds more than its dtype says (4-bit weights) is measured, where it matters; however large that
 # noise, mistakes move gradients by more than this
 _MOST_NOISE = 0.1
+# Forgotten or misplaced context moves answers by more than this share of them, and rounding in float32 by less
+_LEAST_MISTAKE = 1e-5
 # Some parameters get next to no gradient, but for rounding: what counts then is the largest of them
 _LEAST_PARAMETER = 0.1
 
@@ -199,8 +201,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
     if not reference.trains:
-        # Both before either decides: processes that compute slices of one batch have to call the model alike
-        wrong = _wrong_answers(reference, inputs)
+        wrong = _wrong_answers(reference, inputs)  # processes with slices of a batch have to make all calls alike
         beyond = _beyond_positions(reference, batch.counts.computed, draws=False)
         return GradientResult(
             failure=wrong or beyond, skipped="not needed, as it does not train", notes=reference.notes
@@ -241,8 +242,8 @@ def _wrong_answers(reference: RowsInTraining, inputs: Inputs) -> str:
     with buffers_restored(reference.model.modules()):  # "dynamic" frequencies follow the width
         padded, _ = reference.differentiate(row_inputs(reference.model, reference.rows, wide))
     noise = _relative(padded[:, : alone.size(1)], alone)
-    # One draw may come out as nothing, where kernels sum up both widths alike: rounding is a unit at least
-    tolerance = min(NOISE_FACTOR * max(noise, reference.unit), reference.tolerance)
+    # One draw may come out as nothing, where kernels sum up both widths alike
+    tolerance = min(max(NOISE_FACTOR * max(noise, reference.unit), _LEAST_MISTAKE), reference.tolerance)
     return "" if wrong <= tolerance else f"answers on long rows are wrong by {wrong:.1e} of their size"
 
 
