@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ class GeneratedRows:
     labels: torch.Tensor  # (R, L) int64: each token again where it is scored, else -100
     starts: Sequence[int]  # of each row, the column in which it begins
     lengths: Sequence[int]
-    order: Sequence[int]  # the rows, those of one prompt side by side
     options: dict[str, Any]  # of [`~trl_paddingfree.FlatBatch.from_padded`]
 
     @classmethod
@@ -36,14 +36,19 @@ class GeneratedRows:
                     f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave "
                     "out empty prompts, or set `padding_free=False`."
                 )
-        in_prompt = mask.bool() & (targets == IGNORE_INDEX)
-        prompts = [row[chosen].numpy().tobytes() for row, chosen in zip(ids, in_prompt, strict=True)]
-        return cls(ids, targets, starts, lengths, _by_key(prompts), options)
+        return cls(ids, targets, starts, lengths, options)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The rows, those of one prompt side by side: asked for by parts only."""
+        spans = [slice(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
+        rows = [(ids[span], labels[span]) for ids, labels, span in zip(self.input_ids, self.labels, spans, strict=True)]
+        return _by_key([ids[labels == IGNORE_INDEX].numpy().tobytes() for ids, labels in rows])
 
     @property
     def num_items(self) -> int:
         """Rows."""
-        return len(self.order)
+        return len(self.lengths)
 
     def tokens(self) -> list[int]:
         """Tokens of each row, those of one prompt side by side."""
@@ -51,7 +56,7 @@ class GeneratedRows:
 
     def batch(self, rows: Sequence[int] | None = None, reach: int | None = None) -> FlatBatch:
         """The flat batch of some rows, or of all, with positions that tell of `reach` tokens."""
-        rows = range(len(self.order)) if rows is None else rows
+        rows = range(len(self.lengths)) if rows is None else rows
         lengths, starts = ([values[row] for row in rows] for values in (self.lengths, self.starts))
         ids, labels = self.input_ids[list(rows)], self.labels[list(rows)]
         return FlatBatch.from_padded(ids, labels, lengths, starts, reach=reach, **self.options)
