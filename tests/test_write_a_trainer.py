@@ -12,11 +12,9 @@ import torch
 from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import assert_same, run
-from tests.helpers.head_runs import prompts
 from tests.helpers.pages import ROOT, blocks, short_and_local
-from tests.helpers.tiny import make_model, preference_data, text
+from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
+from tests.runs import assert_same, run
 from trl_paddingfree import PaddingFreeDPOConfig
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
@@ -73,16 +71,10 @@ def test_the_own_loss_follows_padded_rows(own, tokenizer, reference):
 
     def train(padding_free: bool):
         beside = {"peft_config": lora()} if reference == "lora" else {"ref_model": make_model(seed=1)}
-        return run(
-            own["LengthRegularizedDPOTrainer"],
-            PaddingFreeDPOConfig,
-            model=make_model(),
-            train_dataset=data,
-            trainer_kwargs={"processing_class": tokenizer, "eval_dataset": data.select(range(3)), **beside},
-            padding_free=padding_free,
-            eval_strategy="steps",
-            eval_steps=2,
-        )
+        beside |= {"processing_class": tokenizer, "train_dataset": data, "eval_dataset": data.select(range(3))}
+        options = {"padding_free": padding_free, "eval_strategy": "steps", "eval_steps": 2}
+        own_loss = own["LengthRegularizedDPOTrainer"]
+        return run("dpo", "ours", trainer_class=own_loss, model=make_model(), **beside, **options)
 
     padded, ours = train(False), train(True)
     assert_same(padded, ours)
@@ -109,7 +101,7 @@ def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
         (TPOTrainer, TPOConfig, {}),
         (own["PaddingFreeTPOTrainer"], own["PaddingFreeTPOConfig"], ours_only),
     ):
-        beside = {"model": make_model(), "train_dataset": data, "trainer_kwargs": {"processing_class": tokenizer}}
+        beside = {"model": make_model(), "train_dataset": data, "processing_class": tokenizer}
         trained.append(run(trainer, config, **beside, **shape, **options, **own_options))
     assert_same(*trained)
     ours = trained[1].trainer
@@ -131,7 +123,7 @@ def test_the_own_trainer_that_generates_follows_padded_trl(own, tokenizer, limit
         beside = {"teacher_model": make_model(seed=1), "processing_class": tokenizer, "peft_config": lora()}
         options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False, **own_options}
         options |= {"max_completion_length": 8, "steps": 2}
-        arguments = {"model": make_model(), "train_dataset": data, "trainer_kwargs": beside}
+        arguments = {"model": make_model(), "train_dataset": data, **beside}
         trained.append(run(trainer, config, **arguments, **options))
     assert_same(*trained)
     counts = trained[1].trainer.total_counts()
@@ -170,7 +162,7 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
 
     def train(**options):
         kwargs = {"processing_class": tokenizer, "peft_config": lora()}
-        data = {"train_dataset": preference_data(12, SEED), "trainer_kwargs": kwargs}
+        data = {"train_dataset": preference_data(12, SEED), **kwargs}
         return run(own["Silent"], PaddingFreeDPOConfig, model=make_model(), **data, **options)
 
     with patch.object(flat_model, "forward_in_parts", wraps=flat_model.forward_in_parts) as divided:
@@ -179,7 +171,7 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
 
 
 def test_parts_of_a_loss_that_reads_logits_are_refused(own, tokenizer):
-    kwargs = {"train_dataset": triples(12), "trainer_kwargs": {"processing_class": tokenizer}}
+    kwargs = {"train_dataset": triples(12), "processing_class": tokenizer}
     limit = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
     with pytest.raises(ValueError, match="be called with `labels` and `fused_lm_head=True`"):
         run(own["PaddingFreeTPOTrainer"], own["PaddingFreeTPOConfig"], model=make_model(), **kwargs, **limit)

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from peft import LoraConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 WORDS = [f"w{i}" for i in range(60)]
 # Blocks of generation end with a token: one that ended with a space would be taken to reach to the end of the text
@@ -50,6 +56,24 @@ def make_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, se
     }
     config = AutoConfig.for_model(model_type, **{**sizes, **overrides})
     return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def reward_model(model_type: str = "llama", **overrides: Any):
+    """A random model with a head of one value, whose weights are as large as the others."""
+    config = make_model(model_type, **overrides).config
+    config.num_labels = 1
+    torch.manual_seed(1)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def lora(**options: Any) -> LoraConfig:
+    """
+    LoRA on every linear layer, with random weights in both factors.
+
+    PEFT's own start leaves policy and reference equal: rewards would be zero, and a wrong sign or a wrong reference
+    would not show before the weights have moved.
+    """
+    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options})
 
 
 def following_rotary(limit: int, kind: str) -> dict[str, Any]:
@@ -103,3 +127,24 @@ def prompt_completions(n: int, seed: int) -> Dataset:
     """Plain-text prompts and completions."""
     rng = random.Random(seed)
     return Dataset.from_list([{"prompt": text(rng, 1, 20), "completion": " " + text(rng, 1, 15)} for _ in range(n)])
+
+
+def unpaired(n: int, seed: int) -> Dataset:
+    """Completions that are desirable or not, in no order, some of one prompt."""
+    rng, rows = random.Random(seed), []
+    for i in range(n):
+        prompt = rows[-1]["prompt"] if i % 3 else text(rng, 1, 20)
+        rows.append({"prompt": prompt, "completion": " " + text(rng, 1, 15), "label": rng.random() < 0.5})
+    return Dataset.from_list(rows)
+
+
+def prompts(n: int, seed: int) -> Dataset:
+    """Prompts of very different lengths."""
+    rng = random.Random(seed)
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": text(rng, 1, 25)}]} for _ in range(n)])
+
+
+def score(completions: list, **kwargs: Any) -> list[float]:
+    """A reward that says nothing, and says it of each completion anew."""
+    words = [said if isinstance(said, str) else said[0]["content"] for said in completions]
+    return [float(sum(map(ord, said)) % 7) for said in words]
