@@ -5,21 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import pretend_device
-from tests.helpers.tiny import (
-    lora,
-    make_model,
-    make_tokenizer,
-    preference_data,
-    prompt_completions,
-    prompts,
-    reward_model,
-    score,
-    unpaired,
-)
+from tests.helpers.tiny import DATA, arguments
 from tests.runs import Run, off_by, run
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -27,33 +16,6 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 TOLERANCE = 1e-5
 # Which of two equal rewards is higher is rounding
 ROUNDED = ("rewards/accuracies", "accuracy")
-DATA = {
-    "dpo": preference_data,
-    "sft": prompt_completions,
-    "reward": preference_data,
-    "kto": unpaired,
-    "grpo": prompts,
-    "rloo": prompts,
-    "distillation": prompts,
-}
-TASKS = tuple(DATA)
-
-
-def arguments(task: str, adapters: bool = True, model: Any = None) -> dict[str, Any]:
-    """Fresh arguments of the trainer of a task."""
-    made: dict[str, Any] = {"processing_class": make_tokenizer()}
-    made["model"] = model or (reward_model() if task == "reward" else make_model())
-    torch.manual_seed(1)
-    if adapters:
-        head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if task == "reward" else {}
-        made["peft_config"] = lora(**head)
-    elif task in ("dpo", "kto"):
-        made["ref_model"] = make_model(seed=1)
-    if task in ("grpo", "rloo"):
-        made["reward_funcs"] = score
-    if task == "distillation":
-        made["teacher_model"] = make_model(seed=1)
-    return made
 
 
 def train(task: str, layout: str = "shared", make: Callable | None = None, data: Any = None, **options: Any):

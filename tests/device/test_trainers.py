@@ -8,12 +8,12 @@ import torch
 from transformers import TrainerCallback
 
 from tests import pretend_device
-from tests.device.runs import DATA, SEED, TASKS, TOLERANCE, arguments, assert_as_on_cpu, train
+from tests.device.runs import SEED, TOLERANCE, assert_as_on_cpu, train
 from tests.helpers import random_runs
 from tests.helpers.architectures import tiny_model
 from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import conversations, lora, make_model
+from tests.helpers.tiny import DATA, arguments, conversations, lora, make_model
 from tests.helpers.vision import on_images, vision_messages, vision_pairs
 from tests.runs import TOLERANCE as AS_PADDED
 from tests.runs import assert_as_close, off_by, run
@@ -28,7 +28,7 @@ RECOMPUTED = [
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_a_trainer_computes_what_it_computes_on_the_cpu(task, adapters):
     def make():
         return {**arguments(task, adapters), "eval_dataset": DATA[task](4, SEED + 1)}

@@ -6,9 +6,9 @@ import pytest
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from tests.device.runs import SEED, TASKS, arguments, train
+from tests.device.runs import SEED, train
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import DATA, arguments, make_model
 from tests.helpers.vision import on_images, vision_pairs
 from tests.pretend_device import WAITS
 from tests.runs import run
@@ -51,7 +51,7 @@ def places(waits):
     return found
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_a_step_waits_in_named_places_only_and_less_than_in_padded_trl(task):
     padded, ours = (waits_of_a_step(task, layout) for layout in ("padded", "shared"))
     assert places(ours) == PLACES.get(task, {})

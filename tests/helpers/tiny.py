@@ -1,6 +1,7 @@
 """What the tests train: a tokenizer, models and data small enough for a laptop, made on the spot."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -148,3 +149,32 @@ def score(completions: list, **kwargs: Any) -> list[float]:
     """A reward that says nothing, and says it of each completion anew."""
     words = [said if isinstance(said, str) else said[0]["content"] for said in completions]
     return [float(sum(map(ord, said)) % 7) for said in words]
+
+
+# For each task, what makes so many rows of its data
+DATA: dict[str, Callable[[int, int], Dataset]] = {
+    "dpo": preference_data,
+    "sft": prompt_completions,
+    "reward": preference_data,
+    "kto": unpaired,
+    "grpo": prompts,
+    "rloo": prompts,
+    "distillation": prompts,
+}
+
+
+def arguments(task: str, adapters: bool = True, model: Any = None) -> dict[str, Any]:
+    """Fresh arguments of the trainer of a task, but for data."""
+    made: dict[str, Any] = {"processing_class": make_tokenizer()}
+    made["model"] = model or (reward_model() if task == "reward" else make_model())
+    torch.manual_seed(1)
+    if adapters:
+        head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if task == "reward" else {}
+        made["peft_config"] = lora(**head)
+    elif task in ("dpo", "kto"):
+        made["ref_model"] = make_model(seed=1)
+    if task in ("grpo", "rloo"):
+        made["reward_funcs"] = score
+    if task == "distillation":
+        made["teacher_model"] = make_model(seed=1)
+    return made

@@ -39,8 +39,8 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
     if split:
         trainer.flat.memory.budget = int(between(trainer, LAYERS) * GIB)
         trainer.flat.memory.needs = replace(trainer.flat.memory.needs, kept=trainer.flat.memory.needs.kept * 100)
-    else:  # so small a model is all head
-        trainer.flat.memory.needs = replace(trainer.flat.memory.needs, tile=(0, 0))
+    else:
+        without_head(trainer.flat.memory)
     # In the second micro-batch, when there are gradients already
     with failing(trainer, {1}, where == "backward"):
         result = train(trainer)
@@ -51,7 +51,8 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
 @pytest.mark.parametrize(("where", "splits"), [("forward", True), ("backward", False)])
 def test_a_failed_allocation_generates_nothing_again(data, where, splits, monkeypatch, caplog):
     options = {"gradient_accumulation_steps": 2, "use_adaptive_entropy": True, "entropy_target": 4.0}
-    expected = run("grpo", "shared", **generating(), train_dataset=data, gradient_checkpointing=False, **options)
+    options["train_dataset"] = data
+    expected = run("grpo", "shared", **generating(), **options)
     # In the second micro-batch, when there are gradients already; or in the third, for which rows have been generated
     prepare = {} if splits else {"prepare": without_head}
     fail_once_planned(monkeypatch, {1} if where == "backward" else {2}, where == "backward", **prepare)
@@ -62,9 +63,7 @@ def test_a_failed_allocation_generates_nothing_again(data, where, splits, monkey
         return score(completions)
 
     counted.__name__ = score.__name__
-    result = run(
-        "grpo", "shared", **{**generating(), "reward_funcs": counted}, train_dataset=data, memory_budget=8, **options
-    )
+    result = run("grpo", "shared", **{**generating(), "reward_funcs": counted}, **options, memory_budget=8)
     assert sum("An allocation failed" in message for message in caplog.messages) == 1
     assert len(generated) == 2  # nothing is generated again
     assert_same(expected, result)

@@ -5,17 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.tiny import (
-    conversations,
-    lora,
-    make_model,
-    make_tokenizer,
-    preference_data,
-    prompts,
-    reward_model,
-    score,
-    unpaired,
-)
+from tests.helpers.tiny import DATA, arguments
 from tests.runs import run
 from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
 from trl_paddingfree.trainers import TRAINERS
@@ -43,15 +33,7 @@ class GoesAroundTheHead(PaddingFreeGRPOTrainer):
 
 def arguments_of(task: str) -> dict[str, Any]:
     """What each trainer needs beside a configuration."""
-    data = {"dpo": preference_data, "reward": preference_data, "sft": conversations, "kto": unpaired}.get(task, prompts)
-    model = reward_model() if task == "reward" else make_model()
-    made = {"model": model, "train_dataset": data(8, SEED), "processing_class": make_tokenizer()}
-    others = {
-        "grpo": {"reward_funcs": score},
-        "rloo": {"reward_funcs": score},
-        "distillation": {"teacher_model": make_model(seed=1)},
-    }
-    return made if task == "reward" else made | {"peft_config": lora()} | others.get(task, {})
+    return {**arguments(task), "train_dataset": DATA[task](8, SEED)}
 
 
 def train(trainer_class: type, task: str, **options: Any) -> Any:
