@@ -11,7 +11,7 @@ assert_same(padded, ours)
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -100,14 +100,15 @@ def make_trainer(
 ) -> Any:
     """The trainer that [`run`] has train, of the same arguments."""
     default_class, default_config = classes_of(task, ours=layout != "padded")
-    config = config_class or default_config
+    config: Any = config_class or default_config
+    of_config = {each.name for each in fields(config)}
     options = {**OPTIONS, **OF_TASK[task]}
     if steps is not None:
         options["max_steps"] = steps
     if layout in LAYOUTS:
         options["prefix_sharing"] = layout == "shared"
-    options |= {name: value for name, value in given.items() if name in config.__dataclass_fields__}
-    arguments = {name: value for name, value in given.items() if name not in options}
+    options |= {name: value for name, value in given.items() if name in of_config}
+    arguments = {name: value for name, value in given.items() if name not in of_config}
     torch.manual_seed(0)  # adapters start alike, and completions are drawn alike
     return side_by_side.make_trainer(trainer_class or default_class, config, options, **arguments)
 
@@ -203,11 +204,11 @@ def off_by(padded: Run, ours: Run, tolerance: float, ignored: tuple[str, ...] = 
     for name, weight in padded.weights.items():
         share = counted.get(name, torch.ones(()))
         found[name] = difference(weight, torch.lerp(weight, ours.weights[name], share.to(weight)))
-    for step, logs in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
-        for name, off in differences(*([log] for log in logs)).items():
+    for step, (logged, log) in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
+        for name, off in differences([logged], [log]).items():
             if not any(part in name for part in ignored):
                 found[f"{name} of log {step}"] = off
-    return {name: off / tolerance for name, off in found.items() if off > tolerance}
+    return {name: off / tolerance if tolerance else math.inf for name, off in found.items() if off > tolerance}
 
 
 def largest_of(*gradients: Mapping[str, torch.Tensor]) -> float:
