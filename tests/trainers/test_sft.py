@@ -13,7 +13,7 @@ from trl import SFTConfig
 from tests import runs
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import conversations, make_model, prompt_completions
-from tests.runs import TOLERANCE, run
+from tests.runs import LAYOUTS, TOLERANCE, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.data.collate import LanguageModelingCollator
 
@@ -75,13 +75,13 @@ def compare(model, dataset, layout="flat", **options):
     ],
     ids=lambda x: getattr(x, "__name__", None) or "-".join(x) or "defaults",
 )
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
-def test_data_and_losses(model_dir, data, options, prefix_sharing, seed):
-    _, ours = compare(model_dir, data(24, seed), "shared" if prefix_sharing else "flat", **options)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_and_losses(model_dir, data, options, layout, seed):
+    _, ours = compare(model_dir, data(24, seed), layout, **options)
     counts = ours.trainer.total_counts()
-    if data is turn_by_turn and prefix_sharing:
+    if data is turn_by_turn and layout == "shared":
         assert counts.computed < counts.real
-    if not prefix_sharing and "pad_to_multiple_of" not in options:
+    if layout == "flat" and "pad_to_multiple_of" not in options:
         assert counts.computed == counts.real
 
 
@@ -188,15 +188,14 @@ def test_compute_metrics_sees_the_same_predictions(model_dir, packing):
     torch.testing.assert_close(torch.tensor(seen[0]), torch.tensor(seen[1]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
-def test_moe_router_loss_counts_a_shared_token_once_per_row(tokenizer, tmp_path, prefix_sharing):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moe_router_loss_counts_a_shared_token_once_per_row(tokenizer, tmp_path, layout):
     model = make_model("mixtral", num_local_experts=4, num_experts_per_tok=2, vocab_size=len(tokenizer))
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    options = {"router_aux_loss_coef": 0.5, "ours_kwargs": {"prefix_sharing": prefix_sharing}}
-    padded, ours = compare(str(tmp_path), turn_by_turn(12, SEED), **options)
+    _, ours = compare(str(tmp_path), turn_by_turn(12, SEED), layout, router_aux_loss_coef=0.5)
     assert "aux_loss" in ours.log_history[0]
-    if prefix_sharing:
+    if layout == "shared":
         counts = ours.trainer.total_counts()
         assert counts.computed < counts.real
 
