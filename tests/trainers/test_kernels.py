@@ -77,15 +77,10 @@ def test_bfloat16_is_as_close_to_float32_by_the_kernels_as_with_padding(task, ba
 
 def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypatch):
     def with_adapters(**options):
-        arguments = {"processing_class": make_tokenizer(), "peft_config": lora()}
+        arguments = {"model": make_model(dtype=torch.bfloat16), "processing_class": make_tokenizer()}
+        arguments |= {"peft_config": lora(), "train_dataset": preference_data(8, SEED)}
         result = run(
-            "dpo",
-            "ours",
-            model=make_model(dtype=torch.bfloat16),
-            train_dataset=preference_data(8, SEED),
-            **arguments,
-            steps=2,
-            **{"bf16": True, "gradient_checkpointing": True, **options},
+            "dpo", "ours", **arguments, **{"steps": 2, "bf16": True, "gradient_checkpointing": True, **options}
         )
         with torch.autocast("cpu", torch.bfloat16):
             layers = [module for module in result.trainer.model.modules() if isinstance(module, LoraLayer)]
