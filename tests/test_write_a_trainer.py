@@ -13,7 +13,6 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
 from tests.runs import assert_same, run
-from trl_paddingfree import PaddingFreeDPOConfig
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
 from trl_paddingfree.model import flat_model
@@ -159,7 +158,7 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
     def train(**options):
         kwargs = {"processing_class": tokenizer, "peft_config": lora()}
         data = {"train_dataset": preference_data(12, SEED), **kwargs}
-        return run(own["Silent"], PaddingFreeDPOConfig, model=make_model(), **data, **options)
+        return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
 
     with patch.object(flat_model, "forward_in_parts", wraps=flat_model.forward_in_parts) as divided:
         assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60, oversized_examples="alone"))
