@@ -1,12 +1,11 @@
 """GRPO without padding."""
 
 from dataclasses import replace
-from typing import Any
 
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from .configs import PaddingFreeGRPOConfig
+from .configs import Arguments, PaddingFreeGRPOConfig
 from .online import PROMPTS, OnlineTrainer
 
 logger = logging.get_logger(__name__)
@@ -42,7 +41,7 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     config_class = PaddingFreeGRPOConfig
     changed_by_loss = ("entropy_coef", "_entropy_window_stats", "_last_world_entropy")
 
-    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+    def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
         if (quantile := arguments["args"].top_entropy_quantile) < 1:
             logger.warning(

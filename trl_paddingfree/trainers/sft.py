@@ -6,7 +6,8 @@ from typing import Any
 from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
-from ..data.collate import LanguageModelingCollator
+from ..data.collate import FlatCollator, LanguageModelingCollator
+from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread
 from ..data.vision import VisionLanguageModelingCollator
@@ -55,7 +56,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     config_class = PaddingFreeSFTConfig
     takes_slices = True
 
-    def _flat_collator(self) -> Any:
+    def _flat_collator(self) -> FlatCollator:
         collator = super()._flat_collator()
         if not isinstance(collator, LanguageModelingCollator):
             return collator
@@ -68,7 +69,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise has the size of the packed row
         return reasons
 
-    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
+    def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
         embeddings: Any = self.flat_base(self.model).get_input_embeddings()
         while not hasattr(embeddings, "num_embeddings"):  # adapters of some kinds do not say
             embeddings = getattr(embeddings, "original_module", None) or embeddings.get_base_layer()
