@@ -275,16 +275,16 @@ def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(tokenizer, op
 @contextmanager
 def parts_beneath():
     """How many parts each pass that trains ran in."""
-    numbers, divided = [], Budget.start
+    numbers, divided = [], Budget.decide
 
     def watch(*args, **kwargs):
         batch = divided(*args, **kwargs)
         numbers.append(len(batch.parts))
         return batch
 
-    Budget.start = watch
+    Budget.decide = watch
     yield numbers
-    Budget.start = divided
+    Budget.decide = divided
 
 
 @pytest.mark.parametrize(

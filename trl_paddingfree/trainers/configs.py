@@ -231,76 +231,36 @@ class PaddingFreeOptions:
 
 @dataclass
 class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
-    """
-    TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> PaddingFreeDPOConfig(output_dir="out", bf16=False, report_to="none").prefix_sharing
-    True
-    """
+    """TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
-    """
-    TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`.
-
-    >>> config = PaddingFreeSFTConfig(output_dir="out", bf16=False, report_to="none", max_length=512)
-    >>> config.padding_free, config.prefix_sharing, config.max_length
-    (True, False, 512)
-    """
+    """TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`."""
 
     prefix_sharing: bool = option(False, SHARING)
 
 
 @dataclass
 class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
-    """
-    TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`].
-
-    >>> PaddingFreeRewardConfig(output_dir="out", bf16=False, report_to="none").prefix_sharing
-    True
-    """
+    """TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
-    """
-    TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeKTOConfig(output_dir="out", bf16=False, report_to="none")
-    >>> config.padding_free, config.prefix_sharing, config.train_sampling_strategy
-    (True, True, 'sequential')
-    """
+    """TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
-    """
-    TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeGRPOConfig(output_dir="out", bf16=False, report_to="none", arrange_micro_batches="prefix")
-    >>> config.padding_free, config.prefix_sharing, config.num_generations
-    (True, True, 8)
-    """
+    """TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
-    """
-    TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeRLOOConfig(output_dir="out", bf16=False, report_to="none")
-    >>> config.padding_free, config.prefix_sharing, config.num_generations
-    (True, True, 2)
-    """
+    """TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeDistillationConfig(PaddingFreeOptions, DistillationConfig):
-    """
-    TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeDistillationConfig(output_dir="out", bf16=False, report_to="none", beta=0.5)
-    >>> config.padding_free, config.prefix_sharing, config.beta
-    (True, True, 0.5)
-    """
+    """TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`]."""
