@@ -112,7 +112,7 @@ def naming_versions() -> Iterator[None]:
         is_named = isinstance(error, MovedNameError) or is_ours and type(error) is ValueError
         packages = [] if is_named else untested()
         note = f"This may be a matter of versions. {installed(packages)}"
-        if packages and note not in getattr(error, "__notes__", ()):
+        if packages and note not in vars(error).get("__notes__", ()):
             error.add_note(note)
         raise
 

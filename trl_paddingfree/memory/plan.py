@@ -301,7 +301,7 @@ def plan_memory(
         made_by = optimizer
     else:
         inner: Any = optimizer
-        while hasattr(inner, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
+        while "optimizer" in vars(inner):  # without the wrappers of accelerate and of DeepSpeed
             inner = inner.optimizer
         states = [x for state in inner.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)

@@ -262,7 +262,7 @@ class FlatTrainer(GroupedTrainer):
     def method(self) -> str:
         """How batches are computed, in words: a training step that computes them otherwise is an error."""
         if self.flat.route is None:
-            return "TRL, without padding" if getattr(self, "padding_free", False) else "TRL, with padding"  # TRL packs
+            return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"  # TRL packs
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 

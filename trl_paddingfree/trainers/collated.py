@@ -107,13 +107,13 @@ class CollatedTrainer(FlatTrainer):
 
     def collated_by(self, name: str) -> Any:
         """An argument of the collator, which may be one of the user's own, or else of the trainer."""
-        return getattr(self.data_collator, name, getattr(self.args, name))
+        return {**vars(self.args), **vars(self.data_collator)}[name]
 
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
         limit = self.collated_by("max_length")
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
-            is_cut = hasattr(self.data_collator, "max_length") or not isinstance(self.train_dataset, Dataset)
+            is_cut = "max_length" in vars(self.data_collator) or not isinstance(self.train_dataset, Dataset)
             return limit is None or limit > length or not is_cut  # TRL cuts nothing that a transform makes
         return bool((row_lengths(self.example_lengths()) > length).any())
 

@@ -76,12 +76,14 @@ def _refuse_prompt_learning(model: object, peft_config: object) -> None:
             f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, as all "
             "prompt-learning does, which a flat batch cannot hold. Use LoRA, or set `padding_free=False`."
         )
-    if isinstance(peft_config, LoraConfig) and (tokens := peft_config.alora_invocation_tokens):
+    if not isinstance(peft_config, LoraConfig):
+        return
+    if tokens := peft_config.alora_invocation_tokens:
         raise ValueError(
             f"`peft_config` with `alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row, and "
             "a flat batch is one row. Use LoRA without them, or set `padding_free=False`."
         )
-    velora = getattr(peft_config, "velora_config", None)  # not all versions of PEFT have it
+    velora = vars(peft_config).get("velora_config")  # not all versions of PEFT have it
     if velora is not None and velora.init_type != "random":
         raise ValueError(
             f"`velora_config` with `init_type={velora.init_type!r}` makes gradients of an average over all tokens of a "

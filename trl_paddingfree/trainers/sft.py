@@ -1,8 +1,8 @@
 """SFT without padding."""
 
 from dataclasses import replace
-from typing import Any
 
+from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
@@ -59,19 +59,23 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             return collator
         return replace(collator, cuts_packed=self.data_collator.padding_free)  # as TRL has made its own
 
+    @property
+    def _cuts_packed(self) -> bool:
+        """Whether rows are documents that TRL has packed."""
+        return isinstance(self.data_collator, LanguageModelingCollator) and self.data_collator.cuts_packed
+
     def coupled_by(self) -> list[str]:
         # What a function of the user's own makes of the rows of a micro-batch is not known
         reasons = [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
-        if (alpha := self.args.neftune_noise_alpha) is not None and getattr(self.data_collator, "cuts_packed", False):
+        if (alpha := self.args.neftune_noise_alpha) is not None and self._cuts_packed:
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise has the size of the packed row
         return reasons
 
     def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
-        embeddings: Any = self.flat_base(self.model).get_input_embeddings()
-        while not hasattr(embeddings, "num_embeddings"):  # adapters of some kinds do not say
-            embeddings = getattr(embeddings, "original_module", None) or embeddings.get_base_layer()
+        modules = self.flat_base(self.model).get_input_embeddings().modules()  # adapters may stand around them
+        num_embeddings = next(module.num_embeddings for module in modules if isinstance(module, nn.Embedding))
         for name, dataset in datasets:
-            refuse_unknown_tokens(dataset, name, embeddings.num_embeddings)
+            refuse_unknown_tokens(dataset, name, num_embeddings)
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
@@ -99,7 +103,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     @when_flat
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if logits is None or not getattr(self.data_collator, "cuts_packed", False):
+        if logits is None or not self._cuts_packed:
             return loss, logits, labels
         # Documents come one after another in one row, as TRL has those of packed rows: the number of rows says nothing
         mask = inputs["attention_mask"].bool()
