@@ -22,6 +22,7 @@ HEADLINE_HEADS = (
     "times as fast",
     "memory",
     "times as fast with `memory_budget`",
+    "padded TRL, nothing recomputed",
     "log-probabilities differ by",
     "gradient norms differ by",
 )
@@ -134,25 +135,27 @@ def headline(folder: Path) -> str:
                 if (key := (result["settings"]["task"], run["rows"])) in HEADLINE
             }
     lines = [newest[key] for key in HEADLINE if key in newest]
-    return "\n".join([f"| {' | '.join(HEADLINE_HEADS)} |", "|-|-:|-:|-:|-:|-:|", *lines])
+    return "\n".join([f"| {' | '.join(HEADLINE_HEADS)} |", "|-|-:|-:|-:|-:|-:|-:|", *lines])
 
 
 def newcomer_cells(run: dict[str, Any], state: dict[str, int]) -> list[str]:
     """
-    Speed and memory of shared prefixes, weights included, and the largest relative differences of its log-probabilities
-    and of its gradients' norm; empty where it was not measured.
+    Speed and memory of shared prefixes, weights included, the speed with a budget and that of the stronger baseline,
+    and the largest relative differences of shared prefixes' log-probabilities and of their gradients' norm; empty where
+    it was not measured.
     """
     methods = run["methods"]
     ours = "shared" if "shared" in methods else "flat"
-    faster, budgeted = (
-        f"{methods[name]['speedup']:.1f}x{flag(run, name)}" if name in methods else "" for name in (ours, "budget")
+    faster, budgeted, stronger = (
+        f"{methods[name]['speedup']:.1f}x{flag(run, name)}" if name in methods else ""
+        for name in (ours, "budget", "trl-kept")
     )
     above = {name: (methods[name] | run["profile"].get(name, {}))["bytes_above"] for name in (BASELINE, ours)}
     peaks = [state[name] + above[name] for name in (ours, BASELINE)]
     memory = f"{peaks[0] / peaks[1]:.0%}" if all(above.values()) else ""
     off = run["differences"][ours]
     log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is a mean of them
-    return [faster, memory, budgeted, f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"]
+    return [faster, memory, budgeted, stronger, f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"]
 
 
 def everything(folder: Path) -> str:

@@ -269,13 +269,13 @@ def test_the_check_differentiates_the_student_only(data, monkeypatch):
 @pytest.fixture
 def started(monkeypatch):
     """The batches of all passes that train."""
-    batches, start = [], Budget.start
+    batches, start = [], Budget.decide
 
     def watch(*args, **kwargs):
         batches.append(start(*args, **kwargs))
         return batches[-1]
 
-    monkeypatch.setattr(Budget, "start", watch)
+    monkeypatch.setattr(Budget, "decide", watch)
     return batches
 
 
@@ -306,12 +306,12 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 
     def counting(trainer, *args):
         """One more pass, which is not trained on."""
-        memory, budget = trainer.flat.memory, trainer.flat.budget
+        memory = trainer.flat.memory
         if memory is not None and torch.is_grad_enabled():
             counter = SavedBytes(trainer.flat_base(trainer.model), memory.layers)
             with counter.counting():
                 result = compute(trainer, *args)
-            (batch, *_) = budget.largest
+            batch = memory.current.batch
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
             saved = memory.needs.saved(load(batch, memory.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))

@@ -24,13 +24,13 @@ from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.trainers.test_micro_batches import same_training
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.memory.attempt import Attempt
 from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
-from trl_paddingfree.memory.plan import CORRECTED, MemoryBudget, adds_up_shards
+from trl_paddingfree.memory.plan import CORRECTED, MemoryBudget, Pass, adds_up_shards
 from trl_paddingfree.model.architecture import recompute_first
+from trl_paddingfree.trainers.steps import Attempt
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
@@ -263,9 +263,7 @@ def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(tokenizer, op
     whole = run(*DPO, **common(), memory_budget=8).trainer
     if limit == "memory":
         steps, memory, fixed = whole.flat.steps, whole.flat.memory, whole.flat.memory.needs.fixed
-        budget = (
-            fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(steps.budget.largest[0], LAYERS) - fixed)
-        ) / GIB
+        budget = (fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(memory.current.batch, LAYERS) - fixed)) / GIB
         limited = {"memory_budget": budget}
     else:
         limited = {"max_tokens_per_micro_batch": 120}
@@ -277,16 +275,16 @@ def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(tokenizer, op
 @contextmanager
 def parts_beneath():
     """How many parts each pass that trains ran in."""
-    numbers, divided = [], Budget.start
+    numbers, divided = [], Budget.decide
 
     def watch(*args, **kwargs):
         batch = divided(*args, **kwargs)
         numbers.append(len(batch.parts))
         return batch
 
-    Budget.start = watch
+    Budget.decide = watch
     yield numbers
-    Budget.start = divided
+    Budget.decide = divided
 
 
 @pytest.mark.parametrize(
@@ -370,7 +368,7 @@ def test_an_allocation_that_always_fails_ends_the_run(folder):
 
 def test_other_processes_wait_so_nothing_is_computed_again(folder):
     trainer = made(DPO, folder, preference_data(16, SEED))
-    trainer.flat.memory.why_not_again = lambda _: "Lower `memory_budget`"
+    trainer.flat.memory.why_not_again = lambda *_: "Lower `memory_budget`"
     with failing(trainer, {0}, False), pytest.raises(torch.OutOfMemoryError, match="on purpose\nLower `memory_budget`"):
         trainer.train()
 
@@ -432,7 +430,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
 
     memory = made(held=1500)
     for _ in range(CORRECTED):
-        memory.held, memory.expected = 1500, memory.needs.fixed + 100
+        memory.current = Pass(None, 0, 1, 0, 0, False, expected=memory.needs.fixed + 100, held=1500)
         memory.finish(has_stepped=True)
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
     memory.save(tmp_path, 0)

@@ -51,14 +51,14 @@ def same(one, other):
 @pytest.fixture
 def parts_made(monkeypatch):
     """How many parts each pass that trains ran in."""
-    made, divided = [], Budget.start
+    made, divided = [], Budget.decide
 
     def watch(*args, **kwargs):
         batch = divided(*args, **kwargs)
         made.append(max(len(batch.parts), 1))
         return batch
 
-    monkeypatch.setattr(Budget, "start", watch)
+    monkeypatch.setattr(Budget, "decide", watch)
     return made
 
 
@@ -86,7 +86,7 @@ def with_room(data):
     """A budget in GiB with room for most of the activations of a micro-batch, all of them recomputed."""
     trainer = train("grpo", "shared", plain, data, memory_budget=8, steps=1).trainer
     steps, memory, fixed = trainer.flat.steps, trainer.flat.memory, trainer.flat.memory.needs.fixed
-    return (fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(steps.budget.largest[0], LAYERS) - fixed)) / GIB
+    return (fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(memory.current.batch, LAYERS) - fixed)) / GIB
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,7 @@ def test_the_loss_of_routers_in_parts_is_that_of_the_whole(data, parts_made):
 
     steps = train("grpo", "flat", make, data, memory_budget=8, steps=1).trainer.flat.steps
     memory, fixed = steps.budget.memory, steps.budget.memory.needs.fixed
-    budget = (
-        fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(steps.budget.largest[0], len(memory.layers)) - fixed)
-    )
+    budget = fixed + steps.budget.gradient_bytes + 0.7 * (memory.peak(memory.current.batch, len(memory.layers)) - fixed)
     whole = train("grpo", "padded", make, data)
     assert_same(whole, train("grpo", "flat", make, data, memory_budget=budget / GIB))
     assert max(parts_made) > 1
