@@ -35,13 +35,15 @@ KEPT_HEADS = (
     *("the same / TRL, nothing recomputed", "FLOPs / TRL", "FLOPs / TRL, nothing recomputed"),
 )
 KEPT_EXPLANATION = (
-    "Activations that fit into memory need not be recomputed: padded TRL with `gradient_checkpointing=False`, and "
-    "`memory_budget`, which sees to it by itself. Examples per second relative to padded TRL as it comes, except where "
-    "the column names the other baseline. All methods run with an allocator that keeps its pages."
+    "Activations that fit into memory need not be recomputed. This table compares padded TRL with "
+    "`gradient_checkpointing=False`, and `memory_budget`, which keeps what fits by itself. It has examples per second "
+    "relative to padded TRL with its defaults, unless a column names the other baseline. All methods run with an "
+    "allocator that keeps its pages."
 )
 EXPLANATION = (
-    "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time). Floating-point "
-    "operations: with shared prefixes, relative to padded TRL's and to the fewest possible."
+    "The first columns have examples per second relative to padded TRL in the same run, and in brackets, on CPUs, the "
+    "same in core time. The last two have floating-point operations with shared prefixes, relative to padded TRL's and "
+    "to the fewest possible."
 )
 
 
@@ -172,7 +174,7 @@ def everything(folder: Path) -> str:
             "",
             *chart(folder),
             *((without_recomputation := kept(folder)) and [*without_recomputation, ""]),
-            "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
+            "There is little to gain, or something to lose, where rows are equal or few, or a model is host-bound:",
             "",
             *table(crossover),
         ]

@@ -104,9 +104,9 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# A memory budget that splits",
         "",
-        f"DPO, {result['model']}, LoRA, {STEPS} steps of {BATCH_SIZE} pairs, on {machine_name(result['environment'])}. "
-        f"`memory_budget={result['budget_gib']:.3f}`. Micro-batches {split}, and all figures {agree}; largest relative "
-        f"differences: {figures}.",
+        f"DPO trains {result['model']} with LoRA for {STEPS} steps of {BATCH_SIZE} pairs, under "
+        f"`memory_budget={result['budget_gib']:.3f}`, on {machine_name(result['environment'])}. Micro-batches {split}, "
+        f"and all figures {agree}; largest relative differences: {figures}.",
         "",
         "| method | forward and backward passes | losses | peak GiB | predicted GiB |",
         "|-|-:|-|-:|-:|",
