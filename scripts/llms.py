@@ -1,5 +1,5 @@
 """
-Writes docs/llms.txt (https://llmstxt.org) from the README and the page that lists all others:
+Write docs/llms.txt (https://llmstxt.org) from the README and the page that lists all others:
 
     python scripts/llms.py            write it
     python scripts/llms.py --check    exit with 1 if it is not what would be written
