@@ -67,8 +67,9 @@ def report(result: dict[str, Any]) -> str:
         "# Packing and padding-free batches",
         "",
         f"Each method trains for one epoch, with {first['batch_size']} rows of at most {first['max_length']} tokens "
-        "per optimizer step. `padding_free` has the steps of padded batches. Figures with ± are means over steps, with "
-        "their standard deviation.",
+        "per optimizer step. `padding_free` has the steps of padded batches. The others are values of TRL's "
+        "`packing_strategy`: `bfd` drops what exceeds a row, `bfd_split` packs it as further examples, and `wrapped` "
+        "cuts examples wherever a row is full. Figures with ± are means over steps, with their standard deviation.",
         "",
         "| rows | method | optimizer steps | examples per step | tokens per step | examples cut | tokens lost |",
         "|-|-|-:|-:|-:|-:|-:|",
