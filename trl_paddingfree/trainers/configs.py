@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 
-SHARING = "Whether to compute a prefix that several rows of a micro-batch share once."
+SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
 
 
 def silence() -> None:
@@ -195,7 +195,7 @@ class PaddingFreeOptions:
     oversized_examples: Literal["error", "alone"] = option(
         "error",
         "What to do with an example of more than `max_tokens_per_micro_batch` tokens: 'error' refuses to start, "
-        "and examples of streaming data when they come; 'alone' runs it by itself.",
+        "and examples of streaming data when they arrive; 'alone' runs it by itself.",
     )
     memory_budget: float | str | None = option(
         None,
