@@ -14,8 +14,7 @@ from tests.helpers.equivalence import run
 from tests.helpers.tiny import make_tokenizer, preference_data
 from trl_paddingfree import BatchCounts, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
 from trl_paddingfree.cli.main import main
-from trl_paddingfree.cli.memory import loads, memory_report, step_units, training_needs
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import loads, memory_report, model_config, step_units, training_needs
 from trl_paddingfree.memory.kept_bytes import LOADS
 
 # The head's weights, few layers, and adapters in another place

@@ -11,9 +11,10 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..flat.batch import Inputs
 from ..flat.images import COUNTED_ROWS, RowImages, VisionRules
-from .collate import CollatedRows, FlatCollator
+from .collate import FlatCollator
 from .images import images_key, images_of
 from .lengths import Example
+from .rows import CollatedRows
 
 # What a processor and TRL's collators give row by row; all else belongs to images
 _ROWS = ("input_ids", "attention_mask", "completion_mask", "labels", "token_type_ids", "mm_token_type_ids")

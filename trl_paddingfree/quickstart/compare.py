@@ -19,8 +19,7 @@ from ..charts import drawn, plot_runs
 from ..data.load import load_rows
 from ..data.task import Task, task_of
 from ..trainers import TRAINERS
-from .data import instruction_data, preference_data
-from .model import make_model, make_tokenizer
+from .model import instruction_data, make_model, make_tokenizer, preference_data
 from .side_by_side import Trajectory, classes_of, differences, has_accelerator, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
