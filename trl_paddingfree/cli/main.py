@@ -236,7 +236,7 @@ def train(task: str, argv: list[str]) -> int:
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
     refuse_wrong_options(training_args, TRAINERS[task])
-    script.check_names(script_args, training_args, model_args, dataset_args)
+    script.check_names((script_args, training_args, model_args, dataset_args))
     launcher = launch.launch_command_parser()
     launcher.error = parser.error  # in one line, too
     args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *without(argv, from_command_line)])

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import trl.rewards
 from accelerate.commands.launch import launch_command_parser
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
@@ -38,9 +38,6 @@ from ..trainers import TRAINERS
 from ..trainers.base import FlatTrainer
 from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
 from .options import LOADING, TRACEBACK, OneLineParser, refuse, refuse_broken
-
-if TYPE_CHECKING:
-    from datasets import DatasetDict
 
 
 @dataclass
@@ -84,7 +81,7 @@ class SFTScriptArguments(ScriptArguments):
             )
         training_args.train_sampling_strategy, training_args.prefix_sharing = "sequential", True
 
-    def cut(self, dataset: "DatasetDict", training_args: SFTConfig) -> "DatasetDict":
+    def cut(self, dataset: DatasetDict, training_args: SFTConfig) -> DatasetDict:
         """The data in turns, if they are asked for; the conversations to train on in random order."""
         if not self.one_sample_per_turn:
             return dataset
@@ -109,11 +106,10 @@ class MessageArguments:
 _OURS = {field.name for types in (PaddingFreeOptions, MessageArguments) for field in fields(types)}
 _OURS |= {field.name for field in fields(SFTScriptArguments)} - {field.name for field in fields(ScriptArguments)}
 # Script arguments of tasks that have more than others
-_ARGUMENTS: dict[str, type[ScriptArguments]] = {
-    "sft": SFTScriptArguments,
-    "grpo": GRPOScriptArguments,
-    "rloo": RLOOScriptArguments,
-}
+_ARGUMENTS: dict[str, type[ScriptArguments]]
+_ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
+# What a parser gives: the arguments of the script, of the trainer, of the model, and of a mixture of data sets
+Parsed = tuple[ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]
 
 
 class ScriptParser(OneLineParser, TrlParser):
@@ -168,7 +164,7 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
             say_where(training_args)
         if isinstance(script_args, SFTScriptArguments):
             script_args.settle(training_args)
-        trainer = make_trainer(TRAINERS[task], script_args, training_args, model_args, dataset_args)
+        trainer = make_trainer(TRAINERS[task], (script_args, training_args, model_args, dataset_args))
     except LOADING as error:
         if "--traceback" in given:
             raise
@@ -176,13 +172,9 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     train(trainer, script_args, training_args)
 
 
-def check_names(
-    script_args: ScriptArguments,
-    training_args: TrainingArguments,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> None:
+def check_names(parsed: Parsed) -> None:
     """Refuse models or data that are not named or not there, before anything is launched or loaded."""
+    script_args, training_args, model_args, dataset_args = parsed
     refuse_missing(model_args.model_name_or_path, "Name the model: `--model_name_or_path` (hub name or folder).")
     if isinstance(training_args, DistillationConfig):
         teacher = training_args.teacher_model_name_or_path
@@ -194,7 +186,7 @@ def check_names(
 def load_rewards(script_args: GRPOScriptArguments | RLOOScriptArguments) -> list[str | Callable]:
     """The rewards of `--reward_model_name_or_path` and `--reward_funcs`, as `trl grpo` and `trl rloo` take them."""
     model, names = script_args.reward_model_name_or_path, script_args.reward_funcs or []
-    found = [*([model] if model else []), *map(_load_function, names)]
+    found: list[str | Callable] = [*([model] if model else []), *map(_load_function, names)]
     if not found:
         raise ValueError(
             "Name what rewards completions: `--reward_funcs` (a function of TRL or an import path, such as "
@@ -219,15 +211,10 @@ def _load_function(name: str) -> Callable:
         ) from None
 
 
-def make_trainer(
-    trainer_class: Callable[..., FlatTrainer],
-    script_args: ScriptArguments,
-    training_args: Any,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> FlatTrainer:
+def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> FlatTrainer:
     """The trainer, with model and data loaded, by the arguments of TRL's scripts."""
-    check_names(script_args, training_args, model_args, dataset_args)
+    check_names(parsed)
+    script_args, training_args, model_args, dataset_args = parsed
     loading = {
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
@@ -239,7 +226,8 @@ def make_trainer(
     if isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments):
         others["reward_funcs"] = load_rewards(script_args)
     if isinstance(training_args, DistillationConfig):  # the teacher has a revision of its own, and is never quantized
-        training_args.teacher_model_init_kwargs = {**loading, **(training_args.teacher_model_init_kwargs or {})}
+        given: Any = training_args.teacher_model_init_kwargs or {}
+        training_args.teacher_model_init_kwargs = {**loading, **given}
         others["teacher_model"] = training_args.teacher_model_name_or_path
     dataset = load_data(script_args, dataset_args, training_args.seed)
     evaluates = training_args.eval_strategy != "no"
