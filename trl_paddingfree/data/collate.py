@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
@@ -69,9 +69,13 @@ class FlatCollator(DataCollatorMixin):
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
-        options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
-        options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
-        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), **options)
+        return FlatBatch.from_padded(
+            *(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist()),
+            prefix_sharing=self.prefix_sharing,
+            reach=reach,
+            images=images,
+            **{name: vars(self)[name] for name in self.padded_by},
+        )
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)
@@ -213,8 +217,8 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
 
     rows_per_example: ClassVar[int | None] = 1
 
-    def flatten(self, rows: Inputs, *args: Any, **kwargs: Any) -> FlatBatch:
-        batch = super().flatten(rows, *args, **kwargs)
+    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+        batch = super().flatten(rows, reach, images)
         if "KL_input_ids" not in rows:
             return batch
         mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}

@@ -24,7 +24,7 @@ class CollatedRows:
     rows: Inputs  # the batch without its flat batch: values of one entry per row, per example, or for all
     num_items: int  # examples, which are not divided
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # The trainer has the collator: with a processor, it is larger than all rows
         return {name: value for name, value in vars(self).items() if name != "collator"}
 
@@ -36,12 +36,12 @@ class CollatedRows:
         """The rows of some examples, as wide as all."""
         numbers = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_items: list(examples)}
 
-        def taken(value: Any) -> Any:
-            has_entries = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
-            if not has_entries or len(value) not in numbers:
-                return value
-            index = numbers[len(value)]
-            return [value[i] for i in index] if isinstance(value, list) else value[index]
+        def taken(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.ndim and len(value) in numbers:
+                return value[numbers[len(value)]]
+            if isinstance(value, list) and len(value) in numbers:
+                return [value[i] for i in numbers[len(value)]]
+            return value
 
         return replace(self, rows={name: taken(x) for name, x in self.rows.items()}, num_items=len(examples))
 

@@ -77,7 +77,7 @@ def measure(
     in_order: bool = False,
     image_token_id: int | None = None,
     track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] = lambda batches, total, what: batches,
-    **options: Any,
+    **options: object,
 ) -> WasteReport:
     """
     Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
@@ -151,7 +151,7 @@ def tokenize(
     return kept, lengths
 
 
-def _text_counts(rows: Dataset, task: Task, options: dict[str, Any]) -> Callable[[np.ndarray], BatchCounts]:
+def _text_counts(rows: Dataset, task: Task, options: dict[str, object]) -> Callable[[np.ndarray], BatchCounts]:
     """The counts of a batch of some tokenized rows, collated as in training."""
     collator, rows = task.make_collator(prefix_sharing=True, **options), rows.select_columns(task.columns)
 

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 from datasets import Dataset
+
+from ..flat.batch import Inputs
+from .lengths import Example
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Task:
         """Columns of prepared data that the collator reads."""
         return [*self.token_columns, *self.other_columns]
 
-    def make_collator(self, **options: Any) -> Any:
+    def make_collator(self, **options: object) -> Callable[[list[Example]], Inputs]:
         """A collator that gives flat batches. Options that it lacks are left out: preparation has applied them."""
         known = {field.name for field in fields(self.collator)}
         given = {"pad_token_id": 0, "padding_free": True, **options}

@@ -33,6 +33,7 @@ EPOCHS = 3
 # GiB of a process that its allocator may keep of one run and reuse in the next: less is no difference. What the
 # allocator of a device counts is exact
 MEMORY_NOISE = 0.1
+Summary = dict[str, Any]  # what is written as JSON
 
 
 def texts(dataset: Dataset) -> Iterator[str]:
@@ -77,7 +78,7 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
     return folder
 
 
-def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, Any]:
+def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, object]:
     """Options of any run."""
     sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
     return {"output_dir": output_dir, "seed": args.seed, **sizes}
@@ -113,7 +114,7 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
     return runs
 
 
-def summarize(task: Task, runs: dict[str, Trajectory]) -> dict[str, Any]:
+def summarize(task: Task, runs: dict[str, Trajectory]) -> Summary:
     """What the comparison found, as plain numbers."""
     ours, padded = runs[OURS], runs[PADDED]
     counts = ours.trainer.total_counts()
@@ -139,7 +140,7 @@ def summarize(task: Task, runs: dict[str, Trajectory]) -> dict[str, Any]:
     }
 
 
-def print_summary(summary: dict[str, Any], console: Console) -> None:
+def print_summary(summary: Summary, console: Console) -> None:
     """The comparison as a table."""
     title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
     heads = (Column(LABELS[name], justify="right") for name in (PADDED, OURS))
@@ -169,13 +170,13 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     )
 
 
-def tells_memory(summary: dict[str, Any]) -> bool:
+def tells_memory(summary: Summary) -> bool:
     """Whether the runs differ in memory by more than noise."""
     padded, ours = (summary["peak_memory_gib"][name] for name in (PADDED, OURS))
     return abs(padded - ours) > summary["memory_noise_gib"]
 
 
-def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> None:
+def draw(runs: dict[str, Trajectory], summary: Summary, path: Path) -> None:
     """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
     bars = {"time, s": ("seconds", 1), "tokens": ("tokens_computed", 1)}
     if tells_memory(summary):
@@ -184,7 +185,7 @@ def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> No
         title: {label: factor * summary[key][name] for name, label in LABELS.items()}
         for title, (key, factor) in bars.items()
     }
-    losses: dict[str, Any] = {label: runs[name].losses for name, label in LABELS.items()}
+    losses = {label: runs[name].losses for name, label in LABELS.items()}
     plot_runs(losses, figures, summary["task"].upper(), path)
 
 
@@ -217,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
     runs = compare(task, model, data, args, console)
     summary = summarize(task, runs)
     (output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    shown = dict[str, Any]()
+    shown: dict[str, dict[str, str]] = {}
     if args.model is not None:  # one from scratch, minutes old, has no answer worth reading
         shown["sample"] = dict(zip(("question", "answer"), sample(runs[OURS].trainer, data), strict=True))
     if args.json:

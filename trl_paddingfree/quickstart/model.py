@@ -31,8 +31,10 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTo
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    options: dict[str, Any] = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*special.values()], **options)
+    words, alphabet = [*special.values()], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=words, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **special)
 
