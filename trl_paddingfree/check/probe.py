@@ -33,6 +33,7 @@ _TF32 = 2.0**-10
 _LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk"), 8
 
 Call = Callable[..., Any]
+Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
 
 
 @contextmanager
@@ -94,13 +95,8 @@ def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
     return [first, second, third, fourth]
 
 
-def row_inputs(
-    model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 0, prefix_sharing: bool | None = None
-) -> Inputs:
-    """
-    Arguments by which a model computes rows: padded to `width`, or flat if told whether they share prefixes. Pooled
-    heads score no token.
-    """
+def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:
+    """Arguments of a model for rows: padded to `width`, or flat, with shared prefixes or without, if that is said."""
     pooled, pad_token_id = is_pooled(model), 0
     if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
         raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
@@ -134,7 +130,7 @@ class RowsAlone:
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
         self.model, self.call = model, model if call is None else call
         self.vocab_size = model.config.get_text_config().vocab_size
-        self.rows: Sequence[Any] = check_rows(self.vocab_size, draw)
+        self.rows: Rows = check_rows(self.vocab_size, draw)
         with self.trying():
             self.alone = [self.answers([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))
@@ -173,7 +169,7 @@ class RowsAlone:
         with undisturbed(self.model), narrowed(self.model):
             yield
 
-    def answers(self, rows: Sequence[Any], width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         """Log-probabilities of tokens but the first, or what a pooled head says of prefixes, by [`row_inputs`]."""
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
@@ -185,7 +181,7 @@ class RowsAlone:
     def _others(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + 1) % self.vocab_size
 
-    def changed(self) -> list[tuple[list[Any], list[int]]]:
+    def changed(self) -> list[tuple[Rows, list[int]]]:
         """Variants with other tokens in some rows, with the places of those that stay. The tree stays the same."""
         a, b, c, d = self.rows
         prompt, a_branch, c_branch = a[:9], self._others(a[9:]), self._others(c[9:])

@@ -4,7 +4,7 @@ The figures are those of [`~trl_paddingfree.check.prove`]. Here, `leak` is how m
 rows are inverted, and `effect` how much they move when their *own* are.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..flat.batch import IGNORE_INDEX
 from ..model.routes import Route
-from .probe import Call, RowsAlone, root_mean_square, undisturbed
+from .probe import Call, Rows, RowsAlone, root_mean_square, undisturbed
 from .prove import CheckResult, UnprovenModelError, check_flat
 from .training import moved_off_zero
 
@@ -39,7 +39,7 @@ class ImagesAlone(RowsAlone):
         with undisturbed(self.model), moved_off_zero([*self.model.modules()], frozen=True):
             yield
 
-    def answers(self, rows: Sequence[str], width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         is_padded = prefix_sharing is None
         batch = self.examples.padded(rows) if is_padded else self.examples.flat(rows, prefix_sharing)
         inputs = send_to_device(batch, self.model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
@@ -48,7 +48,7 @@ class ImagesAlone(RowsAlone):
         of_rows = [row[mask] for row, mask in zip(output, scored, strict=True)]
         return [torch.cat(of_rows[i :: len(rows)]) for i in range(len(rows))]
 
-    def changed(self) -> list[tuple[list[Any], list[int]]]:
+    def changed(self) -> list[tuple[Rows, list[int]]]:
         return self.examples.variants()
 
 

@@ -20,7 +20,7 @@ from ..data.load import load_rows
 from ..data.task import Task, task_of
 from ..trainers import TRAINERS
 from .model import instruction_data, make_model, make_tokenizer, preference_data
-from .side_by_side import Trajectory, classes_of, differences, has_accelerator, train_watched
+from .side_by_side import Trajectory, differences, has_accelerator, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
@@ -66,7 +66,8 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
         "warmup_steps": args.sft_steps // 10,
     }
     run = train_watched(
-        *classes_of("sft", ours=True),
+        "sft",
+        True,
         console,
         "run 1 of 3: SFT, padding-free",
         model=model,
@@ -102,7 +103,8 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
     # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
     for number, name in enumerate((OURS, PADDED), 1 + done):
         runs[name] = train_watched(
-            *classes_of(task.name, ours=name == OURS),
+            task.name,
+            name == OURS,
             console,
             f"run {number} of {2 + done}: {task.name.upper()}, {LABELS[name]}",
             model=model,

@@ -25,8 +25,10 @@ ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 _SILENT = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 # Often enough to see the largest tensors of a step live
 SAMPLE_SECONDS = 0.002
-TrainerClass: TypeAlias = Callable[..., Trainer]
-ConfigClass: TypeAlias = Callable[..., TrainingArguments]
+# Classes, TRL's or ours, by what their constructors give
+AnyTrainer: TypeAlias = Callable[..., Trainer]
+AnyConfig: TypeAlias = Callable[..., TrainingArguments]
+Options: TypeAlias = Mapping[str, object]
 Figure: TypeAlias = float | torch.Tensor | None
 
 
@@ -56,15 +58,13 @@ def has_accelerator() -> bool:
     return found is not None and found.type != "mps"
 
 
-def classes_of(task: str, ours: bool) -> tuple[TrainerClass, ConfigClass]:
+def classes_of(task: str, ours: bool) -> tuple[AnyTrainer, AnyConfig]:
     """The trainer of a task and its configuration: this package's, or TRL's."""
     trainer = TRAINERS[task]
     return (trainer, trainer.config_class) if ours else (trainer.trl_trainer, trainer.trl_config)
 
 
-def make_trainer(
-    trainer_class: TrainerClass, config_class: ConfigClass, options: Mapping[str, object], **arguments: object
-) -> Trainer:
+def make_trainer(trainer_class: AnyTrainer, config_class: AnyConfig, options: Options, **arguments: object) -> Trainer:
     """A trainer, TRL's or ours, with `options` of its configuration, that logs every step, prints and saves nothing."""
     defaults = {**_SILENT, **({} if has_accelerator() else ON_CPU), **options}
     defaults.setdefault("output_dir", tempfile.mkdtemp(prefix="trl_paddingfree_"))
@@ -73,9 +73,7 @@ def make_trainer(
     return trainer
 
 
-def train(
-    trainer_class: TrainerClass, config_class: ConfigClass, options: Mapping[str, object], **arguments: object
-) -> Trajectory:
+def train(trainer_class: AnyTrainer, config_class: AnyConfig, options: Options, **arguments: object) -> Trajectory:
     """Train with what [`make_trainer`] makes. The weights are the trained ones, and not copied."""
     trainer = make_trainer(trainer_class, config_class, options, **arguments)
     trainer.train()
@@ -133,15 +131,11 @@ class ShowSteps(TrainerCallback):
 
 
 def train_watched(
-    trainer_class: TrainerClass,
-    config_class: ConfigClass,
-    console: Console,
-    title: str,
-    options: Mapping[str, object],
-    **arguments: object,
+    task: str, ours: bool, console: Console, title: str, options: Options, **arguments: object
 ) -> Trajectory:
-    """[`train`] with these `arguments`, and watch."""
+    """[`train`] on a task, by this package or by TRL, and watch."""
     with watch_memory() as memory, Progress(console=console) as progress:
+        trainer_class, config_class = classes_of(task, ours)
         callbacks = [ShowSteps(progress, title)]
         trained = train(trainer_class, config_class, options, callbacks=callbacks, **arguments)
     trained.memory = memory()
