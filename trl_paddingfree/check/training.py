@@ -53,14 +53,12 @@ def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator
 @contextmanager
 def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """FSDP2 may leave weights whole after a pass: what is done to parameters is done to each process's own part."""
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.reshard()
-    try:
+    with ExitStack() as after:
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                after.callback(module.reshard)
         yield
-    finally:
-        for module in sharded:
-            module.reshard()
 
 
 def _kind(layer: torch.nn.Module) -> tuple:
@@ -124,20 +122,17 @@ def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> 
     Within this context, weights that are zero are not: those of adapters and of projectors of images hide what these
     do. `frozen` moves weights that are not trained, too: a reference starts as the model that is.
     """
-    generator, zeros = torch.Generator().manual_seed(0), []
-    for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
-        weight = local_part(parameter.detach())
-        is_taken = (frozen or parameter.requires_grad) and weight.is_floating_point()
-        if is_taken and weight.numel() and not weight.any():
-            zeros.append((weight, weight.clone()))
-            weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
-    torch.clear_autocast_cache()  # which may hold these weights as they were, and then as they were here
-    try:
+    generator = torch.Generator().manual_seed(0)
+    with ExitStack() as after:
+        after.callback(torch.clear_autocast_cache)  # which may hold these weights as they were here
+        for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
+            weight = local_part(parameter.detach())
+            is_taken = (frozen or parameter.requires_grad) and weight.is_floating_point()
+            if is_taken and weight.numel() and not weight.any():
+                after.callback(weight.copy_, weight.clone())
+                weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
+        torch.clear_autocast_cache()  # or as they were before
         yield
-    finally:
-        for weight, before in zeros:
-            weight.copy_(before)
-        torch.clear_autocast_cache()
 
 
 def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -176,8 +171,8 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
     def after(name: str, module: torch.nn.Module, args: tuple, output: Output) -> None:
         if not args or not _gets_gradient(args[0]):
             return
-        answers = [x for x in (output if isinstance(output, tuple) else (output,)) if isinstance(x, torch.Tensor)]
-        answers = [x for x in answers if x.is_floating_point()]
+        outputs = output if isinstance(output, tuple) else (output,)
+        answers = [x for x in outputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
         note = partial(given.__setitem__, f"`{name}` ({type(module).__name__})")
         for x in answers:
             if x.requires_grad:

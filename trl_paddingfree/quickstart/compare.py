@@ -65,16 +65,9 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
         "lr_scheduler_type": "cosine",
         "warmup_steps": args.sft_steps // 10,
     }
-    run = train_watched(
-        "sft",
-        True,
-        console,
-        "run 1 of 3: SFT, padding-free",
-        model=model,
-        processing_class=tokenizer,
-        train_dataset=answers.select(range(min(len(answers), args.sft_steps * SFT_BATCH_SIZE))),
-        options=options,
-    )
+    answers = answers.select(range(min(len(answers), args.sft_steps * SFT_BATCH_SIZE)))
+    made = {"model": model, "processing_class": tokenizer, "train_dataset": answers}
+    run = train_watched("sft", True, console, "run 1 of 3: SFT, padding-free", options, **made)
     run.trainer.save_model(folder)
     return folder
 
@@ -102,16 +95,10 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
     runs, done = {}, args.model is None and task.name == "dpo"  # whether SFT came before
     # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
     for number, name in enumerate((OURS, PADDED), 1 + done):
-        runs[name] = train_watched(
-            task.name,
-            name == OURS,
-            console,
-            f"run {number} of {2 + done}: {task.name.upper()}, {LABELS[name]}",
-            model=model,
-            train_dataset=data,
-            peft_config=LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None,
-            options=options,
-        )
+        title = f"run {number} of {2 + done}: {task.name.upper()}, {LABELS[name]}"
+        lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
+        given = {"model": model, "train_dataset": data, "peft_config": lora}
+        runs[name] = train_watched(task.name, name == OURS, console, title, options, **given)
     runs[PADDED].trainer, runs[PADDED].weights = None, {}
     return runs
 
