@@ -117,7 +117,6 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
 
 
 def root_mean_square(x: torch.Tensor) -> float:
-    """The root mean square of all entries."""
     return float(x.pow(2).mean().sqrt())
 
 
@@ -192,7 +191,6 @@ class RowsAlone:
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which the model computes."""
     # Weights that FSDP1 has offloaded are not where it computes
     accelerator = torch.accelerator.current_accelerator()
     for device in (model.device, accelerator):

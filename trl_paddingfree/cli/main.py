@@ -81,7 +81,6 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """`trl-paddingfree inspect`."""
     at_least(1, args, "batch_size", "num_generations", "max_completion_length")
     at_least(0, args, "max_length", "sample")
     refuse_missing(args.dataset, NAME_THE_DATA)
@@ -133,8 +132,8 @@ def inspect(args: argparse.Namespace) -> int:
     if args.model is not None:
         from .memory import memory_report
 
-        of_batches = partial(memory_report, report.task.name, [*report.batches.items()])
-        memory = loaded(args.model, lambda: of_batches(args.model, args.tuning, args.memory_gib))
+        predict = partial(memory_report, report.task.name, [*report.batches.items()], args.model, args.tuning)
+        memory = loaded(args.model, lambda: predict(args.memory_gib))
     if args.json:
         print_json(report.as_dict() | ({"memory": memory} if memory else {}))
     else:
@@ -160,7 +159,6 @@ def image_token(model: str) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """`trl-paddingfree check`."""
     refuse_missing(args.model, "Name the model.")
 
     from rich.console import Console
@@ -179,7 +177,6 @@ def check(args: argparse.Namespace) -> int:
 
 
 def env(args: argparse.Namespace) -> int:
-    """`trl-paddingfree env`."""
     from ..check.machine import hardware, software
 
     if args.json:
@@ -195,7 +192,6 @@ def env(args: argparse.Namespace) -> int:
 
 
 def quickstart(args: argparse.Namespace) -> int:
-    """`trl-paddingfree quickstart`."""
     at_least(1, args, "steps", "sft_steps", "batch_size", "max_length")
     for name in filter(None, (args.model, args.dataset_name)):
         refuse_missing(name, "")

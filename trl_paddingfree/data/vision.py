@@ -155,7 +155,6 @@ class CollatedImageRows(CollatedRows):
         return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
 
     def images(self) -> Inputs:
-        """What belongs to the images."""
         return {name: value for name, value in self.rows.items() if name not in _ROWS}
 
 

@@ -73,7 +73,6 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
 
 
 def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, object]:
-    """Options of any run."""
     sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
     return {"output_dir": output_dir, "seed": args.seed, **sizes}
 
@@ -130,18 +129,16 @@ def summarize(task: Task, runs: dict[str, Trajectory]) -> Summary:
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """The comparison as a table."""
     title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
     heads = (Column(LABELS[name], justify="right") for name in (PADDED, OURS))
     table = Table("", *heads, "", title=title, title_justify="left")
 
     def saved(name: str) -> str:
         padded = summary[name][PADDED]
-        if name == "peak_memory_gib" and not tells_memory(summary):
-            return "too little to tell"
         saving = 1 - summary[name][OURS] / padded if padded else 0.0
         return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
 
+    memory = saved("peak_memory_gib") if tells_memory(summary) else "too little to tell"
     speed_up = summary["speed_up"]
     speed = f"{speed_up:.1f}x faster" if speed_up >= 1 else f"{1 / speed_up:.1f}x slower"
     for title, name, form, remark in (
@@ -149,7 +146,7 @@ def print_summary(summary: Summary, console: Console) -> None:
         ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
         ("time", "seconds", "{:.1f} s", speed),
         ("tokens computed", "tokens_computed", "{:,}", saved("tokens_computed")),
-        ("peak memory", "peak_memory_gib", "{:.2f} GiB", saved("peak_memory_gib")),
+        ("peak memory", "peak_memory_gib", "{:.2f} GiB", memory),
     ):
         table.add_row(title, form.format(summary[name][PADDED]), form.format(summary[name][OURS]), remark)
     console.print(table)
@@ -178,8 +175,8 @@ def draw(runs: dict[str, Trajectory], summary: Summary, path: Path) -> None:
     plot_runs(losses, figures, summary["task"].upper(), path)
 
 
-def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, str]:
-    """The last message before an answer in the data, and what the trained model answers."""
+def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> dict[str, str]:
+    """The last message before an answer in the data as the question, and what the trained model answers."""
     tokenizer, row = trainer.processing_class, data[0]
     prompt = row.get("prompt") or row.get("messages", [])[:1] or next(texts(data))[:200]
     chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
@@ -187,7 +184,7 @@ def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, 
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True).strip()
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"], answer
+    return {"question": prompt if isinstance(prompt, str) else prompt[-1]["content"], "answer": answer}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -207,9 +204,8 @@ def run(args: argparse.Namespace) -> int:
     runs = compare(task, model, data, args, console)
     summary = summarize(task, runs)
     (output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    shown: dict[str, dict[str, str]] = {}
-    if args.model is not None:  # one from scratch, minutes old, has no answer worth reading
-        shown["sample"] = dict(zip(("question", "answer"), sample(runs[OURS].trainer, data), strict=True))
+    # A model from scratch, minutes old, has no answer worth reading
+    shown = {} if args.model is None else {"sample": sample(runs[OURS].trainer, data)}
     if args.json:
         sys.stdout.write(json.dumps({**summary, **shown}, indent=2) + "\n")
     else:
