@@ -86,7 +86,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     `as_kernels`, what PyTorch's attention does here.
     """
     text = config.get_text_config()
-    types = [vars(text).get(name) or [""] * text.num_hidden_layers for name in _TYPES]
+    types = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES]
     kinds = list(zip(*types, strict=True))
     which = [kinds.index(kind) for kind in kinds]  # layers of one kind need the same memory: the first stands for them
     model = _first_layers(config, 1 + max(which))
@@ -123,8 +123,9 @@ def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
     small = copy.deepcopy(config)
     text = small.get_text_config()
     for name in _TYPES:
-        if types := vars(text).get(name):
-            setattr(text, name, types[:number])
+        own_name = text.attribute_map.get(name, name)
+        if types := vars(text).get(own_name):  # others follow from the number of layers
+            setattr(text, own_name, types[:number])
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = number, VOCABULARY, None
     model = AutoModelForCausalLM.from_config(small, dtype=DTYPE, attn_implementation="sdpa")
     add_fused_lm_head(model)

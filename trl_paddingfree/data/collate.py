@@ -74,7 +74,7 @@ class FlatCollator(DataCollatorMixin):
             prefix_sharing=self.prefix_sharing,
             reach=reach,
             images=images,
-            **{name: vars(self)[name] for name in self.padded_by},
+            **{name: getattr(self, name) for name in self.padded_by},
         )
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
