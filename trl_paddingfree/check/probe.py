@@ -117,6 +117,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
 
 
 def root_mean_square(x: torch.Tensor) -> float:
+    """The root mean square of all entries."""
     return float(x.pow(2).mean().sqrt())
 
 
@@ -136,10 +137,8 @@ class RowsAlone:
             # Another width is another draw: kernels choose their tiles by it
             paddings = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
             first, others = self.rows[3][0], self.rows[3][1:]
-            stand_ins = [
-                (first + i * self.vocab_size // (_STAND_INS + 1)) % self.vocab_size for i in range(1, 1 + _STAND_INS)
-            ]
-            moved = self.answers([np.concatenate([[token], others]) for token in stand_ins])
+            steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
+            moved = self.answers([np.concatenate([[token], others]) for token in (first + steps) % self.vocab_size])
         self.measure(paddings, torch.cat(moved), self.alone[3].repeat(len(moved)))
 
     def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
@@ -191,6 +190,7 @@ class RowsAlone:
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype in which the model computes."""
     # Weights that FSDP1 has offloaded are not where it computes
     accelerator = torch.accelerator.current_accelerator()
     for device in (model.device, accelerator):

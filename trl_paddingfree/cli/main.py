@@ -81,6 +81,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def inspect(args: argparse.Namespace) -> int:
+    """`trl-paddingfree inspect`."""
     at_least(1, args, "batch_size", "num_generations", "max_completion_length")
     at_least(0, args, "max_length", "sample")
     refuse_missing(args.dataset, NAME_THE_DATA)
@@ -159,6 +160,7 @@ def image_token(model: str) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
+    """`trl-paddingfree check`."""
     refuse_missing(args.model, "Name the model.")
 
     from rich.console import Console
@@ -177,6 +179,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def env(args: argparse.Namespace) -> int:
+    """`trl-paddingfree env`."""
     from ..check.machine import hardware, software
 
     if args.json:
@@ -192,6 +195,7 @@ def env(args: argparse.Namespace) -> int:
 
 
 def quickstart(args: argparse.Namespace) -> int:
+    """`trl-paddingfree quickstart`."""
     at_least(1, args, "steps", "sft_steps", "batch_size", "max_length")
     for name in filter(None, (args.model, args.dataset_name)):
         refuse_missing(name, "")

@@ -16,6 +16,7 @@ def _of_figures(title: str, heads: list[str]) -> Table:
 
 
 def print_waste(report: WasteReport) -> None:
+    """The report as a table."""
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
     sequence = "sequence" if report.task.truncates else "prompt"  # those of completions are the user's
@@ -52,6 +53,7 @@ def print_waste(report: WasteReport) -> None:
 
 
 def print_memory(memory: dict[str, Any]) -> None:
+    """The memory that training would need as a table."""
     has_limit = memory["memory_gib"] is not None
     heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
     heads += ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit
@@ -80,6 +82,7 @@ def print_memory(memory: dict[str, Any]) -> None:
 
 
 def print_routes(report: ModelReport) -> None:
+    """The report as a table."""
     title = f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}"
     table = Table("backend", "prefixes", "verdict", "error", "allowed", "leak", title=title, title_justify="left")
     for backend, (results, _) in report.backends.items():

@@ -73,6 +73,7 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
 
 
 def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, object]:
+    """Options of any run."""
     sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
     return {"output_dir": output_dir, "seed": args.seed, **sizes}
 
@@ -129,6 +130,7 @@ def summarize(task: Task, runs: dict[str, Trajectory]) -> Summary:
 
 
 def print_summary(summary: Summary, console: Console) -> None:
+    """The comparison as a table."""
     title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
     heads = (Column(LABELS[name], justify="right") for name in (PADDED, OURS))
     table = Table("", *heads, "", title=title, title_justify="left")
