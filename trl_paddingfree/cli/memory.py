@@ -90,8 +90,10 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     kinds = list(zip(*types, strict=True))
     which = [kinds.index(kind) for kind in kinds]  # layers of one kind need the same memory: the first stands for them
     model = _first_layers(config, 1 + max(which))
-    if as_kernels:
-        keep_as_kernels(model)
+    if as_kernels and upstream.takes_attention_function(model):
+        AttentionInterface.register(KEPT_BY_KERNELS, _attend)
+        AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
+        upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
     route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
     FlatModel.install(model, route)
     if tuning != "full":
@@ -147,14 +149,6 @@ class _KernelBytes(torch.autograd.Function):
 
 def _attend(module, query, key, value, attention_mask, **kwargs):
     return _KernelBytes.apply(query, key, value).transpose(1, 2), None
-
-
-def keep_as_kernels(model: PreTrainedModel) -> None:
-    """Have a model keep what flash attention would, from its next forward pass on, if its attention can be replaced."""
-    if upstream.takes_attention_function(model):
-        AttentionInterface.register(KEPT_BY_KERNELS, _attend)
-        AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
-        upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
 
 
 def loads(counts: BatchCounts) -> dict[str, np.ndarray]:

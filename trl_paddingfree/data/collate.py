@@ -69,13 +69,9 @@ class FlatCollator(DataCollatorMixin):
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
-        return FlatBatch.from_padded(
-            *(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist()),
-            prefix_sharing=self.prefix_sharing,
-            reach=reach,
-            images=images,
-            **{name: getattr(self, name) for name in self.padded_by},
-        )
+        options = {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
+        options |= {name: getattr(self, name) for name in self.padded_by}
+        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), None, **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)
