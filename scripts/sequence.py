@@ -8,8 +8,7 @@ import argparse
 
 import numpy as np
 
-from trl_paddingfree.cli.memory import BYTES, training_needs
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import BYTES, model_config, training_needs
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import LOADS
 

@@ -25,7 +25,7 @@ from tests.helpers.reference_flash import flash_attn_varlen_func
 from tests.helpers.tiny import make_model as tiny_llama
 from tests.helpers.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.cli.shapes import SHAPES
+from trl_paddingfree.cli.memory import SHAPES
 
 SEEDS = [3, 17]
 VOCAB = SHAPES["tiny"]["vocab_size"]

@@ -8,7 +8,7 @@ from transformers.utils import is_torchvision_available
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import ARCHITECTURES, make_vision, vision_pairs
-from trl_paddingfree.check.vision import check_images
+from trl_paddingfree.check.vision import ImagesAlone, check_images
 from trl_paddingfree.data.images import ImageProbe
 from trl_paddingfree.data.vision import VisionPreferenceCollator
 from trl_paddingfree.model.routes import Route
@@ -53,7 +53,7 @@ def vision_row(kind: str) -> list[str]:
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model))
     probe = ImageProbe(collator, vision_pairs(6, 0))
     routes = [Route(backend, "sdpa", prefix_sharing=True) for backend in ("segment", "mask")]
-    segment, mask = results = [check_images(model, route, probe) for route in routes]
+    segment, mask = results = [check_images(model, route, ImagesAlone(model, probe)) for route in routes]
     verdict = "flat and shared" if segment.passed and mask.passed else f"refused: {segment}"
     figures = [f"{result.error:.0e} of {result.tolerance:.0e}" for result in results]
     return [kind, verdict, *figures, f"{segment.leak:.0e} of {segment.effect:.0e}"]

@@ -6,7 +6,7 @@ import numpy as np
 from trl import KTOConfig, KTOTrainer
 
 from .. import upstream
-from ..data.collate_heads import UnpairedPreferenceCollator
+from ..data.collate import UnpairedPreferenceCollator
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs

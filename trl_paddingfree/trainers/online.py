@@ -10,8 +10,7 @@ import torch
 from datasets import Dataset
 
 from .. import upstream
-from ..data.collate_heads import PromptGroups
-from ..data.generated import GeneratedRows, by_prompt
+from ..data.rows import GeneratedRows, PromptGroups, by_prompt
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts

@@ -8,7 +8,7 @@ from peft import PeftConfig, TaskType
 from trl import RewardConfig, RewardTrainer
 
 from .. import upstream
-from ..data.collate_heads import RewardCollator
+from ..data.collate import RewardCollator
 from ..data.lengths import pair_lengths
 from ..data.task import Task
 from ..data.validate import check_preferences, column_names, log_dropped, refuse_unread

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, upstream
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import model_config
 from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route

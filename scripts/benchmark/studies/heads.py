@@ -159,7 +159,7 @@ def make_trainer(setup: Setup, rows: Any, name: str, options: dict[str, Any], co
         arguments["reward_funcs"] = digits
     else:
         settings["max_length"] = setup.max_length
-    trainer = side_by_side.make_trainer(
+    trainer: Any = side_by_side.make_trainer(
         *classes_of(setup.task, ours=name != PADDED),
         {**settings, **options},
         model=load(setup, AutoModelForSequenceClassification if setup.task == "reward" else AutoModelForCausalLM),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import model_config
 from trl_paddingfree.data.collate import PreferenceCollator
 from trl_paddingfree.model import state_tree
 from trl_paddingfree.model.flat_model import FlatModel

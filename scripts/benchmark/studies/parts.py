@@ -10,8 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_paddingfree.cli.memory import loads, training_needs
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import loads, model_config, training_needs
 from trl_paddingfree.flat.counts import BatchCounts
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.quickstart.side_by_side import classes_of, differences, has_accelerator, make_trainer
