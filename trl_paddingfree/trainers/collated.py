@@ -79,11 +79,11 @@ class CollatedTrainer(FlatTrainer):
 
     def images_to_try(self) -> ImageProbe | None:
         """The first examples with images, as the collator will get them; `None` for text."""
-        if not self._is_vision_dataset:
+        collator, data = self._flat_collator(), self.train_dataset
+        if not isinstance(collator, FlatVisionCollator):
             return None
         self._set_signature_columns_if_needed()
         kept = self._signature_columns if self.args.remove_unused_columns else None
-        collator, data = self._flat_collator(), self.train_dataset
         if has_known_lengths(data):  # with the example before, which has none
             data = data.select(range(max(first_with_images(data) - 1, 0), len(data)))
         probe = ImageProbe(collator, ({k: v for k, v in row.items() if kept is None or k in kept} for row in data))
