@@ -3,13 +3,17 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
 
 from .segments import Segments
 from .transfer import HasTensors, on_device
+
+# Attention of states, as transformers' layers call it
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class FlatLayout(HasTensors):
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
-    group: Any = None  # the [`~trl_paddingfree.model.sequence.SequenceGroup`] whose processes have slices of the tokens
+    exchange: Attention | None = None  # by which processes that have slices of the tokens compute attention together
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -81,7 +85,7 @@ class FlatLayout(HasTensors):
         """A [`RowIndex`] on the layout's device, in one copy, which the host does not wait for."""
         return RowIndex.of(index, num_rows).to(self.device, non_blocking=True)
 
-    def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
         """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
         # No field: FSDP makes dataclasses among the arguments of a model anew, by all of their fields
         found = vars(self).setdefault("_derived", {})
@@ -98,7 +102,7 @@ class FlatLayout(HasTensors):
 
         def make() -> FlatLayout:
             cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
-            return replace(cut, group=self.group).to(self.device, non_blocking=True)
+            return replace(cut, exchange=self.exchange).to(self.device, non_blocking=True)
 
         return self.derived(("chunked", size), make)
 

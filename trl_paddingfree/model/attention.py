@@ -18,12 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
 from ..flat.calls import AttentionCalls
-from ..flat.layout import FlatLayout, RowIndex
+from ..flat.layout import Attention, FlatLayout, RowIndex
 from . import architecture, backends
 from .backends import BackendName
 from .masks import BOUNDARIES, FlatMask, boundaries, segment_mask
-
-AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class GatherRows(torch.autograd.Function):
@@ -149,7 +147,7 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     return output[None, ..., : value.size(-1)], None
 
 
-ATTENTION: dict[BackendName, AttentionFunction] = {
+ATTENTION: dict[BackendName, Attention] = {
     "flash": flash_attention,
     "varlen": varlen_attention,
     "segment": segment_attention,
@@ -166,13 +164,13 @@ def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> tor
 
 
 @torch.compiler.disable
-def _dispatch(attend: AttentionFunction, previous: str, module, query, key, value, attention_mask, **kwargs):
+def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        if layout.group is not None:
+        if layout.exchange is not None:
             attend, tokens = partial(attend, layout, previous), layout.segments.num_tokens
-            return layout.group.attend(attend, module, query, key, value, tokens, **kwargs)
+            return layout.exchange(attend, module, query, key, value, tokens, **kwargs)
         query = _scaled_in_rows(query, module, layout)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
