@@ -1,7 +1,7 @@
-"""Segments cut where others continue them: for layers that can hand the state at a fork on.
+"""Segments cut where others continue them, for layers that can hand the state at a fork on, and rows for the others.
 
 Shape legend: see `segments`; in addition
-    P = pieces, G = calls, n = pieces of a call, L = longest piece of a call, S = slots (the sum of n * L)
+    P = pieces, G = calls, n = pieces or rows of a call, L = the longest of them, S = slots (the sum of n * L)
 
 A state can go on from piece to piece: each begins where another ends. Those that are as far from the start of their
 rows, in pieces, are a level of the tree, and do not depend on one another:
@@ -122,6 +122,38 @@ def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]
         return layout.row_index(np.concatenate(parts), total), layout.tensor(np.concatenate(own))
 
     return layout.derived(("with context", size), make)
+
+
+@dataclass(frozen=True)
+class PathRows:
+    """One row per segment, its whole path, in calls of rows of about equal length. `None`: slots are flat tokens."""
+
+    shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
+    slots: RowIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
+    own: torch.Tensor | None  # (T,) int64: the slot of each flat token, in the row of its own segment
+
+    @classmethod
+    def of(cls, layout: FlatLayout, step_cost: float | None) -> "PathRows":
+        """The rows of a layout, made once. `step_cost`: see [`groups_of_like_length`]; `None`: all paths as one row."""
+        return layout.derived(("path rows", step_cost), partial(cls._make, layout, step_cost))
+
+    @classmethod
+    def _make(cls, layout: FlatLayout, step_cost: float | None) -> "PathRows":
+        segments, total = layout.segments, layout.segments.num_tokens
+        if step_cost is None and not segments.is_shared:
+            return cls(((1, total),), None, None)
+        lengths, size = segments.key_lengths, 0
+        groups = [[i] for i in range(len(lengths))] if step_cost is None else groups_of_like_length(lengths, step_cost)
+        slots: list[np.ndarray] = []
+        own = np.empty(total, dtype=np.int64)
+        for group in groups:
+            longest = lengths[group[-1]]
+            for i in group:
+                slots.append(np.pad(segments.path(i), (0, longest - lengths[i]), constant_values=-1))
+                own[segments.offsets[i] : segments.offsets[i + 1]] = size + np.arange(segments.starts[i], lengths[i])
+                size += longest
+        shapes = [(len(group), lengths[group[-1]]) for group in groups] if step_cost is not None else [(1, size)]
+        return cls(tuple(shapes), layout.row_index(np.concatenate(slots), total), layout.tensor(own))
 
 
 def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float) -> list[list[int]]:
