@@ -9,7 +9,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.flat import transfer
-from trl_paddingfree.flat.prefix_tree import num_distinct_tokens, share_prefixes
+from trl_paddingfree.flat.segments import num_distinct_tokens, share_prefixes
 
 # Few different tokens and short rows: prefixes, identical rows and rows that are prefixes of others are common
 rows_of_tokens = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=9), min_size=1, max_size=8)
