@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Self, TypeVar
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,19 @@ from .transfer import HasTensors, on_device
 # Attention of states, as transformers' layers call it
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Derived = TypeVar("Derived")
+Given = ParamSpec("Given")
+
+
+def once_per_layout(
+    make: "Callable[Concatenate[FlatLayout, Given], Derived]",
+) -> "Callable[Concatenate[FlatLayout, Given], Derived]":
+    """Have what a function makes of a layout and its other arguments made once: all layers of a pass share it."""
+
+    @wraps(make)
+    def made(layout: "FlatLayout", *args: Given.args, **kwargs: Given.kwargs) -> Derived:
+        return layout.derived((make.__qualname__, *args, *kwargs.items()), partial(make, layout, *args, **kwargs))
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,7 @@ class FlatLayout(HasTensors):
         return RowIndex.of(index, num_rows).to(self.device, non_blocking=True)
 
     def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
-        """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
+        """What `make` gives, made once per layout and `key`."""
         # No field: FSDP makes dataclasses among the arguments of a model anew, by all of their fields
         found = vars(self).setdefault("_derived", {})
         if key not in found:
@@ -97,14 +110,11 @@ class FlatLayout(HasTensors):
         """The layout of layers in which image tokens see only what precedes them."""
         return self if self.blocks is None else self.derived("without blocks", partial(replace, self, blocks=None))
 
+    @once_per_layout
     def chunked(self, size: int) -> "FlatLayout":
         """The layout of attention within chunks of `size` positions (Llama 4): segments are cut where a chunk ends."""
-
-        def make() -> FlatLayout:
-            cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
-            return replace(cut, exchange=self.exchange).to(self.device, non_blocking=True)
-
-        return self.derived(("chunked", size), make)
+        cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
+        return replace(cut, exchange=self.exchange).to(self.device, non_blocking=True)
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:

@@ -13,12 +13,11 @@ rows, in pieces, are a level of the tree, and do not depend on one another:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
-from .layout import FlatLayout, RowIndex
+from .layout import FlatLayout, RowIndex, once_per_layout
 from .segments import Segments
 
 
@@ -48,16 +47,13 @@ class Pieces:
     slots: RowIndex  # the flat token in each of `S` slots, call by call; none, where a piece is padded
     own: RowIndex  # the slot of each flat token
 
-    @classmethod
-    def of(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
+    @staticmethod
+    @once_per_layout
+    def of(layout: FlatLayout, step_cost: float | None) -> "Pieces":
         """
-        The pieces of a layout, made once for all layers. `step_cost` is that of [`groups_of_like_length`], by which the
-        pieces of a level become calls; `None`: each level is one call, in which pieces stand one after the other.
+        The pieces of a layout. `step_cost` is that of [`groups_of_like_length`], by which the pieces of a level become
+        calls; `None`: each level is one call, in which pieces stand one after the other.
         """
-        return layout.derived(("pieces", step_cost), partial(cls._make, layout, step_cost))
-
-    @classmethod
-    def _make(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
         firsts, lengths, parents, depths = cut_at_forks(layout.segments)
         place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, in their calls' order
         slots: list[np.ndarray] = []
@@ -82,7 +78,7 @@ class Pieces:
         tokens = np.concatenate(slots)
         own = np.empty(layout.segments.num_tokens, dtype=np.int64)
         own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
-        return cls(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)))
+        return Pieces(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)))
 
 
 def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
@@ -106,22 +102,19 @@ def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
     return tuple(np.array(pieces, dtype=np.int64).T)
 
 
+@once_per_layout
 def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
     """
     One axis on which the `size` tokens before each segment on its path stand before it, or empty places: the flat token
-    in each place, and the place of each flat token, `(T,)` int64. Made once for all layers.
+    in each place, and the place of each flat token, `(T,)` int64.
     """
-
-    def make() -> tuple[RowIndex, torch.Tensor]:
-        segments, total = layout.segments, layout.segments.num_tokens
-        parts, own = [], []
-        for i, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
-            path = segments.path(i)[max(start - size, 0) :]
-            parts += [np.full(size - min(start, size), -1), path]
-            own.append(segments.offsets[i] + (i + 1) * size + np.arange(length))
-        return layout.row_index(np.concatenate(parts), total), layout.tensor(np.concatenate(own))
-
-    return layout.derived(("with context", size), make)
+    segments, total = layout.segments, layout.segments.num_tokens
+    parts, own = [], []
+    for i, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
+        path = segments.path(i)[max(start - size, 0) :]
+        parts += [np.full(size - min(start, size), -1), path]
+        own.append(segments.offsets[i] + (i + 1) * size + np.arange(length))
+    return layout.row_index(np.concatenate(parts), total), layout.tensor(np.concatenate(own))
 
 
 @dataclass(frozen=True)
@@ -132,16 +125,13 @@ class PathRows:
     slots: RowIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
     own: torch.Tensor | None  # (T,) int64: the slot of each flat token, in the row of its own segment
 
-    @classmethod
-    def of(cls, layout: FlatLayout, step_cost: float | None) -> "PathRows":
-        """The rows of a layout, made once. `step_cost`: see [`groups_of_like_length`]; `None`: all paths as one row."""
-        return layout.derived(("path rows", step_cost), partial(cls._make, layout, step_cost))
-
-    @classmethod
-    def _make(cls, layout: FlatLayout, step_cost: float | None) -> "PathRows":
+    @staticmethod
+    @once_per_layout
+    def of(layout: FlatLayout, step_cost: float | None) -> "PathRows":
+        """The rows of a layout. `step_cost`: see [`groups_of_like_length`]; `None`: all paths as one row."""
         segments, total = layout.segments, layout.segments.num_tokens
         if step_cost is None and not segments.is_shared:
-            return cls(((1, total),), None, None)
+            return PathRows(((1, total),), None, None)
         lengths, size = segments.key_lengths, 0
         groups = [[i] for i in range(len(lengths))] if step_cost is None else groups_of_like_length(lengths, step_cost)
         slots: list[np.ndarray] = []
@@ -153,7 +143,7 @@ class PathRows:
                 own[segments.offsets[i] : segments.offsets[i + 1]] = size + np.arange(segments.starts[i], lengths[i])
                 size += longest
         shapes = [(len(group), lengths[group[-1]]) for group in groups] if step_cost is not None else [(1, size)]
-        return cls(tuple(shapes), layout.row_index(np.concatenate(slots), total), layout.tensor(own))
+        return PathRows(tuple(shapes), layout.row_index(np.concatenate(slots), total), layout.tensor(own))
 
 
 def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float) -> list[list[int]]:

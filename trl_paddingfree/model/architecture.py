@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,19 +17,6 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     """The most positions that a row may have, by every name that transformers has for it in this configuration."""
     values = [config_value(model.config.get_text_config(), name) for name in ("max_position_embeddings", "max_seq_len")]
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
-
-
-def scales_by_place(module: Any, length: int) -> bool:
-    """Whether a layer scales queries by their place on an axis of `length` tokens, as some of Llama 4's do."""
-    is_tuned = vars(module).get("attn_temperature_tuning") and not module.use_rope
-    return bool(is_tuned) and length >= module.floor_scale
-
-
-def scale_of_rows(module: Any, position_ids: np.ndarray) -> np.ndarray:
-    """`(T,)` float32: what makes the scale by places on the flat axis that by `position_ids`, `(T,)` int64."""
-    places = np.stack([np.arange(len(position_ids)), position_ids]) + 1
-    flat, row = np.log1p(places // module.floor_scale) * module.attn_scale + 1
-    return (row / flat).astype(np.float32)
 
 
 def attention_layers(model: torch.nn.Module) -> list[Any]:

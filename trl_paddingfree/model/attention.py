@@ -12,14 +12,15 @@ from functools import cache, partial
 from operator import mul
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding_bag, pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
 from ..flat.calls import AttentionCalls
-from ..flat.layout import Attention, FlatLayout, RowIndex
-from . import architecture, backends
+from ..flat.layout import Attention, FlatLayout, RowIndex, once_per_layout
+from . import backends
 from .backends import BackendName
 from .masks import BOUNDARIES, FlatMask, boundaries, segment_mask
 
@@ -154,13 +155,20 @@ ATTENTION: dict[BackendName, Attention] = {
 }
 
 
-def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> torch.Tensor:
+def _scaled_in_rows(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
     """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
-    if not architecture.scales_by_place(module, query.size(2)):
+    held = vars(module)  # of some layers of Llama 4
+    if not held.get("attn_temperature_tuning") or held["use_rope"] or query.size(2) < held["floor_scale"]:
         return query
-    key, places = ("scale of rows", module.floor_scale, module.attn_scale), layout.segments.position_ids
-    scale = layout.derived(key, lambda: layout.tensor(architecture.scale_of_rows(module, places)))
-    return (query * scale[:, None]).to(query.dtype)
+    return (query * scale_of_rows(layout, held["floor_scale"], held["attn_scale"])[:, None]).to(query.dtype)
+
+
+@once_per_layout
+def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> torch.Tensor:
+    """`(T,)` float32: what makes a scale by places in rows of one by places on the flat axis."""
+    places = np.stack([np.arange(layout.segments.num_tokens), layout.segments.position_ids]) + 1
+    flat, row = np.log1p(places // floor_scale) * attn_scale + 1
+    return layout.tensor((row / flat).astype(np.float32))
 
 
 @torch.compiler.disable

@@ -111,8 +111,8 @@ class FlatModel:
     def _is_called(self) -> bool:
         """Whether the model's forward is ours, or has it inside."""
         # Whoever wraps it may copy its attributes too: only a wrapper that does not is looked into
-        innermost = inspect.unwrap(self.model.forward, stop=lambda function: hasattr(function, "depth"))
-        return getattr(innermost, "depth", None) == len(self.previous) - 1
+        innermost = inspect.unwrap(self.model.forward, stop=lambda function: "depth" in vars(function))
+        return vars(innermost).get("depth") == len(self.previous) - 1
 
     def _called(self, depth: int, args: tuple, kwargs: Inputs) -> object:
         """Our forward, as it was put on with `depth` others beneath."""
@@ -177,15 +177,11 @@ class FlatModel:
             return self.model.base_model(**flat_inputs(self, batch)).last_hidden_state
 
     def prepare(self, batch: FlatBatch) -> None:
-        """
-        A flat batch is about to be computed: with gradients, have as many layers recompute as it says. TRL sets all of
-        them after each pass of its reference.
-        """
-        if not torch.is_grad_enabled():
-            return
-        self.has_trained = True
-        if batch.recomputed is not None:
-            recompute_first(self.recomputable, batch.recomputed)
+        """Before a batch is computed: with gradients, as many layers recompute as it says, whatever TRL has set."""
+        if torch.is_grad_enabled():
+            self.has_trained = True
+            if batch.recomputed is not None:
+                recompute_first(self.recomputable, batch.recomputed)
 
     @contextmanager
     def must_train(self, trainer: object) -> Iterator[None]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, once_per_layout
 from .architecture import config_value
 from .backends import ATTENTION_BACKENDS, BackendName
 
@@ -107,20 +107,17 @@ def _make_segment_mask(
     return mask[:, None]
 
 
+@once_per_layout
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`(1, 1, T, T)` mask to add to the scores of the whole flat row, made once per batch; see [`segment_mask`]."""
-
-    def make() -> torch.Tensor:
-        total = layout.segments.num_tokens
-        mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=layout.device)
-        index = torch.arange(total, device=layout.device) if layout.kv_index is None else layout.kv_index
-        keys = index.split(layout.segments.key_lengths)
-        for i, queries in enumerate(mask.split(layout.segments.lengths)):
-            shape = (layout.segments.starts[i], layout.segments.lengths[i])
-            queries[:, keys[i]] = _make_segment_mask(layout, [i], [shape], window, dtype)
-        return mask[None, None]
-
-    return layout.derived(("dense mask", window, dtype), make)
+    """`(1, 1, T, T)` mask to add to the scores of the whole flat row; see [`segment_mask`]."""
+    total = layout.segments.num_tokens
+    mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=layout.device)
+    index = torch.arange(total, device=layout.device) if layout.kv_index is None else layout.kv_index
+    keys = index.split(layout.segments.key_lengths)
+    for i, queries in enumerate(mask.split(layout.segments.lengths)):
+        shape = (layout.segments.starts[i], layout.segments.lengths[i])
+        queries[:, keys[i]] = _make_segment_mask(layout, [i], [shape], window, dtype)
+    return mask[None, None]
 
 
 def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

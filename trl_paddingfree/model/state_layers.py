@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import Inputs
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
 from .attention import GatherRows
@@ -209,11 +209,7 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
     layout = mask.flat_layout
     rows = PathRows.of(layout, None if state.takes_boundaries else step_cost(layout.device))
 
-    def paths() -> FlatLayout:  # one after the other, as rows that share nothing
-        unshared = Segments.from_lengths(layout.segments.key_lengths)
-        return FlatLayout.from_segments(unshared).to(layout.device, non_blocking=True)
-
-    told = boundaries(layout.derived("paths", paths)) if state.takes_boundaries else {}
+    told = boundaries(_paths(layout)) if state.takes_boundaries else {}
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     outputs = []
     for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, _cut((args, kwargs), layout, rows), strict=True):
@@ -224,6 +220,13 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
         outputs.append(state.previous(*group_args, **group_kwargs, **told))
     # RWKV's blocks give their second layer the state that the first gives back
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
+
+
+@once_per_layout
+def _paths(layout: FlatLayout) -> FlatLayout:
+    """The path of each segment one after the other, as rows that share nothing."""
+    unshared = Segments.from_lengths(layout.segments.key_lengths)
+    return FlatLayout.from_segments(unshared).to(layout.device, non_blocking=True)
 
 
 def _cut(value: Any, layout: FlatLayout, rows: PathRows) -> list[Any]:
