@@ -242,7 +242,7 @@ class RowPart(HasTensors):
 
     rows: torch.Tensor  # (N,) int64: which of them
     batch: FlatBatch  # these rows, as wide as those of the batch
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the model, such as the images of these rows
+    arguments: Inputs = field(default_factory=dict)  # of the model, such as the images of these rows
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "RowPart":
         arguments = {name: fn(x) if isinstance(x, torch.Tensor) else x for name, x in self.arguments.items()}

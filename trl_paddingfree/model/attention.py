@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from operator import mul
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch.nn.functional import embedding_bag, pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
+from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, RowIndex, once_per_layout
 from . import backends
@@ -109,7 +109,7 @@ def torch_varlen() -> Callable:
 
     # The kernel takes fewer key heads than query heads; only releases that have this flag want to be told
     parameters = inspect.signature(varlen_attn).parameters
-    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    gqa: Inputs = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
         left = -1 if window is None else window - 1
@@ -125,7 +125,7 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if is_cast else query.dtype
 
 
-def takes_varlen(query: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     """Whether PyTorch's varlen kernel can take this call."""
     return (
         backends.has_varlen_kernel(query.device)

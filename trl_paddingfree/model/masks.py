@@ -5,12 +5,12 @@ Shape legend: see [`~trl_paddingfree.flat.segments`].
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from ..flat.batch import Inputs
 from ..flat.layout import FlatLayout, once_per_layout
 from .architecture import config_value
 from .backends import ATTENTION_BACKENDS, BackendName
@@ -128,7 +128,7 @@ def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, 
 
 def backbone_mask(
     backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
-) -> Any:
+) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
     """
     The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
     by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own.
@@ -136,7 +136,7 @@ def backbone_mask(
     kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
     if not kinds:
         kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
-    masks: dict[str, Any] = {}
+    masks: dict[str, torch.Tensor | None] = {}
     for kind in sorted(kinds):
         kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
         masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
@@ -162,7 +162,7 @@ def _mask_of_kind(
     return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)
 
 
-def boundaries(layout: FlatLayout) -> dict[str, Any]:
+def boundaries(layout: FlatLayout) -> Inputs:
     """The boundaries of a flat batch, as [`~transformers.modeling_flash_attention_utils.FlashAttentionKwargs`]."""
     lengths = (layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
     return dict(zip(BOUNDARIES, (layout.cu_seqlens_q, layout.cu_seqlens_k, *lengths, layout.seq_idx), strict=True))

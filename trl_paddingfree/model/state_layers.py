@@ -229,7 +229,7 @@ def _paths(layout: FlatLayout) -> FlatLayout:
     return FlatLayout.from_segments(unshared).to(layout.device, non_blocking=True)
 
 
-def _cut(value: Any, layout: FlatLayout, rows: PathRows) -> list[Any]:
+def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
     """`value` for each group of rows: what has an entry per token is cut, what carries the layout is left out."""
     if isinstance(value, tuple | list):
         parts = [_cut(item, layout, rows) for item in value]
