@@ -166,7 +166,7 @@ def test_what_the_data_loader_has_pinned_is_not_pinned_again(monkeypatch):
 
 @pytest.mark.parametrize("branches", [2, 7])
 def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
-    from trl_paddingfree.model.attention import GatherRows
+    from trl_paddingfree.flat.layout import GatherRows
 
     rows = [[1, 2, 3, 4, 10 + b, 5] for b in range(branches)]
     layout = FlatBatch.from_rows(rows, rows).layout
@@ -178,7 +178,7 @@ def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
 
 
 def test_the_gather_sums_bfloat16_gradients_in_float32():
-    from trl_paddingfree.model.attention import GatherRows
+    from trl_paddingfree.flat.layout import GatherRows
 
     rows = [[1, 2, 10 + b] for b in range(1000)]
     layout = FlatBatch.from_rows(rows, rows).layout

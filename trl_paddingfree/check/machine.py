@@ -65,7 +65,7 @@ def hardware() -> dict[str, Any]:
         "gpus": gpus,
         "attention": {
             "flash": flash or "no flash attention package installed",
-            # The rule is that of `model/backends.py`, which takes seconds to import
+            # The rule is that of `model/routes.py`, which takes seconds to import
             "varlen": "yes" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",

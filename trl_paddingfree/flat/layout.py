@@ -7,6 +7,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import embedding_bag
 
 from .segments import Segments
 from .transfer import HasTensors, on_device
@@ -46,6 +47,27 @@ class RowIndex(HasTensors):
         offsets = torch.from_numpy(np.searchsorted(index[order], np.arange(num_rows + 1)))
         places = torch.from_numpy(empty) if len(empty) else None
         return cls(torch.from_numpy(np.maximum(index, 0)), torch.from_numpy(order), offsets, places)
+
+
+class GatherRows(torch.autograd.Function):
+    """
+    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Places that are of no row hold zeros.
+
+    The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
+    `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
+    """
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+        ctx.rows = rows
+        copies = states.index_select(0, rows.index)
+        return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        rows, copies = ctx.rows, grad.reshape(len(grad), -1)
+        total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
+        return total.reshape(-1, *grad.shape[1:]), None
 
 
 @dataclass(frozen=True)

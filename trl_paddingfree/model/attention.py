@@ -13,37 +13,16 @@ from operator import mul
 
 import numpy as np
 import torch
-from torch.nn.functional import embedding_bag, pad
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
-from ..flat.layout import Attention, FlatLayout, RowIndex, once_per_layout
-from . import backends
-from .backends import BackendName
+from ..flat.layout import Attention, FlatLayout, GatherRows, RowIndex, once_per_layout
+from . import routes
 from .masks import BOUNDARIES, FlatMask, boundaries, segment_mask
-
-
-class GatherRows(torch.autograd.Function):
-    """
-    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Places that are of no row hold zeros.
-
-    The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
-    `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
-    """
-
-    @staticmethod
-    def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
-        ctx.rows = rows
-        copies = states.index_select(0, rows.index)
-        return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        rows, copies = ctx.rows, grad.reshape(len(grad), -1)
-        total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
-        return total.reshape(-1, *grad.shape[1:]), None
+from .routes import BackendName
 
 
 def _in_rows(states: torch.Tensor, rows: RowIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -128,7 +107,7 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
 def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     """Whether PyTorch's varlen kernel can take this call."""
     return (
-        backends.has_varlen_kernel(query.device)
+        routes.has_varlen_kernel(query.device)
         and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
         and query.size(-1) % 8 == 0
         and query.size(-1) <= 256

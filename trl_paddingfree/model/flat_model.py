@@ -17,10 +17,9 @@ from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from .architecture import recompute_first
 from .attention import register_attention
-from .backends import ATTENTION_BACKENDS
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, of_parts
-from .routes import Route
+from .routes import ATTENTION_BACKENDS, Route
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 

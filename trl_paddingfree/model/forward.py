@@ -22,8 +22,9 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart
 from . import architecture
 from .edits import refuse_unanswerable
-from .masks import backbone_mask, boundaries
+from .masks import boundaries
 from .restored import attributes_set
+from .routes import backbone_mask
 from .state_layers import state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import Inputs
-from ..flat.layout import FlatLayout, once_per_layout
+from ..flat.layout import FlatLayout, GatherRows, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
-from .attention import GatherRows
 from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
 from .state_tree import step_cost, tree_functions, with_functions
 

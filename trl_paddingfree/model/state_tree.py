@@ -17,9 +17,8 @@ import torch
 from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, GatherRows
 from ..flat.pieces import PieceCall, Pieces, with_context
-from .attention import GatherRows
 
 # What pieces give: their outputs, and the states in which they end, if others continue them
 Step = tuple[torch.Tensor, torch.Tensor | None]
