@@ -180,7 +180,7 @@ def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...
     """
     Non-empty rows of int64 tokens with every prefix that several of them share there once: the segments, the segment
     that each row ends in, and the `(T,)` int64 flat tokens. Each row is put beside the earlier one that it resembles
-    most. Among sorted rows, the prefix that two share is the shortest of those of neighbors in between, so that all
+    most. Among sorted rows, the prefix that two share is the shortest of those of neighbours in between, so that all
     token-level work is one sort of byte strings and one comparison per adjacent pair.
 
     >>> share_prefixes([np.array([1, 2, 3, 4]), np.array([1, 2, 5])])
