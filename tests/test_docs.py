@@ -22,7 +22,7 @@ from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_completions
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
-from trl_paddingfree.model.backends import BACKENDS
+from trl_paddingfree.model.routes import BACKENDS
 from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere

@@ -22,7 +22,6 @@ from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.memory.saved_bytes import SavedBytes
-from trl_paddingfree.model import hidden_states
 from trl_paddingfree.quickstart.side_by_side import ON_CPU, Trajectory, classes_of, make_trainer
 from trl_paddingfree.trainers.base import FlatTrainer
 
@@ -284,7 +283,8 @@ def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, started
     options = {"gradient_accumulation_steps": 2, "beta": 0.5}
     padded = train("distillation", "padded", with_lora, data, **options)
     limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone", "gradient_checkpointing": True}
-    with mock.patch.object(hidden_states, "_hidden_states", wraps=hidden_states._hidden_states) as computed:
+    hidden_states = FlatModel._hidden_states
+    with mock.patch.object(FlatModel, "_hidden_states", autospec=True, side_effect=hidden_states) as computed:
         assert_same(padded, train("distillation", "shared", with_lora, data, **options, **limited))
     assert max(len(batch.parts) for batch in started) > 1
     batches = [call.args[1] for call in computed.call_args_list]

@@ -151,7 +151,7 @@ class RowsInTraining:
         watched = [*embedded, *small_parameters(self.model)]
         found = gradients(loss * scale, watched, [*self.model.parameters()])
         if (group := FlatModel.group_of(self.model)) is not None and "flat_batch" in inputs:
-            found = group.whole_gradients(watched, found, inputs["flat_batch"])
+            found = [*group.whole_gradients(watched, found, inputs["flat_batch"])]
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
     def noise(self) -> float:

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .. import upstream
-from ..model.backends import BACKENDS
-from ..model.routes import choose_route, routes_to_try
+from ..model.routes import BACKENDS, choose_route, routes_to_try
 from .gradients import RowsInTraining
 from .machine import flash_implementations
 from .probe import RowsAlone

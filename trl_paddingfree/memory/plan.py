@@ -17,11 +17,10 @@ from transformers.utils import logging
 
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import of_all_processes
-from ..flat.slices import scored_sizes
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
-from ..model.sequence import SequenceGroup
+from ..model.sequence import SequenceGroup, scored_sizes
 from .device import GIB, PeakMemory, budget_bytes
 from .kept_bytes import KeptBytes, count_kept_bytes, load
 from .needs import HeadBytes, MemoryNeeds, fixed_bytes, needs_of, tensor_bytes

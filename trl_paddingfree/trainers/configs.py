@@ -15,7 +15,7 @@ from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConf
 from trl.trainer.utils import get_config_model_id
 
 from .. import upstream
-from ..model.backends import BackendName
+from ..model.routes import BackendName
 
 if TYPE_CHECKING:
     from .base import FlatTrainer

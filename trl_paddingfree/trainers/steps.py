@@ -2,7 +2,7 @@
 
 Where losses add up, a micro-batch above its budget becomes several parts, which are computed one after another, and
 nothing is computed twice. Where the loss of an example depends on others it stays one part, and the model computes its
-rows in parts beneath the loss, see [`~trl_paddingfree.model.forward.forward_in_parts`].
+rows in parts beneath the loss, see [`~trl_paddingfree.model.forward.scored_in_parts`].
 """
 
 from collections import defaultdict

@@ -61,7 +61,7 @@ class Counter:
 
     def _step(self, batch: FlatBatch) -> None:
         outputs, _ = scored_in_rows(self.flat, batch, {"use_cache": False})
-        outputs.log_probs.sum().backward()
+        outputs["log_probs"].sum().backward()
 
 
 def measure_flops(
