@@ -1,14 +1,14 @@
 """
-Distillation, on a local file and local model folders:
+Distill a local teacher into a local student on a local file:
 
     accelerate launch scripts/distillation.py --dataset_name prompts.jsonl --model_name_or_path MODEL \
         --teacher_model_name_or_path TEACHER
 
-The same with TRL's padding, to compare:
+Train with TRL's padding, to compare:
 
     accelerate launch scripts/distillation.py --padding_free false ...
 
-A 7B model that learns from a 32B model on one 80 GB GPU:
+Distill a 14B model into a 7B model on one 80 GB GPU:
 
     accelerate launch scripts/distillation.py --config configs/distillation_qwen2.5_7b_lora.yaml
 """

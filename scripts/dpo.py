@@ -1,13 +1,13 @@
 """
-LoRA, on a local file and a local model folder:
+Train a local model with LoRA on a local file:
 
     accelerate launch scripts/dpo.py --config configs/dpo_cpu.yaml --dataset_name pairs.jsonl --model_name_or_path MODEL
 
-The same with TRL's padding, to compare:
+Train with TRL's padding, to compare:
 
     accelerate launch scripts/dpo.py --config configs/dpo_cpu.yaml ... --padding_free false
 
-An 8B model on one 80 GB GPU:
+Train an 8B model on one 80 GB GPU:
 
     accelerate launch scripts/dpo.py --config configs/dpo_llama3_8b_lora.yaml
 """

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Tests and benchmarks on one GPU, in less than ten minutes, what says most first; docs/gpu.md says what to expect:
+# Runs tests and benchmarks on one GPU, in less than ten minutes. The most informative steps run first. docs/gpu.md says
+# what to expect:
 #
 #     scripts/gpu.sh FOLDER [ARCHIVE.tar.gz]
 #
-# Writes the environment, the reports of the tests, and for each benchmark NAME.json, NAME.md and NAME.png into the
-# folder, each as soon as it is there. After every step, all of it is in the archive, too, if one is named.
+# It writes the environment and the reports of the tests into the folder, and for each benchmark NAME.json, NAME.md and
+# NAME.png, each as soon as it is there. If you name an archive, it has all of this after every step.
 #
-#     WHEELS=FOLDER        wheels to install first, without a network, into a folder of their own
-#     STEPS="5 6 7"        which steps to take; all of them, if unset
-#     SECONDS_FOR_ALL=570  time for all; what comes last may be left out
-#     EIGHT=tiny ONE=tiny  other shapes: for a smaller GPU, or to rehearse on a CPU
+#     WHEELS=FOLDER        installs the wheels of this folder first, without a network, into a folder of their own
+#     STEPS="5 6 7"        runs these steps only (default: all)
+#     SECONDS_FOR_ALL=570  limits the time for all steps; the last ones may be left out
+#     EIGHT=tiny ONE=tiny  takes other shapes, for a smaller GPU, or to rehearse on a CPU
 #
-# The package need not be installed. Weights are random and made on the GPU. Lengths of UltraFeedback, HH and GSM8K are
-# those in scripts/benchmark/lengths; those of P3 are made up ("like:p3"), spread like the real ones.
+# The package need not be installed. Weights are random and made on the GPU. scripts/benchmark/lengths has the lengths of
+# UltraFeedback, HH and GSM8K. Those of P3 ("like:p3") are generated, and spread like the real ones.
 set -uo pipefail
 out=$(mkdir -p "${1:?name a folder for the results}" && cd "$1" && pwd)
 archive=${2:+$(realpath "$2")}

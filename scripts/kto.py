@@ -1,9 +1,9 @@
 """
-KTO, on a local file and a local model folder:
+Train a local model by KTO on a local file:
 
     accelerate launch scripts/kto.py --dataset_name unpaired.jsonl --model_name_or_path MODEL
 
-The same with TRL's padding, to compare:
+Train with TRL's padding, to compare:
 
     accelerate launch scripts/kto.py --padding_free false ...
 """

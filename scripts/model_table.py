@@ -24,36 +24,47 @@ COLUMNS = ("model type", "verdict", "segment", "mask", "verdict with flash atten
 HEADER = """\
 # Models
 
-What the start-up check says of every causal language model in transformers {version}. Written by `python
-scripts/models.py --output docs/models.md`, on tiny random models in float32 on the CPU; the trainers run the same check
-on the model that you train, and train nothing that it refuses.
+This page has the verdict of the start-up check for every causal language model in transformers {version}.
+`python scripts/models.py --output docs/models.md` wrote it, with tiny random models in float32 on the CPU. The trainers
+run the same check on the model that you train, and train nothing that it refuses.
 
-- **flat and shared**: exact without padding, and with shared prefixes. **flat**: exact without padding; prefixes are
-  not shared. **explicit mask**: the same under a dense 4-D mask, whose memory and time grow with the square of the
-  batch's tokens. **by positions**: the model is told of sequences by their `position_ids`, as transformers does it.
-  **refused**: `padding_free=True` raises, with the reason that stands here.
-- The figures are, for each way to compute attention, the largest difference of log-probabilities from the same rows one
-  by one (root mean square, in nats), and the most that the model's own rounding explains.
-- The tiny models have 512 positions, and windows of 8 tokens: a model that is refused for either may train with longer
-  ones, as far as the check on it reaches.
+A verdict consists of these terms:
+
+- **flat and shared**: The model is exact without padding, and with shared prefixes.
+- **flat**: It is exact without padding. Prefixes are not shared.
+- **explicit mask**: Attention runs under a dense 4-D mask, whose memory and time grow with the square of the batch's
+  tokens.
+- **by positions**: The model tells sequences apart by their `position_ids`, as transformers does it.
+- **refused**: `padding_free=True` raises an error with the reason in the table.
+
+This is how to read the table:
+
+- There is a column of figures for each way to compute attention. The first figure is the largest difference between
+  log-probabilities, flat and row by row (root mean square, in nats). The second is the most that the model's own
+  rounding explains.
+- The tiny models have 512 positions, and windows of 8 tokens. If one is refused because of these limits, a model with
+  longer ones may pass the check.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
-- Layers that carry state run flat and go along the tree: gated delta nets (Qwen3.5, Qwen3-Next, OLMo-hybrid), Kimi's
-  delta attention (Kimi Linear, Bailing), Mamba and Mamba 2 (Jamba, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba) and
-  short convolutions (LFM2). Their convolution sees the tokens before a segment on its path, and their recurrence starts
-  each branch from the state at its fork. `causal-conv1d`, and `flash-linear-attention` or `mamba-ssm`, are called where
-  they are installed; the figures are those of plain PyTorch.
-- Layers with other recurrences (RWKV, xLSTM, RecurrentGemma, MiniMax, DeepSeek V4, Zaya, Qwen 4's n-gram features) see
-  rows, each with its whole prefix, while all other layers stay flat and shared. So do the layers above if the start-up
-  check fails along the tree, as it does for recurrences in float32 within models in float64.
 
-Defects elsewhere that a setting gets around, with padding and without:
+Layers that carry state compute a shared prefix in one of two ways:
+
+- Some layers compute it once: gated delta nets (Qwen3.5, Qwen3-Next, OLMo-hybrid), Kimi's delta attention (Kimi Linear,
+  Bailing), Mamba and Mamba 2 (Jamba, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba) and short convolutions (LFM2). The
+  convolution of a segment sees the tokens before it in its row. The recurrence of each branch starts from the state
+  where the branch begins. If `causal-conv1d`, `flash-linear-attention` or `mamba-ssm` is installed, these layers call
+  it. The figures are those of plain PyTorch.
+- Layers with other recurrences (RWKV, xLSTM, RecurrentGemma, MiniMax, DeepSeek V4, Zaya, Qwen 4's n-gram features)
+  compute it again for each row, while all other layers stay flat and shared. The layers of the first kind do so, too,
+  if the start-up check fails for them otherwise, as it does for recurrences in float32 within models in float64.
+
+Some models need a setting, with padding or without:
 
 - Llama 4, Mllama: TRL's fused LM head does not find the backbone. Set `model.base_model_prefix = "model"` on the model
-  that you pass to the trainer. Llama 4 also needs `router_aux_loss_coef=0.0`: TRL's router loss asks its configuration
-  for `num_experts`.
-- DBRX: give `attn_config` a `clip_qkv`; without one, clamping queries and keys raises.
-- Falcon: its flash attention reads `position_ids` and nothing else. Load it with `"sdpa"` to share prefixes.
-- GPT-J, GPT-Neo: their flash attention is told neither of masks nor of positions. Load them with `"eager"`.
+  that you pass to the trainer. Llama 4 also needs `router_aux_loss_coef=0.0`, because TRL's router loss asks its
+  configuration for `num_experts`.
+- DBRX: Clamping queries and keys raises an error without a `clip_qkv`. Give one to `attn_config`.
+- Falcon: Its flash attention reads `position_ids` and nothing else. Load it with `"sdpa"` to share prefixes.
+- GPT-J, GPT-Neo: Their flash attention gets neither masks nor positions. Load them with `"eager"`.
 """
 
 

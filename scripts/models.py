@@ -1,5 +1,5 @@
 """
-Build every causal language model of transformers tiny, run the start-up check on it, and write what it says as a table.
+Build a tiny model of every causal language model in transformers, run the start-up check on it, and write a table.
 
 ```
 python scripts/models.py --output docs/models.md
@@ -7,8 +7,8 @@ python scripts/models.py --types llama,qwen3_next
 python scripts/models.py --vision --output docs/models.md    # the second table, on the page that is there
 ```
 
-Runs on the CPU in float32, without network, in about a minute. With flash attention, plain PyTorch stands in for the
-kernel, inside transformers' own flash attention code.
+This takes about a minute on the CPU, in float32 and without a network. With flash attention, plain PyTorch stands in
+for the kernel, inside transformers' own flash attention code.
 """
 
 import argparse

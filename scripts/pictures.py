@@ -1,5 +1,5 @@
 """
-Draws the pictures of the pages, docs/images/*.svg, from the batches that the package makes of real lengths:
+Draw the pictures of the pages, docs/images/*.svg, from the batches that the package makes of real lengths:
 
     python scripts/pictures.py            draw them
     python scripts/pictures.py --check    exit with 1 if they are not what would be drawn

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Random draws over options, models and data: padded TRL beside ours, one line of JSON per draw.
+"""Draw options, models and data at random, train each draw with padded TRL and with this package, and compare them.
 
-Run it again to go on where it stopped. `--report` prints what the lines say, for docs/accuracy.md.
+Each draw adds one line of JSON to a file. If you run the script again, it goes on where it stopped. `--report` prints a
+table of the lines, for docs/accuracy.md.
 """
 
 import argparse
@@ -75,7 +76,7 @@ if __name__ == "__main__":
     parser.add_argument("--first", type=int, default=0, help="seed of the first draw (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=500, help="number of draws (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("random_comparison.jsonl"))
-    parser.add_argument("--report", action="store_true", help="run nothing, print what the lines say")
+    parser.add_argument("--report", action="store_true", help="run nothing; print a table of the lines that are there")
     arguments = parser.parse_args()
     if not arguments.report:
         run(arguments.first, arguments.draws, arguments.output)

@@ -1,13 +1,13 @@
 """
-A reward model, on a local file and a local model folder:
+Train a reward model from a local model on a local file:
 
     accelerate launch scripts/reward.py --dataset_name pairs.jsonl --model_name_or_path MODEL
 
-The same with TRL's padding, to compare:
+Train with TRL's padding, to compare:
 
     accelerate launch scripts/reward.py --padding_free false ...
 
-An 8B model on one 80 GB GPU:
+Train an 8B model on one 80 GB GPU:
 
     accelerate launch scripts/reward.py --config configs/reward_llama3_8b_lora.yaml
 """

@@ -1,10 +1,10 @@
 """
-RLOO, on a local file and a local model folder:
+Train a local model by RLOO on a local file:
 
     accelerate launch scripts/rloo.py --dataset_name prompts.jsonl --model_name_or_path MODEL \
         --reward_funcs accuracy_reward
 
-The same with TRL's padding, to compare:
+Train with TRL's padding, to compare:
 
     accelerate launch scripts/rloo.py --padding_free false ...
 """

@@ -1,5 +1,5 @@
 """
-Predict the memory of long flat batches that several GPUs compute together, and what they send each other:
+Predict how much memory several GPUs need to compute a long flat batch together, and how much they send each other:
 
     python scripts/sequence.py --model llama-3-8b --tokens 65536 262144 1048576
 """
@@ -8,8 +8,7 @@ import argparse
 
 import numpy as np
 
-from trl_paddingfree.cli.memory import BYTES, training_needs
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import BYTES, model_config, training_needs
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import LOADS
 

@@ -1,15 +1,15 @@
 """
-LoRA, on a local file and a local model folder, three ways:
+Train a local model with LoRA on a local file: without padding, with padding, and packed:
 
     accelerate launch scripts/sft.py --config configs/sft_cpu.yaml --dataset_name rows.jsonl --model_name_or_path MODEL
     accelerate launch scripts/sft.py --config configs/sft_cpu.yaml ... --batch_method padding
     accelerate launch scripts/sft.py --config configs/sft_cpu.yaml ... --batch_method packing
 
-An 8B model on one 80 GB GPU:
+Train an 8B model on one 80 GB GPU:
 
     accelerate launch scripts/sft.py --config configs/sft_llama3_8b_lora.yaml
 
-A 7B vision-language model on one 80 GB GPU:
+Train a 7B vision-language model on one 80 GB GPU:
 
     accelerate launch scripts/sft.py --config configs/sft_qwen2.5_vl_7b_lora.yaml
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs tests with other versions than the newest, which stand in pyproject.toml:
+# Runs tests with versions that pyproject.toml lists:
 #
 #     scripts/versions.sh lowest|between|newest [PYTEST ARGUMENTS]
 #
-# Without arguments, these are the tests of what differs between versions, which stand there too. Makes a fresh virtual
-# environment with the Python that $PYTHON names (python3 if unset) and removes it afterwards. Downloads several
-# gigabytes; UV_TORCH_BACKEND=cpu takes PyTorch's smaller builds for CPUs, where they can be reached.
+# Without arguments for pytest, it runs the tests of what differs between versions, which pyproject.toml lists, too. It
+# makes a fresh virtual environment with the Python that $PYTHON names (default: python3), and removes it afterwards. It
+# downloads several gigabytes. UV_TORCH_BACKEND=cpu takes PyTorch's smaller builds for CPUs, where they can be reached.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${1:?lowest, between or newest}

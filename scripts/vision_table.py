@@ -8,7 +8,7 @@ from transformers.utils import is_torchvision_available
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import ARCHITECTURES, make_vision, vision_pairs
-from trl_paddingfree.check.vision import check_images
+from trl_paddingfree.check.vision import ImagesAlone, check_images
 from trl_paddingfree.data.images import ImageProbe
 from trl_paddingfree.data.vision import VisionPreferenceCollator
 from trl_paddingfree.model.routes import Route
@@ -18,13 +18,15 @@ COLUMNS = ("vision-language model", "verdict", "segment", "mask", "leak, of an e
 HEADING = """
 ## Images
 
-The same for vision-language models on examples with images, as the trainers try them on the first examples of your
-data. Written by `python scripts/models.py --vision --output docs/models.md`, with torchvision.
+This is the same check for vision-language models, on examples with images. The trainers run it on the first examples of
+your data. `python scripts/models.py --vision --output docs/models.md` wrote this table, with torchvision.
 
-- The figures under a backend are the largest difference of log-probabilities, with shared prefixes, from padded TRL on
-  each example alone, and the most that the model's own rounding explains. **leak**: movement of rows when the images of
-  other rows are inverted; **effect**: when their own are.
-- `python -m pytest -m models tests/trainers/test_vision.py` trains all of them beside padded TRL, DPO and SFT.
+- The first figure under a backend is the largest difference between log-probabilities, with shared prefixes and with
+  padded TRL on each example alone. The second is the most that the model's own rounding explains.
+- The **leak** is how much rows move when the images of other rows are inverted. The **effect** is how much they move
+  when their own images are.
+- `python -m pytest -m models tests/trainers/test_vision.py` trains all of these models beside padded TRL, with DPO and
+  SFT.
 """
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 REFUSED: dict[str, dict[str, Any]] = {
@@ -51,7 +53,7 @@ def vision_row(kind: str) -> list[str]:
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model))
     probe = ImageProbe(collator, vision_pairs(6, 0))
     routes = [Route(backend, "sdpa", prefix_sharing=True) for backend in ("segment", "mask")]
-    segment, mask = results = [check_images(model, route, probe) for route in routes]
+    segment, mask = results = [check_images(model, route, ImagesAlone(model, probe)) for route in routes]
     verdict = "flat and shared" if segment.passed and mask.passed else f"refused: {segment}"
     figures = [f"{result.error:.0e} of {result.tolerance:.0e}" for result in results]
     return [kind, verdict, *figures, f"{segment.leak:.0e} of {segment.effect:.0e}"]

@@ -4,7 +4,7 @@
 #
 #     scripts/wheel.sh [PYTEST ARGUMENTS]
 #
-# The wheel is left in dist/.
+# It leaves the wheel in dist/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 repository=$PWD folder=$(mktemp -d)

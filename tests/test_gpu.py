@@ -121,7 +121,7 @@ def test_kernels_along_the_tree_are_as_close_to_float32_as_padded_bfloat16(model
     models = make_models(model_type, **overrides)
     if missing := missing_kernels(models[2]):
         pytest.skip(f"without {', '.join(missing)}")
-    assert all(layer.forward.state.along_tree and layer.forward.state.kernels for layer in state_layers(models[2]))
+    assert all(layer.flat_state.along_tree and layer.flat_state.kernels for layer in state_layers(models[2]))
     assert_as_close_as_padded(*models, prefix_sharing, seed)
 
 

@@ -128,7 +128,7 @@ PRIVATE = {
 INSTANCE = {
     f"{'transformers' if owner == 'Trainer' else 'trl'}:{owner}.{name}"
     for owner, names in versions.INSTANCE_NAMES.items()
-    for name in names
+    for name in names.split()
 }
 # Set by functions and methods elsewhere: where they are written
 SET_ELSEWHERE = {
@@ -242,8 +242,8 @@ def test_every_method_that_is_extended_or_private_is_asked_for_when_a_class_is_m
         if owner.endswith("Trainer"):
             taken.add((find(owner), name))
     for parent, name in taken:
-        assert any(name in versions.CLASS_NAMES.get(base.__name__, ()) for base in parent.__mro__), name
-    assert {name for names in versions.CLASS_NAMES.values() for name in names} == {name for _, name in taken}
+        assert any(name in versions.CLASS_NAMES.get(base.__name__, "").split() for base in parent.__mro__), name
+    assert {name for names in versions.CLASS_NAMES.values() for name in names.split()} == {name for _, name in taken}
 
 
 def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel():

@@ -15,7 +15,7 @@ from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
 from tests.runs import assert_same, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
-from trl_paddingfree.model import flat_model
+from trl_paddingfree.model import forward
 from trl_paddingfree.trainers.collated import CollatedTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -160,7 +160,7 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
         data = {"train_dataset": preference_data(12, SEED), **kwargs}
         return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
 
-    with patch.object(flat_model, "forward_in_parts", wraps=flat_model.forward_in_parts) as divided:
+    with patch.object(forward, "scored_in_parts", wraps=forward.scored_in_parts) as divided:
         assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60, oversized_examples="alone"))
     assert max(len(call.args[1].parts) for call in divided.call_args_list) > 1
 

@@ -1,7 +1,7 @@
 """TRL's trainers with next to no padding, and with shared prefixes computed once: the same results, fewer tokens."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .versions import naming_versions
 
@@ -10,8 +10,7 @@ __version__ = "0.3.0"
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _MODULES = {
     "check.prove": ("CheckResult", "UnprovenModelError"),
-    "data.collate": ("FlatCollator", "LanguageModelingCollator", "PreferenceCollator", "concatenated_inputs"),
-    "data.collate_heads": ("RewardCollator", "UnpairedPreferenceCollator"),
+    "data.collate": ("concatenated_inputs",),
     "data.task": ("Task",),
     "data.turns": ("split_turns",),
     "flat.batch": ("FlatBatch",),
@@ -23,9 +22,11 @@ _MODULES = {
     "trainers.online": ("OnlineTrainer",),
     "trainers.state": ("when_flat",),
 }
+_COLLATORS = ("Flat", "LanguageModeling", "Preference", "Reward", "UnpairedPreference")
 _TRAINERS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
 _EXPORTS = {
     **{name: module for module, names in _MODULES.items() for name in names},
+    **{f"{name}Collator": "data.collate" for name in _COLLATORS},
     **{f"PaddingFree{name}Config": "trainers.configs" for name in _TRAINERS},
     **{f"PaddingFree{name}Trainer": f"trainers.{name.lower()}" for name in _TRAINERS},
 }
@@ -33,8 +34,14 @@ __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from .check.prove import CheckResult, UnprovenModelError
-    from .data.collate import FlatCollator, LanguageModelingCollator, PreferenceCollator, concatenated_inputs
-    from .data.collate_heads import RewardCollator, UnpairedPreferenceCollator
+    from .data.collate import (
+        FlatCollator,
+        LanguageModelingCollator,
+        PreferenceCollator,
+        RewardCollator,
+        UnpairedPreferenceCollator,
+        concatenated_inputs,
+    )
     from .data.task import Task
     from .data.turns import split_turns
     from .flat.batch import FlatBatch
@@ -63,7 +70,7 @@ if TYPE_CHECKING:
     from .trainers.state import when_flat
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with naming_versions():

@@ -1,13 +1,16 @@
 """Charts, as PNG files. They need matplotlib (`pip install "trl-paddingfree[plot]"`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 
 from .data.savings import WasteReport, waste_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Colour-blind safe, from the Okabe-Ito palette
 COMPUTED, SHARED, PADDING = "#0072B2", "#56B4E9", "#D9D9D9"
@@ -15,7 +18,7 @@ COMPUTED, SHARED, PADDING = "#0072B2", "#56B4E9", "#D9D9D9"
 MOST_BATCHES = 64
 
 
-def figure() -> tuple[Any, Any]:
+def figure() -> tuple["Figure", np.ndarray]:
     """A figure with two plots side by side, drawn without a display."""
     try:
         from matplotlib.figure import Figure
@@ -70,7 +73,7 @@ def plot_waste(report: WasteReport, path: str | Path) -> None:
 
 
 def plot_runs(
-    losses: dict[str, Sequence[float]], figures: dict[str, dict[str, float]], title: str, path: str | Path
+    losses: Mapping[str, Sequence[float]], figures: dict[str, dict[str, float]], title: str, path: str | Path
 ) -> None:
     """Draw the losses of two runs over each other, and their figures side by side, the second relative to the first."""
     drawing, (left, right) = figure()

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
+from .versions import with_head
+
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
     """The attention function that `module` would call under the implementation `name`."""
@@ -154,19 +156,17 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
 @contextmanager
 def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Iterator[None]:
     """
-    Within this context, activations of `model` are recomputed: with `options`, unless that was on before.
-
-    transformers 5.23 has another name for it, and warns of the former one.
+    Within this context, activations of `model` are recomputed: with `options`, unless that was on before. By the names
+    that TRL calls, too, which transformers 5.23 has renamed and still has.
     """
-    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
-    if getattr(model, f"is_{name}"):
+    if model.is_gradient_checkpointing:
         yield
         return
-    getattr(model, f"{name}_enable")(options)
+    model.gradient_checkpointing_enable(options)
     try:
         yield
     finally:
-        getattr(model, f"{name}_disable")()
+        model.gradient_checkpointing_disable()
 
 
 def keep_varlen_results(model: Any) -> None:
@@ -277,10 +277,7 @@ def put_head(model: PreTrainedModel) -> None:
     """Put TRL's fused LM head on a model, unless one is there, under whatever wrappers: not all of its trainers do."""
     from trl.trainer.utils import add_fused_lm_head
 
-    function: Any = model.forward
-    while function is not None and "fused_lm_head" not in inspect.signature(function, follow_wrapped=False).parameters:
-        function = getattr(function, "__wrapped__", None)
-    if function is None:
+    if with_head(model.forward) is None:
         add_fused_lm_head(model)
 
 

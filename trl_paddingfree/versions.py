@@ -22,48 +22,31 @@ TESTED = {
 }
 
 # What our trainers extend, call or read: names of the class, without which an extension of ours would never be called
-_OF_GENERATING = ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs", "_tokenize_prompts")
-CLASS_NAMES: dict[str, tuple[str, ...]] = {
-    "Trainer": (
-        *(
-            "_get_num_items_in_batch",
-            "_get_train_sampler",
-            "_issue_warnings_after_load",
-            "_load_best_model",
-            "_load_from_checkpoint",
-        ),
-        *("_load_rng_state", "_prepare_input", "_prepare_inputs", "_save_checkpoint", "_save_rng_state"),
-        *(
-            "_set_signature_columns_if_needed",
-            "compute_loss",
-            "create_accelerator_and_postprocess",
-            "create_model_card",
-        ),
-        *("floating_point_ops", "get_tp_size", "get_train_dataloader", "log", "prediction_step", "train"),
-        "training_step",
-    ),
-    "DPOTrainer": ("_name", "_precompute_ref_logps", "_prepare_dataset", "compute_ref_log_probs"),
-    "KTOTrainer": ("_name", "_compute_kl_logps", "_precompute_ref_logps", "_prepare_dataset", "compute_ref_log_probs"),
-    "SFTTrainer": ("_name", "_prepare_dataset"),
-    "RewardTrainer": ("_name", "_prepare_dataset"),
-    "GRPOTrainer": ("_name", *_OF_GENERATING),
-    "RLOOTrainer": ("_name", *_OF_GENERATING),
-    "DistillationTrainer": (
-        *("_compute_loss", "_generate_single_turn", "_get_last_hidden_state", "_name", "_prepare_inputs"),
-        "_tokenize_prompts",
-    ),
+_GENERATES = "_name _generate_single_turn _prepare_inputs _tokenize_prompts"
+CLASS_NAMES = {
+    "Trainer": "_get_num_items_in_batch _get_train_sampler _issue_warnings_after_load _load_best_model "
+    "_load_from_checkpoint _load_rng_state _prepare_input _prepare_inputs _save_checkpoint _save_rng_state "
+    "_set_signature_columns_if_needed compute_loss create_accelerator_and_postprocess create_model_card "
+    "floating_point_ops get_tp_size get_train_dataloader log prediction_step train training_step",
+    "DPOTrainer": "_name _precompute_ref_logps _prepare_dataset compute_ref_log_probs",
+    "KTOTrainer": "_name _compute_kl_logps _precompute_ref_logps _prepare_dataset compute_ref_log_probs",
+    "SFTTrainer": "_name _prepare_dataset",
+    "RewardTrainer": "_name _prepare_dataset",
+    "GRPOTrainer": f"{_GENERATES} _get_per_token_logps_and_entropies",
+    "RLOOTrainer": f"{_GENERATES} _get_per_token_logps_and_entropies",
+    "DistillationTrainer": f"{_GENERATES} _compute_loss _get_last_hidden_state",
 }
 # And attributes that the `__init__` of the class sets
-_METRICS = ("_metrics", "_total_train_tokens")
-INSTANCE_NAMES: dict[str, tuple[str, ...]] = {
-    "Trainer": ("_signature_columns", "_train_batch_size"),
-    "DPOTrainer": (*_METRICS, "_is_vision_dataset", "_tokenizer"),
-    "KTOTrainer": (*_METRICS, "_tokenizer"),
-    "SFTTrainer": (*_METRICS, "_is_vision_dataset", "_tokenizer"),
-    "RewardTrainer": _METRICS,
-    "GRPOTrainer": (*_METRICS, "_buffered_inputs", "_entropy_window_stats", "_last_world_entropy", "_step"),
-    "RLOOTrainer": (*_METRICS, "_buffered_inputs", "_step"),
-    "DistillationTrainer": (*_METRICS, "_buffered_inputs", "_forward_redirection", "_step"),
+_COUNTS = "_metrics _total_train_tokens"
+INSTANCE_NAMES = {
+    "Trainer": "_signature_columns _train_batch_size",
+    "DPOTrainer": f"{_COUNTS} _is_vision_dataset _tokenizer",
+    "KTOTrainer": f"{_COUNTS} _tokenizer",
+    "SFTTrainer": f"{_COUNTS} _is_vision_dataset _tokenizer",
+    "RewardTrainer": _COUNTS,
+    "GRPOTrainer": f"{_COUNTS} _buffered_inputs _entropy_window_stats _last_world_entropy _step",
+    "RLOOTrainer": f"{_COUNTS} _buffered_inputs _step",
+    "DistillationTrainer": f"{_COUNTS} _buffered_inputs _forward_redirection _step",
 }
 
 
@@ -129,7 +112,7 @@ def naming_versions() -> Iterator[None]:
         is_named = isinstance(error, MovedNameError) or is_ours and type(error) is ValueError
         packages = [] if is_named else untested()
         note = f"This may be a matter of versions. {installed(packages)}"
-        if packages and note not in getattr(error, "__notes__", ()):
+        if packages and note not in vars(error).get("__notes__", ()):
             error.add_note(note)
         raise
 
@@ -154,18 +137,21 @@ def refuse_moved_names(trainer_class: Any, trainer: Any = None) -> None:
     found = {*dir(trl_trainer), *({} if trainer is None else vars(trainer))}
     for base in trl_trainer.__mro__:
         package = base.__module__.partition(".")[0]
-        for name in names.get(base.__name__, ()) if package in TESTED else ():
+        for name in names.get(base.__name__, "").split() if package in TESTED else ():
             if name not in found:
                 raise MovedNameError(package, base.__name__, name, trainer_class.__name__)
 
 
-def refuse_moved_head(forward: Callable) -> None:
-    """Refuse a forward with TRL's fused LM head, under whatever wrappers, that takes no labels already shifted."""
-    function: Any = getattr(forward, "__func__", forward)
-    while function is not None:
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
-        if "fused_lm_head" in parameters:
-            if "shift_labels" not in parameters:
-                raise MovedNameError("trl", "trl.trainer.utils.add_fused_lm_head", "shift_labels", "FlatModel")
-            return
+def with_head(forward: Callable) -> Callable | None:
+    """A forward with TRL's fused LM head, under whatever wrappers; `None` if there is none."""
+    function: Callable | None = forward
+    while function is not None and "fused_lm_head" not in inspect.signature(function, follow_wrapped=False).parameters:
         function = getattr(function, "__wrapped__", None)
+    return function
+
+
+def refuse_moved_head(forward: Callable) -> None:
+    """Refuse TRL's fused LM head if it takes no labels that are already shifted."""
+    head = with_head(forward)
+    if head is not None and "shift_labels" not in inspect.signature(head, follow_wrapped=False).parameters:
+        raise MovedNameError("trl", "trl.trainer.utils.add_fused_lm_head", "shift_labels", "FlatModel")

@@ -1,1 +1,1 @@
-"""Padded TRL and padding-free training side by side; single parts; the tables of results. Run `--help`."""
+"""Compare padded TRL with padding-free training, and measure single parts: `python -m scripts.benchmark --help`."""

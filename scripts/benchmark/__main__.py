@@ -1,4 +1,4 @@
-"""Padded TRL and padding-free training side by side; single parts; the tables of results in the documentation.
+"""Compare padded TRL with padding-free training, measure single parts, and write the documentation's tables.
 
     python -m scripts.benchmark dpo --model smollm2-135m --lengths uniform:50-500 --output results
     python -m scripts.benchmark --collators results         # time to collate 64 rows of 4,096 tokens
@@ -9,12 +9,12 @@
     python -m scripts.benchmark --heads reward=pairs.jsonl grpo=prompts.jsonl --model FOLDER  # Reward, KTO and GRPO
     python -m scripts.benchmark --agreement reward=pairs.jsonl --model FOLDER  # TRL's commands and ours: every figure
     python -m scripts.benchmark --vision results            # a small model learns to read pictures
-    python -m scripts.benchmark --parts results             # a memory budget that splits, beside padded TRL
+    python -m scripts.benchmark --parts results             # a memory budget that splits micro-batches
     python -m scripts.benchmark --render results/dpo.json   # write the table and draw the chart again
-    python -m scripts.benchmark --beside REVISION           # results beside those of an earlier revision, printed
+    python -m scripts.benchmark --beside REVISION           # print results beside those of an earlier revision
     python -m scripts.benchmark --readme [--check]          # write the documentation's tables from docs/benchmarks
 
-Methods step in turn in one process, on the same rows, with the same model and seed. The command fails if figures
+The methods take turns in one process, on the same rows, with the same model and seed. The command fails if figures
 disagree, or if a method cannot train for another reason than memory. A length file has the columns
 prompt,chosen,rejected (dpo) or total,assistant (sft), in tokens.
 """
@@ -75,20 +75,20 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument("--render", type=Path, metavar="RESULT")
     what.add_argument("--beside", metavar="REVISION")
     what.add_argument("--readme", action="store_true")
-    parser.add_argument("--check", action="store_true", help="with --readme: fail if a table is not fresh")
+    parser.add_argument("--check", action="store_true", help="with --readme: only fail if a table is stale")
     rows = parser.add_argument_group("rows")
     rows.add_argument(
         "--lengths",
         nargs="+",
         default=[],
         metavar="SOURCE",
-        help="files of lengths; 'equal:N', 'uniform:LOW-HIGH' and, for sft, 'like:p3' make lengths up",
+        help="files of lengths, or 'equal:N', 'uniform:LOW-HIGH' and, for sft, 'like:p3' to generate lengths",
     )
     rows.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="data sets: hub ids or JSON files")
     rows.add_argument(
         "--one-sample-per-turn",
         action="store_true",
-        help="sft: cut the conversations of --dataset, kept in their order",
+        help="sft: cut the conversations of --dataset into turns, and keep their order",
     )
     rows.add_argument("--tokenizer", help="tokenizer of --dataset (default: the model's)")
     rows.add_argument("--batch-size", nargs="+", type=int, default=[8], help="pairs or rows per step (default: 8)")
@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--device", help="'cpu', or the accelerator's type (default: the accelerator, if there is one)")
     model.add_argument("--no-gradient-checkpointing", dest="gradient_checkpointing", action="store_false")
     model.add_argument("--precomputed-reference", action="store_true", help="dpo: give its log-probs with the rows")
-    model.add_argument("--liger", action="store_true", help="Liger kernels in all methods")
+    model.add_argument("--liger", action="store_true", help="use Liger kernels in all methods")
     model.add_argument("--torch-compile", action="store_true")
     model.add_argument("--learning-rate", type=float, help="(default: TRL's)")
     measured = parser.add_argument_group("measurement")
@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     measured.add_argument("--batches", type=int, default=4, help="how many of the most typical ones (default: 4)")
     measured.add_argument("--rounds", type=int, default=3, help="times to train on each (default: 3)")
     measured.add_argument("--warmup", type=int, help="rounds that do not count (default: 0 on the CPU, else 1)")
-    measured.add_argument("--profile", action="store_true", help="also profile a step of each method, in the end")
+    measured.add_argument("--profile", action="store_true", help="finally profile a step of each method")
     measured.add_argument("--seed", type=int, default=0)
     measured.add_argument("--output", type=Path, help="folder for NAME.json, NAME.md and NAME.png")
     measured.add_argument("--name", help="name of the files (default: the task)")

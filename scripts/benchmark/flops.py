@@ -19,9 +19,9 @@ from trl_paddingfree import upstream
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.flat.calls import AttentionCalls
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.prefix_tree import adjacent_prefixes
+from trl_paddingfree.flat.pieces import PathRows
+from trl_paddingfree.flat.segments import adjacent_prefixes
 from trl_paddingfree.model.state_layers import repeats_prefixes, state_layers
-from trl_paddingfree.model.state_rows import PathRows
 from trl_paddingfree.model.state_tree import step_cost
 
 

@@ -93,10 +93,10 @@ def markdown(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"Attention: TRL has {result['attention']['trl']}; ours is {result['attention']['ours']}. The limit computes "
-        "each node of the tree that a batch's rows form once. Useful MFU: operations that the limit needs for a step, "
-        "without recomputation, over the step's time and over the rate of matrix products in the same run "
-        f"({result['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s).",
+        f"TRL computes attention with {result['attention']['trl']}, this package with {result['attention']['ours']}. "
+        "The rows of a batch form a tree, and the limit computes each node of it once. The useful MFU is the number of "
+        "operations that the limit needs for a step without recomputation, over the step's time and over the rate of "
+        f"matrix products in the same run ({result['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s).",
         *(["All methods run with an allocator that keeps its pages."] if result.get("keeps_pages") else []),
         "",
         *(line for run in result["runs"] for line in _notes(run)),
@@ -114,9 +114,10 @@ def _notes(run: dict[str, Any]) -> list[str]:
     packing = run["packing_difference"]
     whole = by_label(run, run["all_batches"]["flops_over_limit"], "{:.2f}")
     lines = [
-        f"- {run['rows']}: the {run['batches']} most typical batches of {run['batch_size']}, {run['rounds']} times "
-        f"each, in turn. All figures {'agree' if run['agree'] else 'DO NOT AGREE'}; largest relative differences: "
-        f"{figures}{'' if packing is None else f', loss of the packed rows {packing:.0e}'}. "
+        f"- {run['rows']}: The methods took turns on the most typical batches of {run['batch_size']} (number of "
+        f"batches: {run['batches']}, of rounds: {run['rounds']}). All figures "
+        f"{'agree' if run['agree'] else 'DO NOT AGREE'}; largest relative differences: {figures}"
+        f"{'' if packing is None else f', loss of the packed rows {packing:.0e}'}. "
         f"FLOPs / limit over {run['all_batches']['batches']} batches of the data: {whole}."
     ]
     lines += [f"  {label} is left out: {' '.join(reason.split())}" for label, reason in run.get("failed", {}).items()]

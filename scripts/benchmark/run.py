@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.model.backends import describe
+from trl_paddingfree.model.routes import describe
 from trl_paddingfree.model.state_layers import carries_state
 from trl_paddingfree.quickstart.side_by_side import differences
 

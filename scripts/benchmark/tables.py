@@ -22,6 +22,7 @@ HEADLINE_HEADS = (
     "times as fast",
     "memory",
     "times as fast with `memory_budget`",
+    "padded TRL, nothing recomputed",
     "log-probabilities differ by",
     "gradient norms differ by",
 )
@@ -34,13 +35,15 @@ KEPT_HEADS = (
     *("the same / TRL, nothing recomputed", "FLOPs / TRL", "FLOPs / TRL, nothing recomputed"),
 )
 KEPT_EXPLANATION = (
-    "Activations that fit into memory need not be recomputed: padded TRL with `gradient_checkpointing=False`, and "
-    "`memory_budget`, which sees to it by itself. Examples per second relative to padded TRL as it comes, except where "
-    "the column names the other baseline. All methods run with an allocator that keeps its pages."
+    "Activations that fit into memory need not be recomputed. This table compares padded TRL with "
+    "`gradient_checkpointing=False`, and `memory_budget`, which keeps what fits by itself. It has examples per second "
+    "relative to padded TRL with its defaults, unless a column names the other baseline. All methods run with an "
+    "allocator that keeps its pages."
 )
 EXPLANATION = (
-    "Examples per second relative to padded TRL in the same run (in brackets, on CPUs: in core time). Floating-point "
-    "operations: with shared prefixes, relative to padded TRL's and to the fewest possible."
+    "The first columns have examples per second relative to padded TRL in the same run, and in brackets, on CPUs, the "
+    "same in core time. The last two have floating-point operations with shared prefixes, relative to padded TRL's and "
+    "to the fewest possible."
 )
 
 
@@ -134,25 +137,27 @@ def headline(folder: Path) -> str:
                 if (key := (result["settings"]["task"], run["rows"])) in HEADLINE
             }
     lines = [newest[key] for key in HEADLINE if key in newest]
-    return "\n".join([f"| {' | '.join(HEADLINE_HEADS)} |", "|-|-:|-:|-:|-:|-:|", *lines])
+    return "\n".join([f"| {' | '.join(HEADLINE_HEADS)} |", "|-|-:|-:|-:|-:|-:|-:|", *lines])
 
 
 def newcomer_cells(run: dict[str, Any], state: dict[str, int]) -> list[str]:
     """
-    Speed and memory of shared prefixes, weights included, and the largest relative differences of its log-probabilities
-    and of its gradients' norm; empty where it was not measured.
+    Speed and memory of shared prefixes, weights included, the speed with a budget and that of the stronger baseline,
+    and the largest relative differences of shared prefixes' log-probabilities and of their gradients' norm; empty where
+    it was not measured.
     """
     methods = run["methods"]
     ours = "shared" if "shared" in methods else "flat"
-    faster, budgeted = (
-        f"{methods[name]['speedup']:.1f}x{flag(run, name)}" if name in methods else "" for name in (ours, "budget")
+    faster, budgeted, stronger = (
+        f"{methods[name]['speedup']:.1f}x{flag(run, name)}" if name in methods else ""
+        for name in (ours, "budget", "trl-kept")
     )
     above = {name: (methods[name] | run["profile"].get(name, {}))["bytes_above"] for name in (BASELINE, ours)}
     peaks = [state[name] + above[name] for name in (ours, BASELINE)]
     memory = f"{peaks[0] / peaks[1]:.0%}" if all(above.values()) else ""
     off = run["differences"][ours]
     log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is a mean of them
-    return [faster, memory, budgeted, f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"]
+    return [faster, memory, budgeted, stronger, f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"]
 
 
 def everything(folder: Path) -> str:
@@ -169,7 +174,7 @@ def everything(folder: Path) -> str:
             "",
             *chart(folder),
             *((without_recomputation := kept(folder)) and [*without_recomputation, ""]),
-            "Where there is little to gain, or something to lose: equal rows, few rows, models that are host-bound.",
+            "There is little to gain, or something to lose, where rows are equal or few, or a model is host-bound:",
             "",
             *table(crossover),
         ]

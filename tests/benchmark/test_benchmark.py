@@ -25,7 +25,7 @@ from tests.helpers.reference_flash import flash_attn_varlen_func
 from tests.helpers.tiny import make_model as tiny_llama
 from tests.helpers.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.cli.shapes import SHAPES
+from trl_paddingfree.cli.memory import SHAPES
 
 SEEDS = [3, 17]
 VOCAB = SHAPES["tiny"]["vocab_size"]
@@ -352,6 +352,7 @@ def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task
 def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     arguments = ["dpo", "--model", "tiny", "--lengths", "uniform:6-40", "--max-length", "64", "--batch-size", "2"]
     arguments += ["--batches", "1", "--rounds", "1", "--profile", "--device", "cpu", "--output", str(tmp_path)]
+    arguments += ["--methods", "trl", "trl-kept", "flat", "shared"]
     assert main(arguments) == 0
     result = json.loads((tmp_path / "dpo.json").read_text())
     assert result["command"].startswith("python -m scripts.benchmark dpo --model tiny --lengths uniform:6-40")
@@ -376,8 +377,9 @@ def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     assert cells[1] == f"{run['methods']['shared']['speedup']:.1f}x"
     assert 0 < int(cells[2].removesuffix("%")) < 100
     off = run["differences"]["shared"]
-    assert cells[4] == f"{max(off['logps/chosen'], off['logps/rejected']):.0e}"
-    assert cells[5] == f"{off['grad_norm']:.0e} |"
+    assert cells[4] == f"{run['methods']['trl-kept']['speedup']:.1f}x"
+    assert cells[5] == f"{max(off['logps/chosen'], off['logps/rejected']):.0e}"
+    assert cells[6] == f"{off['grad_norm']:.0e} |"
     assert "](docs/benchmarks/machine/dpo.md)" in tables.headline(tmp_path)
     assert "machine/dpo.png" not in tables.everything(tmp_path)
     (tmp_path / "dpo.png").rename(tmp_path / "machine" / "dpo.png")

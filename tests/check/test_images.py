@@ -8,7 +8,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions, vision_pairs
 from trl_paddingfree.check.prove import UnprovenModelError
-from trl_paddingfree.check.vision import check_images, prove_images
+from trl_paddingfree.check.vision import ImagesAlone, check_images, prove_images
 from trl_paddingfree.data.images import ImageProbe
 from trl_paddingfree.data.vision import VisionLanguageModelingCollator, VisionPreferenceCollator
 from trl_paddingfree.flat import batch as flat_batch
@@ -40,13 +40,13 @@ def make(kind, task="dpo"):
 def test_a_model_that_does_all_right_passes(kind, task):
     model, probe = make(kind, task)
     assert probe.names == ("first", "inverted", "second", "text")
-    result = check_images(model, SHARED, probe)
+    result = check_images(model, SHARED, ImagesAlone(model, probe))
     assert result.passed, result
     assert result.effect > LARGE
 
 
 def caught(model, probe):
-    result = check_images(model, SHARED, probe)
+    result = check_images(model, SHARED, ImagesAlone(model, probe))
     assert not result.passed
     assert not result.failure
     assert result.error > LARGE
@@ -122,6 +122,6 @@ def test_images_that_leak_into_other_rows_are_caught(monkeypatch):
         return outputs
 
     monkeypatch.setattr(model.model, "get_image_features", mixed)
-    result = check_images(model, SHARED, probe)
+    result = check_images(model, SHARED, ImagesAlone(model, probe))
     assert not result.isolated
     assert result.leak > LARGE

@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_tokenizer, preference_data
 from tests.runs import run
 from trl_paddingfree import BatchCounts
 from trl_paddingfree.cli.main import main
-from trl_paddingfree.cli.memory import loads, memory_report, step_units, training_needs
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import loads, memory_report, model_config, step_units, training_needs
 from trl_paddingfree.memory.kept_bytes import LOADS
 
 # The head's weights, few layers, and adapters in another place
@@ -44,6 +44,16 @@ def test_keys_cost_what_the_kernels_keep_of_them():
     keys, pairs = (np.array(needs.kept)[:, LOADS.index(name)] for name in ("keys", "pairs"))
     assert keys == pytest.approx(np.full(config.num_hidden_layers, 2 * 2 * heads), rel=1e-6)  # bfloat16, and values
     assert pairs == pytest.approx(np.zeros(config.num_hidden_layers), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["jamba", "lfm2"])  # the types of layers follow from their number, and are a list
+def test_each_layer_needs_what_one_of_its_type_does(name):
+    config = tiny_model(name).config
+    needs = training_needs(config, "lora", 0)
+    assert len(needs.kept) == config.num_hidden_layers
+    kinds = dict(zip(config.layer_types, needs.kept.tolist(), strict=True))
+    assert len(kinds) > 1
+    assert needs.kept.tolist() == [kinds[kind] for kind in config.layer_types]
 
 
 def test_offloading_leaves_one_layer_and_what_is_on_its_way():

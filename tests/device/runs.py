@@ -40,7 +40,7 @@ def assert_as_on_cpu(train: Callable[[], Run], tolerance: float = TOLERANCE) -> 
     assert {actual.trainer.model.device, *(weight.device for weight in actual.weights.values())} == {
         pretend_device.DEVICE
     }
-    on_cpu = replace(actual, weights={name: weight.cpu() for name, weight in actual.weights.items()})
-    off = off_by(expected, on_cpu, tolerance, ROUNDED)
+    on_cpu = replace(actual, weights={name: weight.cpu() for name, weight in actual.weights.items()}, gradients=[])
+    off = off_by(replace(expected, gradients=[]), on_cpu, tolerance, ROUNDED)
     assert not off, off
     return actual

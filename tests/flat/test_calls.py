@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trl_paddingfree.flat.calls import PADDED_SHARE, PAIRS_OF_A_CALL, AttentionCalls, segments_of_like_shape
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.prefix_tree import share_prefixes
+from trl_paddingfree.flat.segments import share_prefixes
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1, max_size=16)
 

@@ -9,7 +9,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.flat import transfer
-from trl_paddingfree.flat.prefix_tree import num_distinct_tokens, share_prefixes
+from trl_paddingfree.flat.segments import num_distinct_tokens, share_prefixes
 
 # Few different tokens and short rows: prefixes, identical rows and rows that are prefixes of others are common
 rows_of_tokens = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=9), min_size=1, max_size=8)
@@ -166,7 +166,7 @@ def test_what_the_data_loader_has_pinned_is_not_pinned_again(monkeypatch):
 
 @pytest.mark.parametrize("branches", [2, 7])
 def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
-    from trl_paddingfree.model.attention import GatherRows
+    from trl_paddingfree.flat.layout import GatherRows
 
     rows = [[1, 2, 3, 4, 10 + b, 5] for b in range(branches)]
     layout = FlatBatch.from_rows(rows, rows).layout
@@ -178,7 +178,7 @@ def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
 
 
 def test_the_gather_sums_bfloat16_gradients_in_float32():
-    from trl_paddingfree.model.attention import GatherRows
+    from trl_paddingfree.flat.layout import GatherRows
 
     rows = [[1, 2, 10 + b] for b in range(1000)]
     layout = FlatBatch.from_rows(rows, rows).layout

@@ -49,7 +49,7 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
         recompute, and how many do. Filled while training.
     """
     decisions: list[tuple[int, int]] = []
-    plan, start = FlatTrainer.plan_steps, MemoryBudget.start
+    plan, start = FlatTrainer.plan_steps, MemoryBudget.decide
 
     def plan_steps(trainer):
         is_new = trainer.flat.memory is None
@@ -65,7 +65,7 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
         start(memory, batch, number)
         decisions.append((memory.num_recomputed(batch), number))
 
-    FlatTrainer.plan_steps, MemoryBudget.start = plan_steps, note
+    FlatTrainer.plan_steps, MemoryBudget.decide = plan_steps, note
     return decisions
 
 

@@ -105,7 +105,7 @@ def between(trainer, number):
 def least_room(trainer):
     """A budget in GiB with room for most of the activations of a micro-batch, all of them recomputed."""
     budget, memory, fixed = trainer.flat.budget, trainer.flat.memory, trainer.flat.memory.needs.fixed
-    kept = memory.peak(budget.largest[0], len(memory.layers)) - fixed
+    kept = memory.peak(memory.current.batch, len(memory.layers)) - fixed
     return (fixed + budget.gradient_bytes + 0.7 * kept) / GIB
 
 

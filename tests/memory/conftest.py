@@ -34,12 +34,12 @@ def with_room(data):
 @pytest.fixture
 def parts_made(monkeypatch):
     """How many parts each pass that trains ran in."""
-    made, divided = [], Budget.start
+    made, divided = [], Budget.decide
 
     def watch(*args, **kwargs):
         batch = divided(*args, **kwargs)
         made.append(max(len(batch.parts), 1))
         return batch
 
-    monkeypatch.setattr(Budget, "start", watch)
+    monkeypatch.setattr(Budget, "decide", watch)
     return made

@@ -10,10 +10,10 @@ import torch
 from tests.helpers.memory import LAYERS, between, budgeted, fail_once_planned, failing, generating
 from tests.helpers.tiny import lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
-from trl_paddingfree.memory.attempt import Attempt
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.model.architecture import recompute_first
+from trl_paddingfree.trainers.steps import Attempt
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -92,7 +92,7 @@ def test_an_allocation_that_always_fails_ends_the_run(folder):
 
 def test_other_processes_wait_so_nothing_is_computed_again(folder):
     trainer = budgeted("dpo", folder, preference_data(16, SEED))
-    trainer.flat.memory.why_not_again = lambda _: "Lower `memory_budget`"
+    trainer.flat.memory.why_not_again = lambda *_: "Lower `memory_budget`"
     with failing(trainer, {0}, False), pytest.raises(torch.OutOfMemoryError, match="on purpose\nLower `memory_budget`"):
         trainer.train()
 

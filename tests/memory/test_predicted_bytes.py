@@ -18,7 +18,7 @@ from tests.runs import run
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
-from trl_paddingfree.memory.plan import CORRECTED, MemoryBudget
+from trl_paddingfree.memory.plan import CORRECTED, MemoryBudget, Pass
 from trl_paddingfree.model.architecture import recompute_first
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -153,7 +153,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
 
     memory = made(held=1500)
     for _ in range(CORRECTED):
-        memory.held, memory.expected = 1500, memory.needs.fixed + 100
+        memory.current = Pass(None, 0, 1, 0, 0, False, expected=memory.needs.fixed + 100, held=1500)
         memory.finish(has_stepped=True)
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
     memory.save(tmp_path, 0)

@@ -22,8 +22,7 @@ from tests.helpers.reference_flash import (
 )
 from trl_paddingfree import upstream
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.prefix_tree import share_prefixes
-from trl_paddingfree.flat.segments import Segments
+from trl_paddingfree.flat.segments import Segments, share_prefixes
 from trl_paddingfree.model.attention import (
     ATTENTION,
     GatherRows,

@@ -28,12 +28,11 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.check.prove import prove
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.pieces import groups_of_like_length
+from trl_paddingfree.flat.pieces import PathRows, groups_of_like_length
 from trl_paddingfree.model import architecture, state_layers, state_tree
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
-from trl_paddingfree.model.state_rows import PathRows
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -85,7 +84,7 @@ def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, k
         assert not failed
         assert result.prefix_sharing
         assert result.route.states == ("rows" if model_type in ROWS else "tree")
-        installed = [layer.forward.state for layer in state_layers.state_layers(model)]
+        installed = [layer.flat_state for layer in state_layers.state_layers(model)]
         # Inkling has convolutions within its attention, which sees rows, and outside of it
         assert {state.along_tree for state in installed} >= {result.route.states == "tree"}
         told = {state.takes_boundaries for state in installed}
@@ -139,8 +138,8 @@ def test_layer_along_a_random_tree_equals_itself_on_each_path(model_type, draw, 
     expected = differentiated(path_by_path)
     with reference_state_kernels(model) if kernels else nullcontext():
         FlatModel.install(model, choose_route(model))
-        assert layer.forward.state.along_tree
-        assert bool(layer.forward.state.kernels) == kernels
+        assert layer.flat_state.along_tree
+        assert bool(layer.flat_state.kernels) == kernels
         found = differentiated(lambda given: layer(given, attention_mask=FlatMask.carrying(layout, per_token=True)))
     least = LEAST_GRADIENT * max(
         float(x.abs().max()) for name, x in expected.items() if x is not None and name != "output"
@@ -160,9 +159,9 @@ def test_what_is_put_on_layers_is_of_one_model_only():
     after = copy.deepcopy(model)
     FlatModel.install(after, replace(choose_route(after), states="rows"))
     (layer,), (copied,) = map(state_layers.state_layers, (model, after))
-    assert layer.forward.state.along_tree
-    assert not copied.forward.state.along_tree
-    assert layer.forward.state.layer() is layer
+    assert layer.flat_state.along_tree
+    assert not copied.flat_state.along_tree
+    assert layer.flat_state.previous.__self__ is layer
     assert not any("forward" in vars(layer) for one in (other, clone) for layer in state_layers.state_layers(one))
     for one in (model, after):
         assert_equals_padded(one, replace(choose_route(one), states="tree" if one is model else "rows"), SEED)
@@ -257,7 +256,7 @@ def test_calls_without_a_layout_and_copies_are_untouched(is_patched):
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, logits)
     assert torch.equal(model.generate(**generate), tokens)
     (layer,) = state_layers.state_layers(model)
-    assert layer.forward.state.along_tree
+    assert layer.flat_state.along_tree
     clone, states = copy.deepcopy(layer), torch.randn(1, 4, model.config.hidden_size)
     with torch.no_grad():
         clone.out_proj.weight.zero_()

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.quickstart import compare as quickstart
-from trl_paddingfree.quickstart import data as stdlib_data
+from trl_paddingfree.quickstart import model as from_scratch
 from trl_paddingfree.quickstart.side_by_side import MemoryWatch, watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
@@ -32,7 +32,7 @@ def run(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_every_docstring_of_the_standard_library_answers_a_question_about_its_function():
-    answers = dict(stdlib_data.docstrings())
+    answers = dict(from_scratch.docstrings())
     signature = f"json.dumps{inspect.signature(json.dumps)}"
     assert answers[f"What does this do?\n\ndef {signature}"] == inspect.getdoc(json.dumps)
     assert answers["What does this do?\n\nclass textwrap.TextWrapper"] == inspect.getdoc(textwrap.TextWrapper)
@@ -41,22 +41,22 @@ def test_every_docstring_of_the_standard_library_answers_a_question_about_its_fu
 
 
 def test_topics_are_what_help_answers():
-    answers = dict(stdlib_data.topics())
+    answers = dict(from_scratch.topics())
     assert answers["Explain “assert” in Python."].startswith('The "assert" statement')
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_pair_is_the_own_answer_against_that_to_another_question(seed):
-    own = dict([*stdlib_data.docstrings(), *stdlib_data.topics()])
-    pairs = stdlib_data.preference_data(seed)
-    assert len(pairs) == len([*stdlib_data.docstrings(), *stdlib_data.topics()])
+    own = dict([*from_scratch.docstrings(), *from_scratch.topics()])
+    pairs = from_scratch.preference_data(seed)
+    assert len(pairs) == len([*from_scratch.docstrings(), *from_scratch.topics()])
     questions, chosen, rejected = ([turns[0]["content"] for turns in column] for column in pairs.to_dict().values())
     known = sum(own[question] == answer for question, answer in zip(questions, chosen, strict=True))
     assert known / len(pairs) > 0.99  # a few functions are defined twice
     assert sorted(chosen) == sorted(rejected)
     assert sum(a == b for a, b in zip(chosen, rejected, strict=True)) / len(pairs) < 0.01
-    assert stdlib_data.preference_data(seed)[0] == pairs[0] != stdlib_data.preference_data(seed + 1)[0]
+    assert from_scratch.preference_data(seed)[0] == pairs[0] != from_scratch.preference_data(seed + 1)[0]
 
 
 def test_the_quick_start_finds_equal_losses_and_fewer_tokens(run):

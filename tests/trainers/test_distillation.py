@@ -20,7 +20,6 @@ from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.memory.saved_bytes import SavedBytes
-from trl_paddingfree.model import hidden_states
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
@@ -239,13 +238,13 @@ def test_the_check_differentiates_the_student_only(data, monkeypatch):
 @pytest.fixture
 def started(monkeypatch):
     """The batches of all passes that train."""
-    batches, start = [], Budget.start
+    batches, start = [], Budget.decide
 
     def watch(*args, **kwargs):
         batches.append(start(*args, **kwargs))
         return batches[-1]
 
-    monkeypatch.setattr(Budget, "start", watch)
+    monkeypatch.setattr(Budget, "decide", watch)
     return batches
 
 
@@ -255,7 +254,8 @@ def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, started
     limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
     padded = run("distillation", "padded", **with_lora(), train_dataset=data, **options)
     options["gradient_checkpointing"] = True
-    with mock.patch.object(hidden_states, "_hidden_states", wraps=hidden_states._hidden_states) as computed:
+    hidden_states = FlatModel._hidden_states
+    with mock.patch.object(FlatModel, "_hidden_states", autospec=True, side_effect=hidden_states) as computed:
         assert_same(padded, run("distillation", "shared", **with_lora(), train_dataset=data, **options, **limited))
     assert max(len(batch.parts) for batch in started) > 1
     batches = [call.args[1] for call in computed.call_args_list]
@@ -277,12 +277,12 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 
     def counting(trainer, *args):
         """One more pass, which is not trained on."""
-        memory, budget = trainer.flat.memory, trainer.flat.budget
+        memory = trainer.flat.memory
         if memory is not None and torch.is_grad_enabled():
             counter = SavedBytes(trainer.flat_base(trainer.model), memory.layers)
             with counter.counting():
                 result = compute(trainer, *args)
-            (batch, *_) = budget.largest
+            batch = memory.current.batch
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
             saved = memory.needs.saved(load(batch, memory.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))

@@ -23,7 +23,7 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
-from trl_paddingfree.memory.parts import split_by_tokens
+from trl_paddingfree.memory.budget import split_by_tokens
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

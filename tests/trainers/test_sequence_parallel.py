@@ -18,9 +18,8 @@ from trl_paddingfree import (
     PaddingFreeRewardTrainer,
 )
 from trl_paddingfree.flat.batch import FlatBatch
-from trl_paddingfree.flat.slices import cuts, scored_sizes, slice_of, slice_sizes
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
-from trl_paddingfree.model.sequence import head_shares
+from trl_paddingfree.model.sequence import cuts, head_shares, scored_sizes, slice_of, slice_sizes
 
 # No run of a few tiny steps takes so long, unless processes wait for one another
 SECONDS = 60

@@ -12,10 +12,8 @@ Of a model that does not train, the answers on these rows are compared, and noth
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -105,8 +103,6 @@ class RowsInTraining:
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trains: bool = True):
         self.model, self.call, self.trains = model, model if call is None else call, trains
-        trying = partial(as_in_training, model, call) if trains else partial(_as_it_answers, model)
-        self.in_training: Callable[[], Any] = trying
         kind = "cpu" if model.device.type == "cpu" else "accelerator"
         config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)
         limits = {name: config[name] for name in _BUILT_WITH if isinstance(config.get(name), int) and config[name] > 0}
@@ -122,6 +118,10 @@ class RowsInTraining:
         with self.in_training(), frozen_layers_watched(model) as lost:
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
             self.lost = lost()  # frozen layers that pass no gradient on
+
+    def in_training(self) -> AbstractContextManager[None]:
+        """The context in which the model is tried: as it trains, or as it answers if it does not."""
+        return as_in_training(self.model, self.call) if self.trains else _as_it_answers(self.model)
 
     def answers(self, inputs: Inputs) -> torch.Tensor:
         """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""
@@ -151,7 +151,7 @@ class RowsInTraining:
         watched = [*embedded, *small_parameters(self.model)]
         found = gradients(loss * scale, watched, [*self.model.parameters()])
         if (group := FlatModel.group_of(self.model)) is not None and "flat_batch" in inputs:
-            found = group.whole_gradients(watched, found, inputs["flat_batch"])
+            found = [*group.whole_gradients(watched, found, inputs["flat_batch"])]
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
     def noise(self) -> float:

@@ -4,7 +4,6 @@ import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any
 
 PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
@@ -45,7 +44,7 @@ def accelerators() -> tuple[str, list[str]]:
     return accelerator.type, found
 
 
-def software() -> dict[str, Any]:
+def software() -> dict[str, object]:
     """Versions, for bug reports."""
     return {
         "python": platform.python_version(),
@@ -55,7 +54,7 @@ def software() -> dict[str, Any]:
     }
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> dict[str, object]:
     """Devices and attention backends, for bug reports: as PyTorch sees them, so it is imported if it may see any."""
     packages = package_versions()
     is_for_cpus = (packages["torch"] or "").endswith("+cpu") and not entry_points(group="torch.backends")
@@ -65,7 +64,7 @@ def hardware() -> dict[str, Any]:
         "gpus": gpus,
         "attention": {
             "flash": flash or "no flash attention package installed",
-            # The rule is that of `model/backends.py`, which takes seconds to import
+            # The rule is that of `model/routes.py`, which takes seconds to import
             "varlen": "yes" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",

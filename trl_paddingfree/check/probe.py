@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
@@ -33,6 +33,7 @@ _TF32 = 2.0**-10
 _LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk"), 8
 
 Call = Callable[..., Any]
+Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
 
 
 @contextmanager
@@ -44,25 +45,28 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def where(modules: Iterable[torch.nn.Module], is_meant: Callable[[Any, str, Any], bool]) -> list[tuple[Any, str]]:
-    """The attributes that `is_meant`, of modules and of their configurations: what holds them, and their names."""
+def set_where(
+    modules: Iterable[torch.nn.Module], is_meant: Callable[[object, str, object], bool], value: float
+) -> AbstractContextManager[None]:
+    """Within this context, attributes that `is_meant`, of modules and of their configurations, have another value."""
     modules = [*modules]
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     configs = [config for module in models for config in (module.config, module.config.get_text_config())]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
-    return [(holder, name) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)]
+    found = [(holder, name) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)]
+    return attributes_set((*attribute, value) for attribute in found)
 
 
 def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Within this context, sliding windows and chunks are shorter than the rows that are tried."""
 
-    def is_wide(holder: Any, name: str, value: Any) -> bool:
+    def is_wide(holder: object, name: str, value: object) -> bool:
         if not isinstance(value, int) or value <= _NARROW:
             return False
-        by_other_names = getattr(holder, "attribute_map", {}).items()  # of a configuration
-        return name in _LIMITS or any(other == name and limit in _LIMITS for limit, other in by_other_names)
+        other_names = holder.attribute_map if isinstance(holder, PreTrainedConfig) else {}
+        return name in (*_LIMITS, *(other_names.get(limit) for limit in _LIMITS))
 
-    return attributes_set((*found, _NARROW) for found in where(model.modules(), is_wide))
+    return set_where(model.modules(), is_wide, _NARROW)
 
 
 def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
@@ -91,8 +95,8 @@ def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
     return [first, second, third, fourth]
 
 
-def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 0, **flat: Any) -> Inputs:
-    """Arguments by which a model computes rows: padded to `width`, or flat if told how. Pooled heads score no token."""
+def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:
+    """Arguments of a model for rows: padded to `width`, or flat, with shared prefixes or without, if that is said."""
     pooled, pad_token_id = is_pooled(model), 0
     if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
         raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
@@ -103,8 +107,8 @@ def row_inputs(model: PreTrainedModel, rows: Sequence[np.ndarray], width: int = 
     attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
     labels = input_ids.masked_fill((attention_mask == 0) | pooled, IGNORE_INDEX)  # pooled heads read rows, not tokens
     inputs: Inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if flat:
-        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, **flat)
+    if prefix_sharing is not None:
+        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, prefix_sharing=prefix_sharing)
     if not pooled:
         inputs["labels"] = labels
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
@@ -126,17 +130,15 @@ class RowsAlone:
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
         self.model, self.call = model, model if call is None else call
         self.vocab_size = model.config.get_text_config().vocab_size
-        self.rows: Sequence[Any] = check_rows(self.vocab_size, draw)
+        self.rows: Rows = check_rows(self.vocab_size, draw)
         with self.trying():
             self.alone = [self.answers([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))
             # Another width is another draw: kernels choose their tiles by it
             paddings = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
             first, others = self.rows[3][0], self.rows[3][1:]
-            stand_ins = [
-                (first + i * self.vocab_size // (_STAND_INS + 1)) % self.vocab_size for i in range(1, 1 + _STAND_INS)
-            ]
-            moved = self.answers([np.concatenate([[token], others]) for token in stand_ins])
+            steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
+            moved = self.answers([np.concatenate([[token], others]) for token in (first + steps) % self.vocab_size])
         self.measure(paddings, torch.cat(moved), self.alone[3].repeat(len(moved)))
 
     def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
@@ -165,19 +167,19 @@ class RowsAlone:
         with undisturbed(self.model), narrowed(self.model):
             yield
 
-    def answers(self, rows: Sequence[Any], width: int = 0, **flat: Any) -> list[torch.Tensor]:
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         """Log-probabilities of tokens but the first, or what a pooled head says of prefixes, by [`row_inputs`]."""
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
-            logits = self.call(**row_inputs(self.model, prefixes, width, **flat)).logits.double().cpu()
+            logits = self.call(**row_inputs(self.model, prefixes, width, prefix_sharing)).logits.double().cpu()
             return list(logits.flatten().split([len(row) * logits.size(1) for row in rows]))
-        output = self.call(**row_inputs(self.model, rows, width, **flat)).log_probs.double().cpu()
+        output = self.call(**row_inputs(self.model, rows, width, prefix_sharing)).log_probs.double().cpu()
         return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
 
     def _others(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + 1) % self.vocab_size
 
-    def changed(self) -> list[tuple[list[Any], list[int]]]:
+    def changed(self) -> list[tuple[Rows, list[int]]]:
         """Variants with other tokens in some rows, with the places of those that stay. The tree stays the same."""
         a, b, c, d = self.rows
         prompt, a_branch, c_branch = a[:9], self._others(a[9:]), self._others(c[9:])

@@ -87,9 +87,7 @@ class CheckResult:
     @property
     def isolated(self) -> bool:
         """Whether rows do not see one another."""
-        if self.gradients is not None and self.gradients.failure:
-            return False
-        return self.leak <= self.leak_tolerance
+        return self.leak <= self.leak_tolerance and not (self.gradients and self.gradients.failure)
 
     @property
     def passed(self) -> bool:

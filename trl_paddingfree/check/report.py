@@ -4,14 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .. import upstream
-from ..model.backends import BACKENDS
-from ..model.routes import choose_route, routes_to_try
+from ..model.routes import BACKENDS, choose_route, routes_to_try
 from .gradients import RowsInTraining
 from .machine import flash_implementations
 from .probe import RowsAlone
@@ -30,7 +28,7 @@ class ModelReport:
     chosen: CheckResult | None = None  # how a trainer would train it
     refusal: str = ""  # what the trainer would say else
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report as plain values, for JSON."""
         return {
             **{name: vars(self)[name] for name in ("model", "device", "dtype", "attn_implementation")},
@@ -44,7 +42,7 @@ class ModelReport:
         }
 
 
-def _as_dict(result: CheckResult) -> dict[str, Any]:
+def _as_dict(result: CheckResult) -> dict[str, object]:
     figures = {name: vars(result)[name] for name in ("error", "tolerance", "noise", "leak", "effect")}
     figures["smallest_mistake"] = result.smallest_mistake
     if result.gradients is not None:
@@ -61,8 +59,7 @@ def _as_dict(result: CheckResult) -> dict[str, Any]:
 
 def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTrainedModel:
     """Load a model as TRL's trainers do, with TRL's fused LM head, on the GPU if there is one."""
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model = create_model_from_path(name, dtype=dtype, **options)
+    model = create_model_from_path(name, dtype=dtype, attn_implementation=attn_implementation)
     add_fused_lm_head(model)
     return model
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -17,7 +17,9 @@ from ..model.restored import (
     local_part,
     random_state_restored,
 )
-from .probe import where
+from .probe import Call, set_where
+
+Output: TypeAlias = torch.Tensor | tuple  # of a layer
 
 # Spread of weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
@@ -26,7 +28,7 @@ _SMALL = 2**18
 
 
 @contextmanager
-def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = None) -> Iterator[None]:
+def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator[None]:
     """
     Training mode with gradients, without dropout, adapters moved off zero, all compiled code run as it is written; of
     layers of one kind, those between the first and the last pass on what they get. Afterwards all is as before.
@@ -51,14 +53,12 @@ def as_in_training(model: PreTrainedModel, call: Callable[..., Any] | None = Non
 @contextmanager
 def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """FSDP2 may leave weights whole after a pass: what is done to parameters is done to each process's own part."""
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.reshard()
-    try:
+    with ExitStack() as after:
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                after.callback(module.reshard)
         yield
-    finally:
-        for module in sharded:
-            module.reshard()
 
 
 def _kind(layer: torch.nn.Module) -> tuple:
@@ -80,8 +80,8 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     Within this context, of layers of one kind only the first and the last compute: what a kind forgets shows in any,
     and a deep model takes the time of a shallow one. With sharded weights all compute, as engines expect.
     """
-    skipped: list[tuple[Any, str, Any]] = []
-    outputs: dict[tuple, Any] = {}
+    skipped: list[tuple[torch.nn.Module, str, Callable]] = []
+    outputs: dict[tuple, Output] = {}
     # FSDP1 has flat parameters, or DTensors; DeepSpeed marks parameters as its own
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     is_sharded |= any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
@@ -99,7 +99,7 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
             yield
 
 
-def _passed_on(outputs: dict[tuple, Any], kind: tuple, *args: Any, **kwargs: Any) -> Any:
+def _passed_on(outputs: dict[tuple, Output], kind: tuple, *args: torch.Tensor, **kwargs: torch.Tensor) -> Output:
     """What a layer gets, in the form in which the first of its kind gives what it has computed."""
     hidden = args[0] if args else kwargs["hidden_states"]
     given = outputs[kind]
@@ -109,11 +109,11 @@ def _passed_on(outputs: dict[tuple, Any], kind: tuple, *args: Any, **kwargs: Any
 def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Dropout of modules, and of functions whose probability stands in one or in a configuration, and noise are off."""
 
-    def is_rate(holder: Any, name: str, value: Any) -> bool:
+    def is_rate(holder: object, name: str, value: object) -> bool:
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
         return (drops and isinstance(value, float) and value > 0) or (name == "neftune_noise_alpha" and bool(value))
 
-    return attributes_set((*found, 0.0) for found in where(modules, is_rate))
+    return set_where(modules, is_rate, 0.0)
 
 
 @contextmanager
@@ -122,20 +122,17 @@ def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> 
     Within this context, weights that are zero are not: those of adapters and of projectors of images hide what these
     do. `frozen` moves weights that are not trained, too: a reference starts as the model that is.
     """
-    generator, zeros = torch.Generator().manual_seed(0), []
-    for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
-        weight = local_part(parameter.detach())
-        is_taken = (frozen or parameter.requires_grad) and weight.is_floating_point()
-        if is_taken and weight.numel() and not weight.any():
-            zeros.append((weight, weight.clone()))
-            weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
-    torch.clear_autocast_cache()  # which may hold these weights as they were, and then as they were here
-    try:
+    generator = torch.Generator().manual_seed(0)
+    with ExitStack() as after:
+        after.callback(torch.clear_autocast_cache)  # which may hold these weights as they were here
+        for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
+            weight = local_part(parameter.detach())
+            is_taken = (frozen or parameter.requires_grad) and weight.is_floating_point()
+            if is_taken and weight.numel() and not weight.any():
+                after.callback(weight.copy_, weight.clone())
+                weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
+        torch.clear_autocast_cache()  # or as they were before
         yield
-    finally:
-        for weight, before in zeros:
-            weight.copy_(before)
-        torch.clear_autocast_cache()
 
 
 def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -148,12 +145,11 @@ def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Within this context, the one entry is what the input embeddings of a model gave last, and takes a gradient."""
     found: list[torch.Tensor] = []
 
-    def watch(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def watch(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         found[:] = [output if output.requires_grad else output.requires_grad_()]
         return found[0]
 
-    embeddings: Any = model.get_input_embeddings()
-    with embeddings.register_forward_hook(watch):
+    with model.get_input_embeddings().register_forward_hook(watch):
         yield found
 
 
@@ -172,11 +168,11 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
         own.register_hook(lambda gradient: passed.add(name) if name not in passed and _is_some(gradient) else None)
         return (own, *args[1:])
 
-    def after(name: str, module: torch.nn.Module, args: tuple, output: Any) -> None:
+    def after(name: str, module: torch.nn.Module, args: tuple, output: Output) -> None:
         if not args or not _gets_gradient(args[0]):
             return
-        answers = [x for x in (output if isinstance(output, tuple) else (output,)) if isinstance(x, torch.Tensor)]
-        answers = [x for x in answers if x.is_floating_point()]
+        outputs = output if isinstance(output, tuple) else (output,)
+        answers = [x for x in outputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
         note = partial(given.__setitem__, f"`{name}` ({type(module).__name__})")
         for x in answers:
             if x.requires_grad:

@@ -4,7 +4,7 @@ The figures are those of [`~trl_paddingfree.check.prove`]. Here, `leak` is how m
 rows are inverted, and `effect` how much they move when their *own* are.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..flat.batch import IGNORE_INDEX
 from ..model.routes import Route
-from .probe import Call, RowsAlone, root_mean_square, undisturbed
+from .probe import Call, Rows, RowsAlone, root_mean_square, undisturbed
 from .prove import CheckResult, UnprovenModelError, check_flat
 from .training import moved_off_zero
 
@@ -39,23 +39,21 @@ class ImagesAlone(RowsAlone):
         with undisturbed(self.model), moved_off_zero([*self.model.modules()], frozen=True):
             yield
 
-    def answers(self, rows: Sequence[Any], width: int = 0, **flat: Any) -> list[torch.Tensor]:
-        batch = self.examples.flat(rows, **flat) if flat else self.examples.padded(rows)
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
+        is_padded = prefix_sharing is None
+        batch = self.examples.padded(rows) if is_padded else self.examples.flat(rows, prefix_sharing)
         inputs = send_to_device(batch, self.model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
         output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
         scored = batch["labels"][:, 1:] != IGNORE_INDEX
         of_rows = [row[mask] for row, mask in zip(output, scored, strict=True)]
         return [torch.cat(of_rows[i :: len(rows)]) for i in range(len(rows))]
 
-    def changed(self) -> list[tuple[list[Any], list[int]]]:
+    def changed(self) -> list[tuple[Rows, list[int]]]:
         return self.examples.variants()
 
 
-def check_images(
-    model: PreTrainedModel, route: Route, examples: Any, call: Call | None = None, reference: ImagesAlone | None = None
-) -> CheckResult:
+def check_images(model: PreTrainedModel, route: Route, reference: ImagesAlone) -> CheckResult:
     """Run a vision-language model on examples flat, and one by one, see [`~trl_paddingfree.check.prove.check_flat`]."""
-    reference = reference or ImagesAlone(model, examples, call)
     result = check_flat(model, route, reference)
     if reference.effect == 0 and not result.failure:  # an exact result would say nothing
         return CheckResult(route, failure="images make no difference to the model: they never arrive")
@@ -73,7 +71,7 @@ def prove_images(
     """Prove that images arrive where they belong, by a `route` that is exact on text, else without shared prefixes."""
     reference, failed = ImagesAlone(model, examples, call), []
     for candidate in dict.fromkeys((route, route.without_sharing())):
-        result = check_images(model, candidate, examples, call, reference)
+        result = check_images(model, candidate, reference)
         if agree(result.passed):
             return result
         failed.append(result)

@@ -3,10 +3,11 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from ..data.load import NAME_THE_DATA, refuse_missing
 from ..versions import naming_versions
@@ -14,6 +15,7 @@ from .options import LOADING, NO, OK, TRAINING, make_parser, refuse, refuse_brok
 
 # As shells report processes that SIGINT or SIGPIPE ended
 INTERRUPTED, PIPE_CLOSED = 130, 141
+Loaded = TypeVar("Loaded")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,23 +36,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 @naming_versions()
 def run(given: list[str]) -> int:
     """Run the command that the arguments name, and give its exit code."""
-    # These have a parser of their own, with hundreds of options
-    if given and given[0] in TRAINING:
-        return train(given[0], given[1:])
-    args, unknown = make_parser().parse_known_args(spelled(given))
-    if unknown:  # argparse would show how all commands are called, not this one
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    command: Callable[[], int]
+    if given and given[0] in TRAINING:  # these have a parser of their own, with hundreds of options
+        name, traceback = given[0], "--traceback" in given
+        command = partial(train, name, given[1:])
+    else:
+        args, unknown = make_parser().parse_known_args(spelled(given))
+        if unknown:  # argparse would show how all commands are called, not this one
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        name, traceback = args.command, args.traceback
+        command = partial({"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[name], args)
     try:
-        return {"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[args.command](args)
+        return command()
     except BrokenPipeError:  # an `OSError`, of which the user need not hear
         raise
     except LOADING as error:
-        if args.traceback:
+        if traceback:
             raise
-        return refuse(args.command, error)
+        return refuse(name, error)
 
 
-def loaded(name: str, load: Callable[[], Any]) -> Any:
+def loaded(name: str, load: Callable[[], Loaded]) -> Loaded:
     """The result of `load`. Its errors are given a message that names `name`, which the user typed."""
     from datasets.exceptions import DatasetsError
 
@@ -69,7 +75,7 @@ def at_least(least: int, args: argparse.Namespace, *names: str) -> None:
             raise ValueError(f"`--{name} {value}` must be at least {least}.")
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: Mapping[str, object]) -> None:
     """Print a result for programs."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
@@ -79,6 +85,8 @@ def inspect(args: argparse.Namespace) -> int:
     at_least(1, args, "batch_size", "num_generations", "max_completion_length")
     at_least(0, args, "max_length", "sample")
     refuse_missing(args.dataset, NAME_THE_DATA)
+    if args.model is None and args.memory_gib is not None:
+        raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, whose memory it is.")
 
     from rich.console import Console
     from rich.progress import track
@@ -105,10 +113,10 @@ def inspect(args: argparse.Namespace) -> int:
             f"`--model {args.model}` predicts the memory of text, and the data has images, whose memory in the vision "
             "tower is not known: leave `--model` out."
         )
-    reader: Any = AutoProcessor if with_images else AutoTokenizer
+    read = AutoProcessor.from_pretrained if with_images else AutoTokenizer.from_pretrained
     report = measure(
         dataset,
-        loaded(args.tokenizer, lambda: reader.from_pretrained(args.tokenizer)),
+        loaded(args.tokenizer, lambda: read(args.tokenizer)),
         task_of(dataset.column_names, TASKS),
         [args.batch_size * factor for factor in (1, 2, 4, 8)],
         max_length=args.max_length or None,
@@ -121,7 +129,12 @@ def inspect(args: argparse.Namespace) -> int:
         image_token_id=image_token(args.tokenizer) if with_images else None,
         track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
-    memory = _memory(args, report)
+    memory = None
+    if args.model is not None:
+        from .memory import memory_report
+
+        predict = partial(memory_report, report.task.name, [*report.batches.items()], args.model, args.tuning)
+        memory = loaded(args.model, lambda: predict(args.memory_gib))
     if args.json:
         print_json(report.as_dict() | ({"memory": memory} if memory else {}))
     else:
@@ -144,18 +157,6 @@ def image_token(model: str) -> int:
             f"The data has images, and {model!r} is no model that reads them as tokens of its rows. Name one that does "
             "in `--tokenizer`, or remove the column of images."
         ) from error
-
-
-def _memory(args: argparse.Namespace, report: Any) -> dict[str, Any] | None:
-    """What `--model` would need of memory, if it was asked for."""
-    if args.model is None:
-        if args.memory_gib is not None:
-            raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, whose memory it is.")
-        return None
-    from .memory import memory_report
-
-    make = partial(memory_report, report.task.name, [*report.batches.items()], args.model, args.tuning, args.memory_gib)
-    return loaded(args.model, make)
 
 
 def check(args: argparse.Namespace) -> int:
@@ -213,14 +214,55 @@ def quickstart(args: argparse.Namespace) -> int:
 
 
 def train(task: str, argv: list[str]) -> int:
-    """`trl-paddingfree dpo`, `sft` and the others that train."""
+    """
+    `trl-paddingfree dpo`, `sft` and the others that train: the script of a task through `accelerate launch`.
+
+    Options that the script does not know are those of `accelerate launch`, on the command line and in the YAML file of
+    `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
+    """
+    refuse_broken(argv)
+
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+    from yaml import YAMLError
+
+    from ..trainers import TRAINERS
+    from ..trainers.configs import refuse_wrong_options
+    from . import train as script
+
+    parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
+    parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
+    script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
+    launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
+    refuse_wrong_options(training_args, TRAINERS[task])
+    script.check_names((script_args, training_args, model_args, dataset_args))
+    launcher = launch.launch_command_parser()
+    launcher.error = parser.error  # in one line, too
+    args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *without(argv, from_command_line)])
+    if args.training_script != script.__name__:
+        parser.error(f"unrecognized arguments: {args.training_script}")
+    script.say_where(training_args)
+    # Which defaults accelerate takes is no news to who has asked for nothing else
+    launch.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     try:
-        refuse_broken(argv)
+        launch.launch_command(args)
+    except subprocess.CalledProcessError as error:  # the script has said what went wrong
+        return error.returncode
+    except ChildFailedError as error:  # the process that failed has said why
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else NO
+    except YAMLError as error:
+        raise ValueError(f"`--config_file` is no YAML: {' '.join(str(error).split())}") from error
+    return OK
 
-        from .launch import launch
 
-        return launch(task, argv)
-    except LOADING as error:  # configurations refuse some values
-        if "--traceback" in argv:
-            raise
-        return refuse(task, error)
+def without(items: Iterable[str], subsequence: Iterable[str]) -> list[str]:
+    """
+    `items` less an ordered subsequence of them.
+
+    >>> without(["--beta", "1", "--num_processes", "2", "--seed", "2"], ["--num_processes", "2"])
+    ['--beta', '1', '--seed', '2']
+    """
+    left = [*subsequence]
+    return [item for item in items if left[:1] != [item] or left.pop(0) != item]

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -28,7 +29,6 @@ from ..memory.needs import WORKING_TENSORS, MemoryNeeds
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import choose_route
-from .shapes import model_config
 
 # Weights and activations are bfloat16, as on GPUs; of 4-bit weights, an eighth of a bit per weight are scales
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
@@ -43,6 +43,41 @@ _TYPES = ("layer_types", "mlp_layer_types")
 # The attention that keeps what the kernels keep
 KEPT_BY_KERNELS = "kept_by_kernels"
 
+Shape = dict[str, Any]  # fields of a configuration
+
+
+def decoder(
+    model_type: str, hidden: int, inner: int, layers: int, heads: int, key_heads: int, words: int, tied: bool = True
+) -> Shape:
+    """The shape of a decoder, for [`~transformers.AutoConfig`]."""
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "vocab_size": words,
+        "tie_word_embeddings": tied,
+    }
+
+
+# Sizes from the configurations that the models were published with
+SHAPES: dict[str, Shape] = {
+    "llama-3-8b": decoder("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
+    "llama-3.2-1b": decoder("llama", 2048, 8192, 16, 32, 8, 128256),
+    "qwen2.5-0.5b": decoder("qwen2", 896, 4864, 24, 14, 2, 151936),
+    "qwen2.5-7b": decoder("qwen2", 3584, 18944, 28, 28, 4, 152064, tied=False),
+    "smollm2-135m": decoder("llama", 576, 1536, 30, 9, 3, 49152),
+    # Too small for any device: what a step costs on the host
+    "tiny": decoder("llama", 64, 128, 4, 4, 2, 1024),
+}
+
+
+def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConfig:
+    """The configuration of a named shape, or of a folder or model id."""
+    return AutoConfig.for_model(**shapes[name]) if name in shapes else AutoConfig.from_pretrained(name)
+
 
 def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
     """
@@ -55,16 +90,16 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     kinds = list(zip(*types, strict=True))
     which = [kinds.index(kind) for kind in kinds]  # layers of one kind need the same memory: the first stands for them
     model = _first_layers(config, 1 + max(which))
-    if as_kernels:
-        keep_as_kernels(model)
+    if as_kernels and upstream.takes_attention_function(model):
+        AttentionInterface.register(KEPT_BY_KERNELS, _attend)
+        AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
+        upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
     route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
     FlatModel.install(model, route)
-    trained: Any = model
     if tuning != "full":
         lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        trained = get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora")
-        trained.enable_input_require_grads()
-        upstream.cast_inputs_once(trained, "cpu")
+        model.enable_input_require_grads()
+        upstream.cast_inputs_once(get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora"), "cpu")
     with torch.autocast("cpu", DTYPE):  # as `bf16`, TRL's default, has it: adapters are float32, products are not
         kept = count_kept_bytes(model, route)
     layers = recomputable_layers(model)
@@ -85,13 +120,14 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     return MemoryNeeds(fixed, every.kept, every.recomputed, every.outside, head, (BYTES * columns, rows), working)
 
 
-def _first_layers(config: PreTrainedConfig, number: int) -> Any:
+def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
     """A model of the first layers, with a small vocabulary."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     for name in _TYPES:
-        if getattr(text, name, None):
-            setattr(text, name, getattr(text, name)[:number])
+        own_name = text.attribute_map.get(name, name)
+        if types := vars(text).get(own_name):  # others follow from the number of layers
+            setattr(text, own_name, types[:number])
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = number, VOCABULARY, None
     model = AutoModelForCausalLM.from_config(small, dtype=DTYPE, attn_implementation="sdpa")
     add_fused_lm_head(model)
@@ -113,14 +149,6 @@ class _KernelBytes(torch.autograd.Function):
 
 def _attend(module, query, key, value, attention_mask, **kwargs):
     return _KernelBytes.apply(query, key, value).transpose(1, 2), None
-
-
-def keep_as_kernels(model: PreTrainedModel) -> None:
-    """Have a model keep what flash attention would, from its next forward pass on, if its attention can be replaced."""
-    if upstream.takes_attention_function(model):
-        AttentionInterface.register(KEPT_BY_KERNELS, _attend)
-        AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
-        upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
 
 
 def loads(counts: BatchCounts) -> dict[str, np.ndarray]:

@@ -4,11 +4,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 OK, NO, WRONG_USE = 0, 1, 2
 # Errors of arguments, of names, and of packages that are missing
@@ -31,15 +31,13 @@ TRAINING = {
     "rloo": "on rewards of completions that it generates, leaving one out",
     "distillation": "on what a teacher says of completions that it generates",
 }
-
-
 # Options of transformers and TRL that take JSON, or a file of it
 TAKES_JSON = re.compile(r"--(\w+_kwargs|\w+_config|deepspeed)")
 
 
 def refuse(command: str, error: Exception) -> int:
     """Say why a command cannot be carried out."""
-    notes = getattr(error, "__notes__", ())
+    notes = vars(error).get("__notes__", ())
     sys.stderr.write("\n".join([f"trl-paddingfree {command}: {error}", *notes, ""]))
     return WRONG_USE
 
@@ -57,21 +55,11 @@ class OneLineParser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         meant: list[str] = []
         if unknown:
-            meant = get_close_matches(_spelled(unknown[1]), self.known_options(), n=1, cutoff=0.7)
+            meant = get_close_matches(spelled([unknown[1]])[0], self.known_options(), n=1, cutoff=0.7)
         elif choice:
             meant = get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
         suggestion = f" Did you mean `{meant[0]}`?" if meant else f" `{self.prog} --help` lists all."
         self.exit(WRONG_USE, f"{self.prog}: {message}.{suggestion}\n")
-
-
-def _spelled(argument: str) -> str:
-    """
-    The name of an option, with its value or without, in one spelling.
-
-    >>> _spelled("--batch-size=8")
-    '--batch_size=8'
-    """
-    return re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), argument)
 
 
 def spelled(argv: Sequence[str]) -> list[str]:
@@ -81,7 +69,7 @@ def spelled(argv: Sequence[str]) -> list[str]:
     >>> spelled(["inspect", "my-pairs.jsonl", "--batch-size=4", "--max-length", "512"])
     ['inspect', 'my-pairs.jsonl', '--batch_size=4', '--max_length', '512']
     """
-    return [_spelled(argument) for argument in argv]
+    return [re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), word) for word in argv]
 
 
 def refuse_broken(argv: Sequence[str]) -> None:
@@ -109,13 +97,6 @@ def _refuse_broken_json(name: str, value: str, where: str = "") -> None:
         raise ValueError(f"`{name}`{where}: {what} is no JSON: {place}: {error.msg}.") from None
 
 
-def _told(error: Any) -> str:
-    """What the YAML parser says, in one line."""
-    if (mark := getattr(error, "problem_mark", None)) is None:  # bytes that are no text
-        return " ".join(str(error).split())
-    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-
-
 def _refuse_broken_config(path: str) -> None:
     import yaml
 
@@ -126,7 +107,10 @@ def _refuse_broken_config(path: str) -> None:
     except OSError as error:
         raise ValueError(f"`--config {path}` cannot be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"`--config {path}` is no YAML: {_told(error)}.") from None
+        told = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):  # not of bytes that are no text
+            told = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        raise ValueError(f"`--config {path}` is no YAML: {told}.") from None
     for name, value in (config if isinstance(config, dict) else {}).items():
         if isinstance(value, str):
             _refuse_broken_json(f"--{name}", value, f" in {path}")
@@ -148,7 +132,7 @@ def make_parser() -> OneLineParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, examples: str = "") -> Any:
+    def add(name: str, text: str, examples: str = "") -> Callable[..., argparse.Action]:
         description, epilog = f"{text[0].upper()}{text[1:]}.", f"examples:\n{examples}\n\n{EXIT_CODES}"
         command = commands.add_parser(name, help=text, description=description, epilog=epilog, formatter_class=as_is)
         command.set_defaults(parser=command)

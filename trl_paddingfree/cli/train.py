@@ -1,26 +1,29 @@
 """The training scripts: TRL's own parser and options, with the trainers of this package."""
 
+import argparse
 import os
 import pkgutil
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 import trl.rewards
 from accelerate.commands.launch import launch_command_parser
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainingArguments
 from trl import (
     DatasetMixtureConfig,
     DistillationConfig,
     ModelConfig,
     ScriptArguments,
+    SFTConfig,
     TrlParser,
     get_peft_config,
     get_quantization_config,
@@ -32,7 +35,8 @@ from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
 from ..memory.device import GIB
 from ..trainers import TRAINERS
-from ..trainers.configs import PaddingFreeOptions, option, silence
+from ..trainers.base import FlatTrainer
+from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
 from .options import LOADING, TRACEBACK, OneLineParser, refuse, refuse_broken
 
 
@@ -47,7 +51,7 @@ class SFTScriptArguments(ScriptArguments):
         False, "Cut conversations into one sample per assistant turn; shared turns are computed once."
     )
 
-    def settle(self, training_args: Any) -> None:
+    def settle(self, training_args: PaddingFreeSFTConfig) -> None:
         """Set what the switches stand for, unless another option contradicts one; turns stay side by side."""
         if training_args.packing and self.batch_method not in (None, "packing"):
             raise ValueError(
@@ -77,7 +81,7 @@ class SFTScriptArguments(ScriptArguments):
             )
         training_args.train_sampling_strategy, training_args.prefix_sharing = "sequential", True
 
-    def cut(self, dataset: Any, training_args: Any) -> Any:
+    def cut(self, dataset: DatasetDict, training_args: SFTConfig) -> DatasetDict:
         """The data in turns, if they are asked for; the conversations to train on in random order."""
         if not self.one_sample_per_turn:
             return dataset
@@ -102,15 +106,18 @@ class MessageArguments:
 _OURS = {field.name for types in (PaddingFreeOptions, MessageArguments) for field in fields(types)}
 _OURS |= {field.name for field in fields(SFTScriptArguments)} - {field.name for field in fields(ScriptArguments)}
 # Script arguments of tasks that have more than others
-_ARGUMENTS: dict[str, Any] = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
+_ARGUMENTS: dict[str, type[ScriptArguments]]
+_ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
+# What a parser gives: the arguments of the script, of the trainer, of the model, and of a mixture of data sets
+Parsed = tuple[ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]
 
 
 class ScriptParser(OneLineParser, TrlParser):
     """TRL's parser, with the options of this package in a group of their own, and short answers to wrong arguments."""
 
-    ours: Any = None  # the group
+    ours: argparse._ArgumentGroup | None = None
 
-    def add_argument(self, *names: Any, **options: Any) -> Any:
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         field = options.get("dest") or names[0].removeprefix("--")
         if field not in _OURS:
             return super().add_argument(*names, **options)
@@ -126,7 +133,7 @@ class ScriptParser(OneLineParser, TrlParser):
 def make_parser(task: str, prog: str | None = None) -> ScriptParser:
     """The parser of a task's script: its trainer's options, and those of the data and the model."""
     arguments = _ARGUMENTS.get(task, ScriptArguments)
-    types: list[Any] = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig, MessageArguments]
+    types = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig, MessageArguments]
     parser = ScriptParser(types, prog=prog)
     if task == "reward":  # the adapters that its head goes with; TRL's default is that of a language model
         parser.set_defaults(lora_task_type="SEQ_CLS")
@@ -135,7 +142,7 @@ def make_parser(task: str, prog: str | None = None) -> ScriptParser:
     return parser
 
 
-def say_where(training_args: Any) -> None:
+def say_where(training_args: TrainingArguments) -> None:
     """Say that training runs on the CPU, where that was not asked for: no accelerator is there."""
     if training_args.use_cpu and not torch.accelerator.is_available():
         precision = "true" if training_args.bf16 else "false"
@@ -149,7 +156,7 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     try:
         refuse_broken(given)
         parser = make_parser(task)
-        parsed: Any = parser.parse_args_and_config(given, return_remaining_strings=True)
+        parsed = parser.parse_args_and_config(given, return_remaining_strings=True)
         script_args, training_args, model_args, dataset_args, _, unknown = parsed
         if unknown and not launched:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -157,7 +164,7 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
             say_where(training_args)
         if isinstance(script_args, SFTScriptArguments):
             script_args.settle(training_args)
-        trainer = make_trainer(TRAINERS[task], script_args, training_args, model_args, dataset_args)
+        trainer = make_trainer(TRAINERS[task], (script_args, training_args, model_args, dataset_args))
     except LOADING as error:
         if "--traceback" in given:
             raise
@@ -165,8 +172,9 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     train(trainer, script_args, training_args)
 
 
-def check_names(script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> None:
+def check_names(parsed: Parsed) -> None:
     """Refuse models or data that are not named or not there, before anything is launched or loaded."""
+    script_args, training_args, model_args, dataset_args = parsed
     refuse_missing(model_args.model_name_or_path, "Name the model: `--model_name_or_path` (hub name or folder).")
     if isinstance(training_args, DistillationConfig):
         teacher = training_args.teacher_model_name_or_path
@@ -175,10 +183,10 @@ def check_names(script_args: Any, training_args: Any, model_args: Any, dataset_a
         refuse_missing(script_args.dataset_name, NAME_THE_DATA)
 
 
-def load_rewards(script_args: Any) -> list[Any]:
+def load_rewards(script_args: GRPOScriptArguments | RLOOScriptArguments) -> list[str | Callable]:
     """The rewards of `--reward_model_name_or_path` and `--reward_funcs`, as `trl grpo` and `trl rloo` take them."""
     model, names = script_args.reward_model_name_or_path, script_args.reward_funcs or []
-    found = [*([model] if model else []), *map(_load_function, names)]
+    found: list[str | Callable] = [*([model] if model else []), *map(_load_function, names)]
     if not found:
         raise ValueError(
             "Name what rewards completions: `--reward_funcs` (a function of TRL or an import path, such as "
@@ -187,7 +195,7 @@ def load_rewards(script_args: Any) -> list[Any]:
     return found
 
 
-def _load_function(name: str) -> Any:
+def _load_function(name: str) -> Callable:
     if name == "get_soft_overlong_punishment":
         return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
     module, _, function = name.rpartition(".")
@@ -203,9 +211,10 @@ def _load_function(name: str) -> Any:
         ) from None
 
 
-def make_trainer(trainer_class: type, script_args: Any, training_args: Any, model_args: Any, dataset_args: Any) -> Any:
+def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> FlatTrainer:
     """The trainer, with model and data loaded, by the arguments of TRL's scripts."""
-    check_names(script_args, training_args, model_args, dataset_args)
+    check_names(parsed)
+    script_args, training_args, model_args, dataset_args = parsed
     loading = {
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
@@ -213,7 +222,7 @@ def make_trainer(trainer_class: type, script_args: Any, training_args: Any, mode
     }
     own = {"revision": model_args.model_revision, **loading, **(training_args.model_init_kwargs or {})}
     training_args.model_init_kwargs = own
-    others: dict[str, Any] = {}
+    others: dict[str, object] = {}
     if isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments):
         others["reward_funcs"] = load_rewards(script_args)
     if isinstance(training_args, DistillationConfig):  # the teacher has a revision of its own, and is never quantized
@@ -243,7 +252,7 @@ def make_trainer(trainer_class: type, script_args: Any, training_args: Any, mode
     )
 
 
-def train(trainer: Any, script_args: Any, training_args: Any) -> None:
+def train(trainer: FlatTrainer, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Train, summarise and save."""
     if script_args.ignore_bias_buffers:
         ignored = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
@@ -258,7 +267,7 @@ def train(trainer: Any, script_args: Any, training_args: Any) -> None:
     trainer.accelerator.end_training()
 
 
-def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
+def summarize(trainer: FlatTrainer, metrics: dict[str, float], seconds: float) -> None:
     """Print what the run took and what it computed, on the main process."""
     counts = trainer.total_counts()
     memory = trainer.peak_memory

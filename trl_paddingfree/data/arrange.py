@@ -5,7 +5,7 @@ example has the weight in the step that it had before.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ class StepSampler(Sampler[int]):
         yield from step
 
     def __len__(self) -> int:
-        assert isinstance(self.sampler, Sized)
-        return len(self.sampler)
+        return len(self.sampler)  # type: ignore[arg-type]
 
     @property
     def generator(self) -> torch.Generator | None:

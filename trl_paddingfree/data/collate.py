@@ -1,18 +1,20 @@
 """Collators: TRL's padded rows, and beside them the flat batch that the model computes instead."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
 from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollatorForReward
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.images import RowImages
 from .lengths import Example
+from .rows import CollatedRows
 
 
 @dataclass
@@ -67,9 +69,9 @@ class FlatCollator(DataCollatorMixin):
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
-        options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
-        options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
-        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), **options)
+        options = {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
+        options |= {name: getattr(self, name) for name in self.padded_by}
+        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), None, **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)
@@ -78,61 +80,10 @@ class FlatCollator(DataCollatorMixin):
         on_host = self.on_host(rows, len(features))
         return on_host.batch() if self.keeps_rows else on_host.with_flat()
 
-    def on_host(self, rows: Inputs, num_features: int) -> "CollatedRows":
+    def on_host(self, rows: Inputs, num_features: int) -> CollatedRows:
         """What batches are made of: the rows of so many features."""
         per_example = self.rows_per_example or len(rows["input_ids"]) // num_features
         return CollatedRows(self, rows, len(rows["input_ids"]) // per_example)
-
-
-@dataclass(frozen=True)
-class CollatedRows:
-    """The rows of a batch on the host, from which parts of it are made."""
-
-    collator: FlatCollator  # that gave the batch; no longer there once a worker of the data loader has sent it
-    rows: Inputs  # the batch without its flat batch: values of one entry per row, per example, or for all
-    num_items: int  # examples, which are not divided
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The trainer has the collator: with a processor, it is larger than all rows
-        return {name: value for name, value in vars(self).items() if name != "collator"}
-
-    def row_numbers(self, examples: Sequence[int]) -> list[int]:
-        """The rows of some examples."""
-        return [i + first for first in range(0, len(self.rows["input_ids"]), self.num_items) for i in examples]
-
-    def take(self, examples: Sequence[int]) -> "CollatedRows":
-        """The rows of some examples, as wide as all."""
-        numbers = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_items: list(examples)}
-
-        def taken(value: Any) -> Any:
-            has_entries = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
-            if not has_entries or len(value) not in numbers:
-                return value
-            index = numbers[len(value)]
-            return [value[i] for i in index] if isinstance(value, list) else value[index]
-
-        return replace(self, rows={name: taken(x) for name, x in self.rows.items()}, num_items=len(examples))
-
-    def tokens(self) -> list[int]:
-        """Tokens to compute of each example alone."""
-        return [self.take([i]).with_flat()["flat_batch"].counts.computed for i in range(self.num_items)]
-
-    def part(self, items: Sequence[int], reach: int | None) -> RowPart:
-        """The part of a batch that some examples make, with positions that tell of `reach` tokens."""
-        taken = self.take(items)
-        return RowPart(torch.tensor(self.row_numbers(items)), taken.with_flat(reach)["flat_batch"], taken.images())
-
-    def images(self) -> Inputs:
-        """What belongs to images, of those of these rows."""
-        return {}
-
-    def with_flat(self, reach: int | None = None) -> Inputs:
-        """The batch of these rows, with positions that tell of `reach` tokens."""
-        return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach)}
-
-    def batch(self, reach: int | None = None) -> Inputs:
-        """The batch of these rows, with them under `"rows"`."""
-        return {**self.with_flat(reach), "rows": self}
 
 
 @dataclass
@@ -217,6 +168,57 @@ def _documents(example: Example, cuts_packed: bool) -> list[Example]:
         )
     spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
     return [{"input_ids": ids[span], "labels": labels[span]} for span in spans]
+
+
+@dataclass
+class RewardCollator(FlatCollator, DataCollatorForReward):
+    """
+    Collator of pairs for reward models: TRL's [`~trl.trainer.reward_trainer.DataCollatorForPreference`], with its
+    arguments and those of [`FlatCollator`]. `pad_token_id` is that of the model, which finds the end of a row by it.
+
+    >>> from trl_paddingfree import RewardCollator
+    >>> collator = RewardCollator(pad_token_id=0, padding_free=True)
+    >>> batch = collator([{"chosen_ids": [1, 2, 3, 4], "rejected_ids": [1, 2, 5]}])
+    >>> batch["input_ids"]
+    tensor([[1, 2, 3, 4],
+            [1, 2, 5, 0]])
+    >>> batch["flat_batch"].input_ids
+    tensor([[1, 2, 3, 4, 2, 5]])
+    """
+
+    rows_per_example: ClassVar[int | None] = 2
+
+    def row_labels(self, rows: Inputs) -> torch.Tensor:
+        return torch.full_like(rows["input_ids"], IGNORE_INDEX)  # the head reads rows, and scores no token
+
+
+@dataclass
+class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference):
+    """
+    Collator of completions that are desirable or not: TRL's
+    [`~trl.trainer.kto_trainer.DataCollatorForUnpairedPreference`], with its arguments and those of [`FlatCollator`].
+
+    The flat batch of the mismatched rows (`"KL_input_ids"`), if there are any, is the `companion` of the batch's.
+
+    >>> from trl_paddingfree import UnpairedPreferenceCollator
+    >>> collator = UnpairedPreferenceCollator(pad_token_id=0, padding_free=True)
+    >>> examples = [
+    ...     {"prompt_ids": [1, 2], "completion_ids": [3], "KL_completion_ids": [6, 7], "label": True},
+    ...     {"prompt_ids": [1, 2], "completion_ids": [6, 7], "KL_completion_ids": [3], "label": False},
+    ... ]
+    >>> batch = collator(examples)
+    >>> batch["flat_batch"].input_ids, batch["flat_batch"].companion.input_ids
+    (tensor([[1, 2, 3, 2, 6, 7]]), tensor([[1, 2, 6, 7, 2, 3]]))
+    """
+
+    rows_per_example: ClassVar[int | None] = 1
+
+    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+        batch = super().flatten(rows, reach, images)
+        if "KL_input_ids" not in rows:
+            return batch
+        mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
+        return replace(batch, companion=super().flatten(mismatched))
 
 
 def concatenated_inputs(

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -17,8 +17,9 @@ from ..flat.batch import IGNORE_INDEX, Inputs
 from .lengths import AnyDataset, Example
 from .validate import column_names
 
-# Pillow's, an array, or text that names one
-Image = Any
+if TYPE_CHECKING:
+    from .vision import FlatVisionCollator
+
 # How many examples are searched for images
 _EXAMPLES_SEARCHED = 256
 
@@ -42,8 +43,8 @@ def first_with_images(dataset: Dataset) -> int:
     return 0
 
 
-def images_of(example: Example) -> list[Image]:
-    """The images of an example: its column, and those that stand in its messages."""
+def images_of(example: Example) -> list[object]:
+    """The images of an example, Pillow's, arrays or text that names one: its column, and those in its messages."""
     images = [example["image"]] if "image" in example else list(example.get("images") or [])  # TRL reads one of them
     for messages in example.values():
         for message in messages if isinstance(messages, list) else ():
@@ -53,7 +54,7 @@ def images_of(example: Example) -> list[Image]:
     return images
 
 
-def _image_of(part: Example) -> list[Image]:
+def _image_of(part: Example) -> list[object]:
     """The image that stands in a part of a message, if one does: by itself, by a name, or as OpenAI writes it."""
     if part.get("type") == "image_url":
         url = part["image_url"]
@@ -71,7 +72,7 @@ def images_key(example: Example) -> str:
     return digest.hexdigest()
 
 
-def _content(image: Image) -> tuple[str, bytes]:
+def _content(image: object) -> tuple[str, bytes]:
     """All that an image's features may depend on: what kind of image it is, and its bytes."""
     from PIL import ExifTags  # text needs no Pillow
     from PIL.Image import Image as Picture
@@ -112,7 +113,7 @@ class ImageProbe:
     one without images, as far as the data has them. The trainer's collator makes batches of them.
     """
 
-    def __init__(self, collator: Any, examples: Iterable[Example]):
+    def __init__(self, collator: "FlatVisionCollator", examples: Iterable[Example]):
         self.collator = collator
         self.examples: dict[str, Example] = {}
         for example in islice(examples, _EXAMPLES_SEARCHED):
@@ -156,7 +157,7 @@ class ImageProbe:
         """The flat batch of some examples, with all tokens scored."""
         examples = [self.examples[name] for name in names]
         rows = _scoring_all(self.collator.rows(examples))
-        collator: Any = replace(self.collator, prefix_sharing=prefix_sharing)  # type: ignore[type-var]
+        collator = replace(self.collator, prefix_sharing=prefix_sharing)
         images = collator.images(rows, list(map(images_key, examples)))
         return {**rows, "flat_batch": collator.flatten(rows, images=images)}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,9 @@ from ..flat.counts import BatchCounts
 from ..flat.images import RowImages
 from .images import images_key
 from .task import Task
+
+# How many rows TRL keeps, lengths before truncation of shape `(rows, sequences)`, and what counts a batch of kept rows
+Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def measure(
     in_order: bool = False,
     image_token_id: int | None = None,
     track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] = lambda batches, total, what: batches,
-    **options: Any,
+    **options: object,
 ) -> WasteReport:
     """
     Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
@@ -93,9 +97,8 @@ def measure(
     if image_token_id is not None:
         num_left, lengths, count = _image_counts(dataset, tokenizer, task, max_length, image_token_id)
     else:
-        rows, lengths = tokenize(dataset, tokenizer, task, max_length, truncation_mode, in_order)
         options |= {"max_length": max_length, "truncation_mode": truncation_mode}
-        num_left, count = len(rows), _text_counts(rows, task, options)
+        num_left, lengths, count = _text_counts(dataset, tokenizer, task, in_order, options)
     if not num_left:
         raise ValueError(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
@@ -108,7 +111,7 @@ def measure(
         batches = np.split(order, range(batch_size, num_left, batch_size))
         found[batch_size] = tuple(track(map(count, batches), len(batches), f"Batches of {batch_size}"))
     num_dropped = len(dataset) - num_left
-    num_long = 0 if max_length is None else sum(max(row) > max_length for row in lengths)
+    num_long = 0 if max_length is None else int((lengths.max(1) > max_length).sum())
     return WasteReport(
         task=task,
         num_rows=num_rows,
@@ -116,57 +119,35 @@ def measure(
         num_truncated=num_long - num_dropped,
         num_dropped=num_dropped,
         max_length=max_length,
-        lengths=tuple(chain.from_iterable(lengths)),
+        lengths=tuple(lengths.flatten().tolist()),
         batches=found,
     )
 
 
-def tokenize(
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    max_length: int | None,
-    truncation_mode: str,
-    in_order: bool = False,
-) -> tuple[Dataset, list[list[int]]]:
+def _text_counts(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, in_order: bool, options: dict[str, Any]
+) -> Counted:
     """
-    A data set tokenized as TRL's trainers do: the rows that the collator gets, and for each row of `dataset` the
-    lengths of its sequences before truncation, in tokens. Rows that are cut come last, unless they are to stay
-    `in_order`, which takes longer.
+    Count rows of text, which are tokenized as TRL's trainers do, and collated as in training. Rows that are cut come
+    last, unless they are to stay `in_order`, which takes longer.
     """
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
-    whole = task.prepare(dataset, tokenizer, max_length=None, truncation_mode=truncation_mode)
-    lengths = task.sequence_lengths(whole)
-    if max_length is None:
-        return whole, lengths
-    is_long = np.array([max(row) > max_length for row in lengths])
+    max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
+    rows = prepare(dataset, tokenizer, max_length=None)
+    lengths = task.sequence_lengths(rows)
+    is_long = np.zeros(len(rows), dtype=bool) if max_length is None else lengths.max(1) > max_length
     if in_order:  # nothing says which of several rows are dropped: all are cut, or none
         is_long[:] = is_long.any()
-    kept = whole.select(np.flatnonzero(~is_long))
     if is_long.any():  # only these can lose tokens, or be dropped
-        long = dataset.select(np.flatnonzero(is_long))
-        cut = task.prepare(long, tokenizer, max_length=max_length, truncation_mode=truncation_mode)
-        kept = concatenate_datasets([kept, cut])
-    return kept, lengths
+        cut = prepare(dataset.select(np.flatnonzero(is_long)), tokenizer, max_length=max_length)
+        rows = concatenate_datasets([rows.select(np.flatnonzero(~is_long)), cut])
+    rows, collator = rows.select_columns(task.columns), task.make_collator(prefix_sharing=True, **options)
+    return len(rows), lengths, lambda index: collator([*rows.select(index)])["flat_batch"].counts
 
 
-def _text_counts(rows: Dataset, task: Task, options: dict[str, Any]) -> Callable[[np.ndarray], BatchCounts]:
-    """The counts of a batch of some tokenized rows, collated as in training."""
-    collator, rows = task.make_collator(prefix_sharing=True, **options), rows.select_columns(task.columns)
-
-    def count(index: np.ndarray) -> BatchCounts:
-        batch = rows[index]
-        examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        return collator(examples)["flat_batch"].counts
-
-    return count
-
-
-def _image_counts(
-    dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int
-) -> tuple[int, list[list[int]], Callable[[np.ndarray], BatchCounts]]:
-    """Of examples with images, by the model's processor: how many there are, their lengths, and counts of a batch."""
+def _image_counts(dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int) -> Counted:
+    """Count examples with images, which the model's processor prepares."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)
@@ -187,4 +168,4 @@ def _image_counts(
         by_copy = [[*chain(*zip(*of_examples, strict=True))] for of_examples in (rows, labels)]
         return FlatBatch.from_rows(*by_copy, images=RowImages(token_id, groups * copies, copies)).counts
 
-    return len(left), lengths, count
+    return len(left), np.array(lengths), count

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
+import numpy as np
 from datasets import Dataset
+
+from ..flat.batch import Inputs
+from .lengths import Example, token_lengths
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,15 @@ class Task:
         """Columns of prepared data that the collator reads."""
         return [*self.token_columns, *self.other_columns]
 
-    def make_collator(self, **options: Any) -> Any:
+    def make_collator(self, **options: object) -> Callable[[list[Example]], Inputs]:
         """A collator that gives flat batches. Options that it lacks are left out: preparation has applied them."""
         known = {field.name for field in fields(self.collator)}
         given = {"pad_token_id": 0, "padding_free": True, **options}
         return self.collator(**{name: value for name, value in given.items() if name in known})
 
-    def sequence_lengths(self, rows: Dataset) -> list[list[int]]:
-        """For each prepared row, the length of each of its sequences, in tokens."""
-        tokens = {column: [len(ids) for ids in rows[column]] for column in self.token_columns}
-        totals = [map(sum, zip(*(tokens[c] for c in sequence), strict=True)) for sequence in self.sequences]
-        return [list(row) for row in zip(*totals, strict=True)]
+    def sequence_lengths(self, rows: Dataset) -> np.ndarray:
+        """`(rows, sequences)` int64: the tokens of each sequence of prepared rows."""
+        return np.stack([token_lengths(rows, sequence).sum(1) for sequence in self.sequences], 1)
 
 
 def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:

@@ -62,7 +62,7 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
             f"`seed={seed}` is to put all conversations into another order, and a stream never has them all: leave it "
             "out, and shuffle with `dataset.shuffle(seed=..., buffer_size=...)` before you cut."
         )
-    options: dict[str, Any] = {} if is_stream else {"num_proc": num_proc, "desc": "Cutting conversations into turns"}
+    options: dict[str, object] = {} if is_stream else {"num_proc": num_proc, "desc": "Cutting conversations into turns"}
     if "messages" not in columns:
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **options)
         columns = column_names(dataset)

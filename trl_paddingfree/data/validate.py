@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from reprlib import repr as short
-from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -58,7 +57,7 @@ def check_preferences(
         )
     if not isinstance(dataset, Dataset):
         return dataset.map(_refuse_bad_pair, with_indices=True, fn_kwargs={"name": name})
-    options: dict[str, Any] = {"num_proc": num_proc, "desc": f"Checking {name} dataset", "with_indices": True}
+    options: dict[str, object] = {"num_proc": num_proc, "desc": f"Checking {name} dataset", "with_indices": True}
     oddities = dataset.map(_pair_oddities, fn_kwargs={"name": name}, remove_columns=dataset.column_names, **options)
     counts = {oddity: sum(oddities[oddity]) for oddity in oddities.column_names}
     if found := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:

@@ -6,14 +6,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from transformers import BatchFeature, ProcessorMixin
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..flat.batch import Inputs
 from ..flat.images import COUNTED_ROWS, RowImages, VisionRules
-from .collate import CollatedRows, FlatCollator
+from .collate import FlatCollator
 from .images import images_key, images_of
 from .lengths import Example
+from .rows import CollatedRows
 
 # What a processor and TRL's collators give row by row; all else belongs to images
 _ROWS = ("input_ids", "attention_mask", "completion_mask", "labels", "token_type_ids", "mm_token_type_ids")
@@ -25,13 +27,13 @@ _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_
 class ImagesOnce:
     """A processor to which TRL gives each prompt twice, for chosen and rejected row: it doubles rows, not images."""
 
-    def __init__(self, processor: Any):
+    def __init__(self, processor: ProcessorMixin):
         self.processor = processor
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["processor"], name)  # what else TRL's collator asks of a processor
 
-    def __call__(self, text: list[str], **kwargs: Any) -> Any:
+    def __call__(self, text: list[str], **kwargs: Any) -> BatchFeature:
         if "images" not in kwargs:  # completions
             return self.processor(text=text, **kwargs)
         half = len(text) // 2
@@ -66,8 +68,8 @@ class FlatVisionCollator(FlatCollator):
 
     def padded(self, examples: list[Example]) -> Inputs:
         """TRL's batch."""
-        trl: Any = super(FlatCollator, self)
-        return trl.torch_call(list(map(dict, examples)))  # TRL's collators change examples
+        # TRL's collators change examples
+        return super(FlatCollator, self).torch_call(list(map(dict, examples)))  # type: ignore[misc]
 
     def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
@@ -153,7 +155,6 @@ class CollatedImageRows(CollatedRows):
         return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
 
     def images(self) -> Inputs:
-        """What belongs to the images."""
         return {name: value for name, value in self.rows.items() if name not in _ROWS}
 
 
@@ -170,7 +171,8 @@ def take_images(rows: Inputs, examples: Sequence[int], counts: Sequence[int]) ->
     ends = np.cumsum([0, *counts]).tolist()
     cuts = [list(counts), [min(count, 1) for count in counts]]
     # Images of four dimensions may be tiles, of which there may be as many as examples
-    if 0 not in counts or getattr(rows.get("pixel_values"), "ndim", 0) != 4:
+    pixels = rows.get("pixel_values")
+    if 0 not in counts or not isinstance(pixels, torch.Tensor) or pixels.ndim != 4:
         cuts.append([1] * len(counts))
     if "image_grid_thw" in rows and len(rows["image_grid_thw"]) == ends[-1]:
         patches = rows["image_grid_thw"].prod(-1).tolist()

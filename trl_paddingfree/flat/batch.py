@@ -14,8 +14,7 @@ import torch
 from .counts import BatchCounts
 from .images import FlatImages, RowImages, flat_blocks
 from .layout import FlatLayout
-from .prefix_tree import num_distinct_tokens, share_prefixes
-from .segments import Segments
+from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
 
 IGNORE_INDEX = -100
@@ -132,7 +131,11 @@ class FlatBatch(HasTensors):
         known = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
         known = [known[r] for r in filled]
-        segments, last_segments, flat = _on_one_axis(known, prefix_sharing and own_labels)
+        if prefix_sharing and own_labels and filled:
+            segments, last_segments, flat = share_prefixes(known)
+        else:
+            segments, last_segments = Segments.from_lengths(list(map(len, known))), tuple(range(len(known)))
+            flat = np.concatenate([np.zeros(0, np.int64), *known])
         segment_of = dict(zip(filled, last_segments, strict=True))
 
         starts = starts or [0] * len(tokens)
@@ -239,19 +242,11 @@ class RowPart(HasTensors):
 
     rows: torch.Tensor  # (N,) int64: which of them
     batch: FlatBatch  # these rows, as wide as those of the batch
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the model, such as the images of these rows
+    arguments: Inputs = field(default_factory=dict)  # of the model, such as the images of these rows
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "RowPart":
         arguments = {name: fn(x) if isinstance(x, torch.Tensor) else x for name, x in self.arguments.items()}
         return replace(super().map(fn), arguments=arguments)
-
-
-def _on_one_axis(rows: Sequence[np.ndarray], prefix_sharing: bool) -> tuple[Segments, Sequence[int], np.ndarray]:
-    """What [`~trl_paddingfree.flat.prefix_tree.share_prefixes`] gives, also of rows that share nothing."""
-    if prefix_sharing and rows:
-        return share_prefixes(rows)
-    segments = Segments.from_lengths([len(row) for row in rows])
-    return segments, range(len(rows)), np.concatenate([np.zeros(0, np.int64), *rows])
 
 
 def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:

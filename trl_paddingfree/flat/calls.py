@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from .layout import FlatLayout, RowIndex
+from .layout import FlatLayout, RowIndex, once_per_layout
 
 # Padding, in query-key pairs, allowed when a segment joins another's call, and its share of the segment's own pairs.
 # On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
@@ -30,18 +30,15 @@ class AttentionCalls:
     key_rows: RowIndex | None  # the same of each key row, `n * L` for each
     answers: RowIndex | None  # query row of all calls that answers for each of the `T` tokens
 
-    @classmethod
-    def of(cls, layout: FlatLayout) -> "AttentionCalls":
-        """The calls of a layout, made once for all layers."""
-        return layout.derived("calls", lambda: cls._make(layout))
-
     @property
     def num_pairs(self) -> int:
         """Query-key pairs of all calls, those of padding among them."""
         return sum(len(call) * q * k for call, q, k in zip(self.segments, self.queries, self.keys, strict=True))
 
-    @classmethod
-    def _make(cls, layout: FlatLayout) -> "AttentionCalls":
+    @staticmethod
+    @once_per_layout
+    def of(layout: FlatLayout) -> "AttentionCalls":
+        """The calls of a layout."""
         segments, calls = layout.segments, _calls(layout)
         lengths, key_lengths = np.array(segments.lengths), np.array(segments.key_lengths)
         queries, keys = ([int(sizes[call].max()) for call in calls] for sizes in (lengths, key_lengths))
@@ -59,7 +56,7 @@ class AttentionCalls:
             index = _runs(segments.cu_seqlens_k[order], key_lengths[order], key_slots)
             kv_index = segments.kv_index
             key_rows = layout.row_index(index if kv_index is None else kv_index[index], segments.num_tokens)
-        return cls(tuple(map(tuple, calls)), tuple(queries), tuple(keys), query_rows, key_rows, answers)
+        return AttentionCalls(tuple(map(tuple, calls)), tuple(queries), tuple(keys), query_rows, key_rows, answers)
 
 
 def _calls(layout: FlatLayout) -> list[list[int]]:

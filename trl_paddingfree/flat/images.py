@@ -40,18 +40,15 @@ class RowImages:
 
     >>> images, rows = RowImages(9, groups=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
     >>> [row.tolist() for row in images.identities(rows)], [row.tolist() for row in images.features(rows)]
-    ([[1, -1, -2, 2], [1, -3, -4, 3]], [[-1, 0, 1, -1], [-1, 2, 3, -1]])
+    ([[1, -1, -2, 2], [1, -5, -6, 3]], [[-1, 0, 1, -1], [-1, 2, 3, -1]])
     """
 
     token_id: int  # the placeholder
-    groups: Sequence[int]  # of each of the `R` rows: a number in common with rows of equal images, and with no others
+    groups: Sequence[int]  # of each of the `R` rows, from 0: one for rows of equal images, and for no others
     copies: int = 1
     blocks: np.ndarray | None = None  # (R, L) bool: tokens that see all tokens of their run, also those that follow
     grids: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_pixels: int = 0  # how many numbers the images have, as the vision tower gets them
-
-    def _counts(self, rows: Sequence[np.ndarray]) -> list[int]:
-        return [int((row == self.token_id).sum()) for row in rows]
 
     def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
         """The placeholders of each row counted from its entry in `firsts`, and -1 elsewhere."""
@@ -60,16 +57,13 @@ class RowImages:
 
     def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`R` int64 arrays by which rows are compared: the tokens, and a negative number for each image's tokens."""
-        most: dict[int, int] = {}
-        for count, group in zip(self._counts(rows), self.groups, strict=True):
-            most[group] = max(most.get(group, 0), count)
-        starts = dict(zip(most, np.cumsum([0, *most.values()]).tolist(), strict=False))
-        numbered = self._numbered(rows, [starts[group] for group in self.groups])
+        longest = max(map(len, rows), default=0)
+        numbered = self._numbered(rows, [group * longest for group in self.groups])
         return [np.where(number < 0, row, -1 - number) for row, number in zip(rows, numbered, strict=True)]
 
     def features(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`R` int64 arrays: the feature that each placeholder wants, and -1 elsewhere. Refuses copies that differ."""
-        counts, size = self._counts(rows), len(rows) // self.copies
+        counts, size = [int((row == self.token_id).sum()) for row in rows], len(rows) // self.copies
         if any(counts[:size] != counts[first : first + size] for first in range(0, len(rows), size or 1)):
             raise ValueError(
                 f"Image features and image tokens do not match, tokens of the rows: {counts}. Copies of a prompt must "

@@ -2,14 +2,32 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Self
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import embedding_bag
 
 from .segments import Segments
 from .transfer import HasTensors, on_device
+
+# Attention of states, as transformers' layers call it
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Derived = TypeVar("Derived")
+Given = ParamSpec("Given")
+
+
+def once_per_layout(
+    make: "Callable[Concatenate[FlatLayout, Given], Derived]",
+) -> "Callable[Concatenate[FlatLayout, Given], Derived]":
+    """Have what a function makes of a layout and its other arguments made once: all layers of a pass share it."""
+
+    @wraps(make)
+    def made(layout: "FlatLayout", *args: Given.args, **kwargs: Given.kwargs) -> Derived:
+        return layout.derived((make.__qualname__, *args, *kwargs.items()), partial(make, layout, *args, **kwargs))
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,27 @@ class RowIndex(HasTensors):
         return cls(torch.from_numpy(np.maximum(index, 0)), torch.from_numpy(order), offsets, places)
 
 
+class GatherRows(torch.autograd.Function):
+    """
+    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Places that are of no row hold zeros.
+
+    The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
+    `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
+    """
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+        ctx.rows = rows
+        copies = states.index_select(0, rows.index)
+        return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        rows, copies = ctx.rows, grad.reshape(len(grad), -1)
+        total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
+        return total.reshape(-1, *grad.shape[1:]), None
+
+
 @dataclass(frozen=True)
 class FlatLayout(HasTensors):
     """What attention needs of [`Segments`], as tensors on one device, computed once per batch."""
@@ -41,7 +80,7 @@ class FlatLayout(HasTensors):
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
-    group: Any = None  # the [`~trl_paddingfree.model.sequence.SequenceGroup`] whose processes have slices of the tokens
+    exchange: Attention | None = None  # by which processes that have slices of the tokens compute attention together
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -81,8 +120,8 @@ class FlatLayout(HasTensors):
         """A [`RowIndex`] on the layout's device, in one copy, which the host does not wait for."""
         return RowIndex.of(index, num_rows).to(self.device, non_blocking=True)
 
-    def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once per layout and `key`: all layers of a forward pass share it."""
+    def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
+        """What `make` gives, made once per layout and `key`."""
         # No field: FSDP makes dataclasses among the arguments of a model anew, by all of their fields
         found = vars(self).setdefault("_derived", {})
         if key not in found:
@@ -93,14 +132,11 @@ class FlatLayout(HasTensors):
         """The layout of layers in which image tokens see only what precedes them."""
         return self if self.blocks is None else self.derived("without blocks", partial(replace, self, blocks=None))
 
+    @once_per_layout
     def chunked(self, size: int) -> "FlatLayout":
         """The layout of attention within chunks of `size` positions (Llama 4): segments are cut where a chunk ends."""
-
-        def make() -> FlatLayout:
-            cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
-            return replace(cut, group=self.group).to(self.device, non_blocking=True)
-
-        return self.derived(("chunked", size), make)
+        cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
+        return replace(cut, exchange=self.exchange).to(self.device, non_blocking=True)
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:

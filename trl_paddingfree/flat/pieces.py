@@ -1,7 +1,7 @@
-"""Segments cut where others continue them: for layers that can hand the state at a fork on.
+"""Segments cut where others continue them, for layers that can hand the state at a fork on, and rows for the others.
 
 Shape legend: see `segments`; in addition
-    P = pieces, G = calls, n = pieces of a call, L = longest piece of a call, S = slots (the sum of n * L)
+    P = pieces, G = calls, n = pieces or rows of a call, L = the longest of them, S = slots (the sum of n * L)
 
 A state can go on from piece to piece: each begins where another ends. Those that are as far from the start of their
 rows, in pieces, are a level of the tree, and do not depend on one another:
@@ -13,12 +13,11 @@ rows, in pieces, are a level of the tree, and do not depend on one another:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
-from .layout import FlatLayout, RowIndex
+from .layout import FlatLayout, RowIndex, once_per_layout
 from .segments import Segments
 
 
@@ -48,16 +47,13 @@ class Pieces:
     slots: RowIndex  # the flat token in each of `S` slots, call by call; none, where a piece is padded
     own: RowIndex  # the slot of each flat token
 
-    @classmethod
-    def of(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
+    @staticmethod
+    @once_per_layout
+    def of(layout: FlatLayout, step_cost: float | None) -> "Pieces":
         """
-        The pieces of a layout, made once for all layers. `step_cost` is that of [`groups_of_like_length`], by which the
-        pieces of a level become calls; `None`: each level is one call, in which pieces stand one after the other.
+        The pieces of a layout. `step_cost` is that of [`groups_of_like_length`], by which the pieces of a level become
+        calls; `None`: each level is one call, in which pieces stand one after the other.
         """
-        return layout.derived(("pieces", step_cost), partial(cls._make, layout, step_cost))
-
-    @classmethod
-    def _make(cls, layout: FlatLayout, step_cost: float | None) -> "Pieces":
         firsts, lengths, parents, depths = cut_at_forks(layout.segments)
         place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, in their calls' order
         slots: list[np.ndarray] = []
@@ -82,7 +78,7 @@ class Pieces:
         tokens = np.concatenate(slots)
         own = np.empty(layout.segments.num_tokens, dtype=np.int64)
         own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
-        return cls(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)))
+        return Pieces(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)))
 
 
 def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
@@ -106,22 +102,48 @@ def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
     return tuple(np.array(pieces, dtype=np.int64).T)
 
 
+@once_per_layout
 def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
     """
     One axis on which the `size` tokens before each segment on its path stand before it, or empty places: the flat token
-    in each place, and the place of each flat token, `(T,)` int64. Made once for all layers.
+    in each place, and the place of each flat token, `(T,)` int64.
     """
+    segments, total = layout.segments, layout.segments.num_tokens
+    parts, own = [], []
+    for i, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
+        path = segments.path(i)[max(start - size, 0) :]
+        parts += [np.full(size - min(start, size), -1), path]
+        own.append(segments.offsets[i] + (i + 1) * size + np.arange(length))
+    return layout.row_index(np.concatenate(parts), total), layout.tensor(np.concatenate(own))
 
-    def make() -> tuple[RowIndex, torch.Tensor]:
+
+@dataclass(frozen=True)
+class PathRows:
+    """One row per segment, its whole path, in calls of rows of about equal length. `None`: slots are flat tokens."""
+
+    shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
+    slots: RowIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
+    own: torch.Tensor | None  # (T,) int64: the slot of each flat token, in the row of its own segment
+
+    @staticmethod
+    @once_per_layout
+    def of(layout: FlatLayout, step_cost: float | None) -> "PathRows":
+        """The rows of a layout. `step_cost`: see [`groups_of_like_length`]; `None`: all paths as one row."""
         segments, total = layout.segments, layout.segments.num_tokens
-        parts, own = [], []
-        for i, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
-            path = segments.path(i)[max(start - size, 0) :]
-            parts += [np.full(size - min(start, size), -1), path]
-            own.append(segments.offsets[i] + (i + 1) * size + np.arange(length))
-        return layout.row_index(np.concatenate(parts), total), layout.tensor(np.concatenate(own))
-
-    return layout.derived(("with context", size), make)
+        if step_cost is None and not segments.is_shared:
+            return PathRows(((1, total),), None, None)
+        lengths, size = segments.key_lengths, 0
+        groups = [[i] for i in range(len(lengths))] if step_cost is None else groups_of_like_length(lengths, step_cost)
+        slots: list[np.ndarray] = []
+        own = np.empty(total, dtype=np.int64)
+        for group in groups:
+            longest = lengths[group[-1]]
+            for i in group:
+                slots.append(np.pad(segments.path(i), (0, longest - lengths[i]), constant_values=-1))
+                own[segments.offsets[i] : segments.offsets[i + 1]] = size + np.arange(segments.starts[i], lengths[i])
+                size += longest
+        shapes = [(len(group), lengths[group[-1]]) for group in groups] if step_cost is not None else [(1, size)]
+        return PathRows(tuple(shapes), layout.row_index(np.concatenate(slots), total), layout.tensor(own))
 
 
 def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""How one flat axis of tokens is cut into segments, and which segment each segment continues.
+"""How one flat axis of tokens is cut into segments, and which segment each segment continues: the tree of its rows.
 
 Shape legend, here and in the modules that use it:
     T = flat tokens, N = segments, S = key/value rows (T when nothing is shared),
@@ -14,6 +14,8 @@ Segment 2 continues the first two tokens of segment 0 and recomputes the third: 
 different token in each branch, so each branch owns a copy of it and every flat token has one single next token.
 """
 
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,7 +71,7 @@ class Segments:
                 raise ValueError(f"Segment {i} starts at {start}, outside its parent {parent}, which ends at {end}.")
 
     @classmethod
-    def from_lengths(cls, lengths: "list[int] | tuple[int, ...]") -> "Segments":
+    def from_lengths(cls, lengths: Sequence[int]) -> "Segments":
         """Segments that share nothing: one root per length."""
         return cls(tuple(lengths), (-1,) * len(lengths), (0,) * len(lengths))
 
@@ -155,3 +157,69 @@ class Segments:
         for path, start, length in zip(self._paths, self.starts, self.lengths, strict=True):
             mask[np.ix_(path[start:], path)] = np.tri(length, len(path), start, dtype=bool)
         return mask
+
+
+def adjacent_prefixes(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Indices of rows of int64 tokens in sorted order, and how many first tokens each shares with the one before it."""
+    # The order of the bytes is not the order of the ids, but it keeps rows with a common prefix together
+    keys = [np.ascontiguousarray(row).tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    prefixes = [0]
+    for before, after in zip(order, order[1:], strict=False):
+        n = min(len(rows[before]), len(rows[after]))
+        prefixes.append(int(np.append(rows[before][:n] != rows[after][:n], True).argmax()))
+    return order, prefixes
+
+
+def num_distinct_tokens(rows: Sequence[np.ndarray]) -> int:
+    """Nodes of the tree that the rows form by their tokens: the fewest tokens any method can compute."""
+    return sum(len(row) for row in rows) - sum(adjacent_prefixes(rows)[1])
+
+
+def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...], np.ndarray]:
+    """
+    Non-empty rows of int64 tokens with every prefix that several of them share there once: the segments, the segment
+    that each row ends in, and the `(T,)` int64 flat tokens. Each row is put beside the earlier one that it resembles
+    most. Among sorted rows, the prefix that two share is the shortest of those of neighbours in between, so that all
+    token-level work is one sort of byte strings and one comparison per adjacent pair.
+
+    >>> share_prefixes([np.array([1, 2, 3, 4]), np.array([1, 2, 5])])
+    (Segments(lengths=(4, 2), parents=(-1, 0), starts=(0, 1)), (0, 1), array([1, 2, 3, 4, 2, 5]))
+    """
+    order, prefixes = adjacent_prefixes(rows)
+    ranks: list[int] = []  # of the rows so far, sorted
+    row_segments: list[int] = []
+    lengths: list[int] = []
+    parents: list[int] = []
+    starts: list[int] = []
+    tokens: list[list[np.ndarray]] = []  # of each segment
+
+    def ancestor(segment: int, depth: int) -> int:
+        """The segment on the path of `segment` that holds token `depth - 1` of the row."""
+        while starts[segment] >= depth:
+            segment = parents[segment]
+        return segment
+
+    for row, rank in zip(rows, np.argsort(order).tolist(), strict=True):
+        at = bisect_left(ranks, rank)
+        before = [(min(prefixes[i + 1 : rank + 1]), order[i]) for i in ranks[max(at - 1, 0) : at]]
+        after = [(min(prefixes[rank + 1 : i + 1]), order[i]) for i in ranks[at : at + 1]]
+        insort(ranks, rank)
+        shared, other = max(before + after, default=(0, -1))
+        segment = row_segments[other] if shared else -1
+        if shared == len(row):
+            row_segments.append(ancestor(segment, shared))
+        elif shared and shared == len(rows[other]) == starts[segment] + lengths[segment]:
+            # The other row is a prefix that nothing continues yet: its segment simply goes on
+            row_segments.append(segment)
+            tokens[segment].append(row[shared:])
+            lengths[segment] += len(row) - shared
+        else:
+            start = max(shared - 1, 0)  # the last common token predicts another token here: this branch owns a copy
+            row_segments.append(len(lengths))
+            tokens.append([row[start:]])
+            lengths.append(len(row) - start)
+            parents.append(ancestor(segment, start) if start else -1)
+            starts.append(start)
+    flat = np.concatenate([piece for pieces in tokens for piece in pieces])
+    return Segments(tuple(lengths), tuple(parents), tuple(starts)), tuple(row_segments), flat

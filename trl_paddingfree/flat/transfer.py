@@ -7,7 +7,7 @@ that can be paged out each of them is waited for.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -50,7 +50,7 @@ class HasTensors:
         return self.map(lambda tensor: place.get(id(tensor), tensor))
 
 
-def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _mapped(value: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, tuple):

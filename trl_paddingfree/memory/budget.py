@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -12,8 +13,64 @@ from ..flat.batch import FlatBatch, Inputs, RowPart
 from ..flat.counts import of_all_processes
 from ..model.forward import is_allocation_failure
 from .needs import tensor_bytes
-from .parts import Split, parts_that_fit
 from .plan import MemoryBudget, is_sharded
+
+# What is left of a limit under which a part did not fit
+_LOWERED = 0.9
+# From the tokens of each item and a limit to the items of each part
+Split = Callable[[Sequence[int], int], list[list[int]]]
+Made = TypeVar("Made")
+
+
+def split_by_tokens(tokens: Sequence[int], limit: int) -> list[list[int]]:
+    """
+    The items of each part of a micro-batch, by the tokens to compute of each item: as few parts as first-fit finds,
+    none of more than `limit` tokens, but for items above the limit, which get a part of their own.
+
+    >>> split_by_tokens([30, 50, 20, 60], limit=80)
+    [[2, 3], [0, 1]]
+    """
+    parts: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
+        part = next((p for p, free in enumerate(room) if free >= tokens[item]), len(parts))
+        if part == len(parts):
+            parts.append([])
+            room.append(limit)
+        parts[part].append(item)
+        room[part] -= tokens[item]
+    return [sorted(part) for part in parts]
+
+
+def split_in_order(tokens: Sequence[int], limit: int) -> list[list[int]]:
+    """The same of items that stay beside their neighbours, with whom they share a prefix."""
+    parts: list[list[int]] = []
+    for item in range(len(tokens)):
+        if parts and sum(tokens[i] for i in parts[-1]) + tokens[item] <= limit:
+            parts[-1].append(item)
+        else:
+            parts.append([item])
+    return parts
+
+
+def parts_that_fit(
+    tokens: Sequence[int], limit: int, split: Split, make: Callable[[list[int]], Made], fits: Callable[[Made], bool]
+) -> list[Made]:
+    """
+    What `make` gives of the items of each part of a micro-batch, in parts that fit: as few as `split`, one of the
+    functions above, finds by their tokens. An item alone is a part in any case.
+
+    `limit` is what parts begin with; examples of another kind than the rest may need fewer tokens.
+
+    >>> parts_that_fit([1, 1, 1, 1, 9], 5, split_in_order, make=sum, fits=lambda total: total < 4)
+    [3, 3, 4]
+    """
+    while True:
+        items = split(tokens, limit)
+        parts = list(map(make, items))
+        if limit < 1 or all(len(of_part) == 1 or fits(part) for of_part, part in zip(items, parts, strict=True)):
+            return parts
+        limit = int(_LOWERED * min(limit, max(sum(tokens[i] for i in of_part) for of_part in items)))
 
 
 class HostRows(Protocol):
@@ -34,8 +91,8 @@ class Budget:
     The budget of each pass that trains: the plan under `memory_budget`, a `limit` of tokens, or both.
 
     `trained` are the parameters that get gradients. `split` says which items share a part beneath the loss or above it,
-    see [`~trl_paddingfree.memory.parts`], and `smallest_part` what the smallest is called, and what makes it smaller.
-    `is_reentrant` is whether layers recompute as reentrant checkpoints do.
+    and `smallest_part` what the smallest is called, and what makes it smaller. `is_reentrant` is whether layers
+    recompute as reentrant checkpoints do.
     """
 
     def __init__(
@@ -51,9 +108,6 @@ class Budget:
     ):
         self.memory, self.limit, self.accelerator, self.trained = memory, limit, accelerator, trained
         self.split, self.is_reentrant, self.smallest_part = split, is_reentrant, smallest_part
-        # Of this pass: the batch that needs most, how many layers recompute in it, and how many items it has
-        self.largest: tuple[FlatBatch, int, int] | None = None
-        self.recomputes_twice = False  # whether layers recompute within parts that are computed again
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -70,8 +124,6 @@ class Budget:
         limits = [self.limit, None if self.memory is None else self.memory.most_tokens(batch)]
         return min(limit for limit in limits if limit is not None)
 
-    # --- parts ------------------------------------------------------------------------------------------------------
-
     def batches(self, whole: FlatBatch, rows: HostRows, make: Callable[[list[int]], Inputs]) -> list[Inputs]:
         """The batches, with a `"flat_batch"` each, that `make` gives of the items of `whole`, which does not fit."""
         fits = lambda batch: self.fits(batch["flat_batch"])  # noqa: E731
@@ -79,7 +131,7 @@ class Budget:
         self._refuse_large([batch["flat_batch"] for batch in batches])
         return batches
 
-    def start(self, whole: FlatBatch, rows: HostRows, *, splits: bool, reach: int | None = None) -> FlatBatch:
+    def decide(self, whole: FlatBatch, rows: HostRows, *, splits: bool, reach: int | None = None) -> FlatBatch:
         """
         The batch of a pass that begins: told how many of its layers recompute and, if it `splits`, in which parts the
         model computes it beneath the loss. Their positions tell of `reach` tokens.
@@ -92,11 +144,9 @@ class Budget:
             fits = not too_large
         if not fits:
             return self._in_parts(whole, rows, reach)
-        self.recomputes_twice = False
         if memory is None:
             return whole
-        memory.start(whole, number)
-        self.largest = whole, number, rows.num_items
+        memory.start(whole, number, rows.num_items)
         return replace(whole, recomputed=number)
 
     def _in_parts(self, whole: FlatBatch, rows: HostRows, reach: int | None) -> FlatBatch:
@@ -122,13 +172,9 @@ class Budget:
         if memory is not None:
             self._refuse_large(batches, beside)
             numbers = [memory.num_recomputed(batch, beside) for batch in batches]
-            peaks = [memory.peak(batch, number) for batch, number in zip(batches, numbers, strict=True)]
-            most_at = peaks.index(max(peaks))
-            self.largest = batches[most_at], numbers[most_at], len(parts[most_at].rows)
-            self.recomputes_twice = any(numbers)
-            memory.start(batches[most_at], numbers[most_at], beside)
-            memory.number = len(memory.layers)  # each of which is computed again with its part
             batches = [replace(batch, recomputed=number) for batch, number in zip(batches, numbers, strict=True)]
+            largest = int(np.argmax(list(map(memory.peak, batches, numbers))))
+            memory.start(batches[largest], numbers[largest], len(parts[largest].rows), beside, numbers)
         parts = [replace(part, batch=batch) for part, batch in zip(parts, batches, strict=True)]
         return replace(whole, parts=tuple(parts))
 
@@ -151,23 +197,12 @@ class Budget:
             f"micro-batch, and {reason}. Raise it, or lower `per_device_train_batch_size`."
         )
 
-    # --- failed allocations -----------------------------------------------------------------------------------------
-
     def shrink(self, error: RuntimeError) -> None:
         """Lower the budget, if `error` says that memory ran out in a pass and another decision follows; or raise it."""
         # Generation and the reference have memory of their own
-        if self.memory is None or self.largest is None or not is_allocation_failure(error):
+        if self.memory is None or self.memory.current is None or not is_allocation_failure(error):
             raise error
-        if advice := self._why_not_again(self.memory):
+        if advice := self.memory.why_not_again(self.accelerator, self.is_reentrant):
             raise type(error)(f"{error}\n{advice}") from error
-        if not self.memory.shrink(*self.largest):
+        if not self.memory.shrink():
             raise error
-
-    def _why_not_again(self, memory: MemoryBudget) -> str:
-        """Why a pass cannot be made again after a failed allocation; empty if it can."""
-        if self.recomputes_twice and self.is_reentrant:
-            return (
-                "Layers that recompute within parts of a micro-batch add to the same gradients several times with "
-                "`use_reentrant=True`, so that it cannot be computed again. Leave `use_reentrant` out."
-            )
-        return memory.why_not_again(self.accelerator)

@@ -19,12 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout
-from ..flat.slices import scored_sizes
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
-from ..model.backends import ATTENTION_BACKENDS
 from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
-from ..model.routes import Route
+from ..model.routes import ATTENTION_BACKENDS, Route
+from ..model.sequence import scored_sizes
 from ..model.state_layers import state_layers
 from ..model.state_tree import chunk_sizes
 from .saved_bytes import SavedBytes

@@ -108,7 +108,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages: dict[int, int] = {}
     for tensor in tensors:
         own = local_part(tensor)
-        own = getattr(own, "ds_tensor", own)  # ZeRO-3
+        own = vars(own).get("ds_tensor", own)  # ZeRO-3
         storages[own.untyped_storage().data_ptr()] = own.untyped_storage().nbytes()
     return sum(storages.values())
 
@@ -117,7 +117,7 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers of a model, with the scales of 4-bit weights."""
     found = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
-        if (quantized := getattr(parameter, "quant_state", None)) is not None:
+        if (quantized := vars(parameter).get("quant_state")) is not None:
             found += [x for x in quantized.as_dict().values() if isinstance(x, torch.Tensor)]
     return found
 
@@ -135,7 +135,7 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
             made.step()
             state = [x for x in made.state[sample].values() if isinstance(x, torch.Tensor)]
             # Paged state gives way to everything else
-            per_byte = tensor_bytes(x for x in state if not getattr(x, "is_paged", False)) / tensor_bytes([sample])
+            per_byte = tensor_bytes(x for x in state if not vars(x).get("is_paged")) / tensor_bytes([sample])
         except Exception:  # optimizers of their own kind, which want a whole model: as Adam, which has most
             per_byte = 2.0
         total += per_byte * tensor_bytes(alike)

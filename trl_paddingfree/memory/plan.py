@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from transformers.utils import logging
 
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import of_all_processes
-from ..flat.slices import scored_sizes
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
-from ..model.sequence import SequenceGroup
+from ..model.sequence import SequenceGroup, scored_sizes
 from .device import GIB, PeakMemory, budget_bytes
 from .kept_bytes import KeptBytes, count_kept_bytes, load
 from .needs import HeadBytes, MemoryNeeds, fixed_bytes, needs_of, tensor_bytes
@@ -35,13 +33,27 @@ CORRECTED, AFTER_FAILURE = 8, 0.9
 STATE = "memory_budget_{rank}.json"
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward pass under a plan."""
+
+    batch: FlatBatch  # that needs most: a micro-batch, or a part of one beneath the loss
+    number: int  # of its layers that recompute
+    num_items: int  # in it, between which it may be split
+    beside: int  # bytes that are needed besides
+    recomputed: int  # layers that are computed again, with their parts or by themselves
+    recomputes_twice: bool  # whether layers recompute within parts that are computed again
+    expected: int  # bytes at its peak
+    held: int  # bytes before it
+
+
 class MemoryBudget:
     """
     The plan of a run under `memory_budget`: decides for every micro-batch, and keeps account.
 
     Decisions follow from sizes that the host knows, and from what is saved with checkpoints, never from memory that
     happens to be free: a resumed run takes the same ones. `budget` are the bytes that the `option` stands for, `layers`
-    those that can recompute, and `peak` the memory of the device that trains.
+    those that can recompute, and `device_memory` is that of the device that trains.
     """
 
     def __init__(
@@ -51,15 +63,15 @@ class MemoryBudget:
         needs: MemoryNeeds,
         layers: Sequence[GradientCheckpointingLayer],
         route: Route,
-        peak: PeakMemory,
+        device_memory: PeakMemory,
         group: SequenceGroup | None = None,
     ):
         self.group = group  # the processes that have to decide as this one does, because they compute a batch together
         self.option, self.budget, self.needs = option, budget, needs
-        self.layers, self.route, self.measured = layers, route, peak
+        self.layers, self.route, self.device_memory = layers, route, device_memory
         self.has_shrunk = False
+        self.current: Pass | None = None  # the pass that is being made, from its decision on
         self.micro_batches = self.recomputed = self.predicted = 0
-        self.expected = self.number = self.beside = self.held = 0  # of the pass that is being made
         self.observed, self.most_measured = 0, 0.0
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -67,7 +79,7 @@ class MemoryBudget:
     def _load(self, batch: FlatBatch) -> np.ndarray:
         # In slices, that of the process with the most scored tokens, which all of the group know
         scored = None if self.group is None else max(scored_sizes(batch, self.group.size))
-        return load(batch, self.route, self.measured.device, scored)
+        return load(batch, self.route, self.device_memory.device, scored)
 
     def num_recomputed(self, batch: FlatBatch, beside: int = 0) -> int:
         """How many layers must recompute, if `beside` bytes are needed besides."""
@@ -116,8 +128,13 @@ class MemoryBudget:
             "or lower `per_device_train_batch_size`."
         )
 
-    def why_not_again(self, accelerator: Accelerator) -> str:
+    def why_not_again(self, accelerator: Accelerator, is_reentrant: bool) -> str:
         """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
+        if self.current is not None and self.current.recomputes_twice and is_reentrant:
+            return (
+                "Layers that recompute within parts of a micro-batch add to the same gradients several times with "
+                "`use_reentrant=True`, so that it cannot be computed again. Leave `use_reentrant` out."
+            )
         if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
             return (
                 "One process cannot compute a micro-batch again while the others wait for its gradients. Lower "
@@ -133,48 +150,55 @@ class MemoryBudget:
 
     # --- account ----------------------------------------------------------------------------------------------------
 
-    def start(self, batch: FlatBatch, number: int, beside: int = 0) -> None:
-        """Record that a forward and backward pass begins, in which `number` layers recompute."""
-        self.number, self.beside = number, beside
-        self.held = self.measured.held
-        self.expected = self.peak(batch, number) + beside
-        self.measured.reset()
+    def start(
+        self, batch: FlatBatch, number: int, num_items: int, beside: int = 0, in_parts: Sequence[int] = ()
+    ) -> None:
+        """
+        A forward and backward pass begins, in which `number` layers recompute of a `batch` of `num_items`, and `beside`
+        bytes are needed besides. It may be the largest of some, in which as many layers recompute as `in_parts` says.
+        """
+        recomputed, expected = len(self.layers) if in_parts else number, self.peak(batch, number) + beside
+        twice = any(in_parts)
+        self.current = Pass(batch, number, num_items, beside, recomputed, twice, expected, self.device_memory.held)
+        self.device_memory.reset()
 
     def finish(self, has_stepped: bool) -> None:
-        """Record that it ended well; `has_stepped` says whether the optimizer has its state by now."""
+        """It ended well; `has_stepped` says whether the optimizer has its state by now."""
+        assert self.current is not None
         self.micro_batches += 1
-        self.recomputed += self.number
-        self.predicted = max(self.predicted, self.expected)
+        self.recomputed += self.current.recomputed
+        self.predicted = max(self.predicted, self.current.expected)
         # Without gradients and moments, the peak would look as if activations needed next to nothing
-        if has_stepped and self.measured.can_reset and self.observed < CORRECTED:
-            self._correct()
+        if has_stepped and self.device_memory.can_reset and self.observed < CORRECTED:
+            self._correct(self.current)
 
-    def _correct(self) -> None:
+    def _correct(self, made: Pass) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""
         needs = self.needs
         self.observed += 1
-        uncorrected = (self.expected - needs.fixed - self.beside) / needs.correction
+        uncorrected = (made.expected - needs.fixed - made.beside) / needs.correction
         # What holds memory beside the models may have come since the plan was made
-        held, current = self.held, self.measured.current
+        held, peak = made.held, self.device_memory.current
         if self.group is not None:
-            held, current = self.group.largest([held, current]).tolist()
+            held, peak = self.group.largest([held, peak]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
-        measured = current - needs.fixed - self.beside
-        self.most_measured = max(self.most_measured, measured / uncorrected)
+        self.most_measured = max(self.most_measured, (peak - needs.fixed - made.beside) / uncorrected)
         if self.most_measured > needs.correction or self.observed == CORRECTED:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
 
-    def shrink(self, batch: FlatBatch, number: int, num_examples: int) -> bool:
+    def shrink(self) -> bool:
         """
         Lower the budget after a failed allocation, until another decision follows: not if nothing is left to recompute
-        or to split of a batch of `num_examples` that was computed with `number` layers recomputed.
+        or to split.
         """
-        before, sizes = self.budget, self._load(batch)
+        assert self.current is not None
+        batch, number, before = self.current.batch, self.current.number, self.budget
+        sizes = self._load(batch)
         peaks, changed = self.needs.peaks(sizes), False
         budget = min(before, int(peaks[number]))
         while not changed and budget > self.needs.fixed:
             budget = int(self.needs.fixed + AFTER_FAILURE * (budget - self.needs.fixed))
-            splits = num_examples > 1 and budget < peaks.min()
+            splits = self.current.num_items > 1 and budget < peaks.min()
             changed = splits or self.needs.num_recomputed(sizes, budget) > number
         if changed:
             self.budget, self.has_shrunk = budget, True
@@ -236,53 +260,55 @@ def adds_up_shards(accelerator: Accelerator) -> bool:
     return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
 
 
-@dataclass(frozen=True)
-class Training:
-    """What the plan of a run has to know of it."""
-
-    accelerator: Accelerator
-    models: Sequence[torch.nn.Module]  # all that hold weights, the one that is trained first
-    wrapped: torch.nn.Module  # that one, as an engine wraps it
-    optimizer: Any  # the one that trains; or, before there is one, its class and the arguments of that
-    precision: AbstractContextManager  # in which the models are called
-    arguments: Inputs  # what training gives the model beside a batch
-    head: HeadBytes  # of what the loss puts on the model that is trained
-    images: Sequence[Inputs]  # arguments of calls with images, which differ in their number; none for text
-
-
-def plan_memory(option: float | str, flat: FlatModel, training: Training, peak: PeakMemory) -> MemoryBudget:
+def plan_memory(
+    option: float | str,
+    flat: FlatModel,
+    device_memory: PeakMemory,
+    *,
+    accelerator: Accelerator,
+    models: Sequence[torch.nn.Module],
+    wrapped: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | tuple[type, dict[str, Any]],
+    head: HeadBytes,
+    images: Sequence[Inputs] = (),
+    arguments: Inputs | None = None,
+) -> MemoryBudget:
     """
     The plan of a run whose models have their weights, for `flat`, the one that is trained, under `memory_budget`, the
     `option`. Refuses models without layers that can recompute.
+
+    `models` are all that hold weights, `flat` first, which an engine has `wrapped`. `optimizer` is the one that trains
+    or, before there is one, its class and the arguments of that. `head` is what the loss puts on the model, `images`
+    are arguments of calls that differ in their number, and `arguments` what training gives the model beside a batch.
     """
-    accelerator, base = training.accelerator, flat.model
-    layers = recomputable_layers(base, bool(training.images))
+    base = flat.model
+    layers = recomputable_layers(base, bool(images))
     if not layers:
         raise ValueError(
             f"`memory_budget={option}`: {type(base).__name__} has no layers that can recompute their "
             "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."
         )
     # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
-    call = training.wrapped if is_sharded(accelerator) else None
-    with training.precision:
-        kept = count_kept_bytes(base, flat.route, call, accelerator.device, training.images, **training.arguments)
-    if training.images:  # a tower that nothing trains keeps nothing
+    call = wrapped if is_sharded(accelerator) else None
+    kept = count_kept_bytes(base, flat.route, call, accelerator.device, images, **(arguments or {}))
+    if images:  # a tower that nothing trains keeps nothing
         working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
         layers, kept = [layers[i] for i in working], kept.of(working)
     gc.collect()  # what the check has left
-    optimizer, held = training.optimizer, peak.held
-    if not isinstance(optimizer, tuple):
-        while hasattr(optimizer, "optimizer"):  # without the wrappers of accelerate and of DeepSpeed
-            optimizer = optimizer.optimizer
-        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    held = device_memory.held
+    if isinstance(optimizer, tuple):
+        made_by = optimizer
+    else:
+        inner: Any = optimizer
+        while "optimizer" in vars(inner):  # without the wrappers of accelerate and of DeepSpeed
+            inner = inner.optimizer
+        states = [x for state in inner.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
         # Defaults hold more than can be given: AdamW's have what tells it from Adam
-        taken = inspect.signature(type(optimizer)).parameters
-        arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        optimizer = type(optimizer), arguments
-    fixed, budget = fixed_bytes(training.models, optimizer, held), budget_bytes(option, accelerator.device)
+        taken = inspect.signature(type(inner)).parameters
+        made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in taken}
+    fixed, budget = fixed_bytes(models, made_by, held), budget_bytes(option, accelerator.device)
     if (group := flat.group) is not None:  # all plan for the process that needs most, and that has least
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
-    flat.recomputable = layers
-    return MemoryBudget(option, budget, needs_of(kept, fixed, training.head), layers, flat.route, peak, group)
+    return MemoryBudget(option, budget, needs_of(kept, fixed, head), layers, flat.route, device_memory, group)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,20 +19,7 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
 
 
-def scales_by_place(module: Any, length: int) -> bool:
-    """Whether a layer scales queries by their place on an axis of `length` tokens, as some of Llama 4's do."""
-    is_tuned = vars(module).get("attn_temperature_tuning") and not module.use_rope
-    return bool(is_tuned) and length >= module.floor_scale
-
-
-def scale_of_rows(module: Any, position_ids: np.ndarray) -> np.ndarray:
-    """`(T,)` float32: what makes the scale by places on the flat axis that by `position_ids`, `(T,)` int64."""
-    places = np.stack([np.arange(len(position_ids)), position_ids]) + 1
-    flat, row = np.log1p(places // module.floor_scale) * module.attn_scale + 1
-    return (row / flat).astype(np.float32)
-
-
-def attention_layers(model: torch.nn.Module) -> list[Any]:
+def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that compute attention: transformers names their classes so."""
     return [module for module in model.modules() if "Attention" in type(module).__name__]
 
@@ -50,13 +36,13 @@ def beyond_varlen(model: torch.nn.Module) -> list[str]:
     """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, beside dropout."""
     # Where these layers keep what they give to the kernel: a number, and a parameter
     held = [{**vars(layer), **dict(layer.named_parameters(recurse=False))} for layer in attention_layers(model)]
-    sizes: set[Any] = {values.get("head_dim") for values in held} - {None}
+    sizes = {size for values in held if (size := values.get("head_dim")) is not None}
     beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
     others = {"attn_logit_softcapping": "soft-capping", "sinks": "sinks"}
     return beyond + [word for name, word in others.items() if any(values.get(name) is not None for values in held)]
 
 
-def rotary_limits(*configs: Any) -> dict[str, int]:
+def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
     """Kinds of rotary frequencies that follow the longest row of a batch, with the least length from which they do."""
     limits: dict[str, int] = {}
     for config in configs:

@@ -10,41 +10,19 @@ import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from operator import mul
-from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.functional import embedding_bag, pad
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import upstream
+from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
-from ..flat.layout import FlatLayout, RowIndex
-from . import architecture, backends
-from .backends import BackendName
+from ..flat.layout import Attention, FlatLayout, GatherRows, RowIndex, once_per_layout
+from . import routes
 from .masks import BOUNDARIES, FlatMask, boundaries, segment_mask
-
-AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-
-class GatherRows(torch.autograd.Function):
-    """
-    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Places that are of no row hold zeros.
-
-    The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
-    `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
-    """
-
-    @staticmethod
-    def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
-        ctx.rows = rows
-        copies = states.index_select(0, rows.index)
-        return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        rows, copies = ctx.rows, grad.reshape(len(grad), -1)
-        total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
-        return total.reshape(-1, *grad.shape[1:]), None
+from .routes import BackendName
 
 
 def _in_rows(states: torch.Tensor, rows: RowIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -110,7 +88,7 @@ def torch_varlen() -> Callable:
 
     # The kernel takes fewer key heads than query heads; only releases that have this flag want to be told
     parameters = inspect.signature(varlen_attn).parameters
-    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    gqa: Inputs = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
         left = -1 if window is None else window - 1
@@ -126,10 +104,10 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if is_cast else query.dtype
 
 
-def takes_varlen(query: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     """Whether PyTorch's varlen kernel can take this call."""
     return (
-        backends.has_varlen_kernel(query.device)
+        routes.has_varlen_kernel(query.device)
         and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
         and query.size(-1) % 8 == 0
         and query.size(-1) <= 256
@@ -149,30 +127,37 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     return output[None, ..., : value.size(-1)], None
 
 
-ATTENTION: dict[BackendName, AttentionFunction] = {
+ATTENTION: dict[BackendName, Attention] = {
     "flash": flash_attention,
     "varlen": varlen_attention,
     "segment": segment_attention,
 }
 
 
-def _scaled_in_rows(query: torch.Tensor, module: Any, layout: FlatLayout) -> torch.Tensor:
+def _scaled_in_rows(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
     """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
-    if not architecture.scales_by_place(module, query.size(2)):
+    held = vars(module)  # of some layers of Llama 4
+    if not held.get("attn_temperature_tuning") or held["use_rope"] or query.size(2) < held["floor_scale"]:
         return query
-    key, places = ("scale of rows", module.floor_scale, module.attn_scale), layout.segments.position_ids
-    scale = layout.derived(key, lambda: layout.tensor(architecture.scale_of_rows(module, places)))
-    return (query * scale[:, None]).to(query.dtype)
+    return (query * scale_of_rows(layout, held["floor_scale"], held["attn_scale"])[:, None]).to(query.dtype)
+
+
+@once_per_layout
+def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> torch.Tensor:
+    """`(T,)` float32: what makes a scale by places in rows of one by places on the flat axis."""
+    places = np.stack([np.arange(layout.segments.num_tokens), layout.segments.position_ids]) + 1
+    flat, row = np.log1p(places // floor_scale) * attn_scale + 1
+    return layout.tensor((row / flat).astype(np.float32))
 
 
 @torch.compiler.disable
-def _dispatch(attend: AttentionFunction, previous: str, module, query, key, value, attention_mask, **kwargs):
+def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        if layout.group is not None:
+        if layout.exchange is not None:
             attend, tokens = partial(attend, layout, previous), layout.segments.num_tokens
-            return layout.group.attend(attend, module, query, key, value, tokens, **kwargs)
+            return layout.exchange(attend, module, query, key, value, tokens, **kwargs)
         query = _scaled_in_rows(query, module, layout)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)

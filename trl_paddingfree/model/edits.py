@@ -1,12 +1,17 @@
-"""Rows that somebody edited after their flat batch was made: found without waiting for the device, and refused."""
+"""What a call with a flat batch is refused for: arguments without an answer, and rows that were edited since."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from .architecture import config_value
 
+# Arguments of a forward that only rows have an answer to
+_OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
+_OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
+_WITHOUT = "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})` computes padded rows"
 # What may have been edited, in words, in the order in which [`edits`] gives it
 _EDITS = {
     "input_ids": "other tokens, or another number of rows or columns",
@@ -17,6 +22,22 @@ _EDITS = {
 
 class EditedRowsError(ValueError):
     """Rows that are not what their flat batch was made of."""
+
+
+def refuse_unanswerable(config: PreTrainedConfig, inputs: Inputs, *, fused_lm_head: bool) -> None:
+    """Refuse, by name, what a flat batch has no answer to: arguments of a forward, and outputs that `config` wants."""
+    for name in _OF_ROWS:
+        if (value := inputs.get(name)) is not None and (torch.is_tensor(value) or value):
+            raise ValueError(
+                f"`{name}` was given to the model beside a `flat_batch`, which has one row and positions of its own: "
+                f"leave it out, or leave `flat_batch` out ({_WITHOUT})."
+            )
+    for argument, output in _OUTPUTS.items():  # TRL's fused head gives none of these, with padding either
+        if inputs.get(argument, not fused_lm_head and config_value(config, argument)):
+            raise ValueError(
+                f"`{argument}=True`: a flat batch has no `{output}` of rows. Leave it out, or leave `flat_batch` out "
+                f"({_WITHOUT})."
+            )
 
 
 @torch.compiler.disable
@@ -61,7 +82,7 @@ def refuse_edits(found: torch.Tensor) -> None:
         )
 
 
-def refuse_lost_batch(inputs: dict[str, Any], needs_rows: bool) -> None:
+def refuse_lost_batch(inputs: Inputs, needs_rows: bool) -> None:
     """Refuse the inputs of a training step that lack the flat batch, or the rows that a budget needs to divide it."""
     if needs_rows and "flat_batch" in inputs and "rows" not in inputs:
         raise EditedRowsError(
@@ -80,10 +101,10 @@ def refuse_lost_batch(inputs: dict[str, Any], needs_rows: bool) -> None:
 class EditsFound:
     """What the device says of edited rows: asked as a forward begins, read once it has answered. Nothing waits."""
 
-    pending: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # on their way, with the event of arrival
+    pending: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # with its arrival
 
     @torch.compiler.disable
-    def ask(self, batch: FlatBatch, inputs: dict[str, Any], in_parts: bool = False) -> None:
+    def ask(self, batch: FlatBatch, inputs: Inputs, in_parts: bool = False) -> None:
         """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""
         self.read()
         found = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)

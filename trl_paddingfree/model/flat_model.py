@@ -5,22 +5,21 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakMethod
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import upstream
-from ..flat.batch import FlatBatch
+from ..flat.batch import FlatBatch, Inputs, RowPart
+from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from .architecture import recompute_first
 from .attention import register_attention
-from .backends import ATTENTION_BACKENDS
 from .edits import EditsFound
-from .forward import flat_forward, forward_in_parts
-from .hidden_states import hidden_states
-from .routes import Route
+from .forward import flat_backbone, flat_forward, flat_inputs, of_parts
+from .routes import ATTENTION_BACKENDS, Route
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
@@ -57,21 +56,21 @@ class FlatModel:
         self.edits = EditsFound()
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
         self.flattener: WeakMethod[Flattener] | None = None
-        self.recomputable: Sequence[Any] = ()  # the layers that a batch tells to recompute
+        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers that a batch tells to recompute
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
         return {**vars(self), "flattener": None, "group": None, "edits": EditsFound()}
 
     @classmethod
-    def of(cls, model: Any) -> "FlatModel | None":
+    def of(cls, model: torch.nn.Module) -> "FlatModel | None":
         """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat is not None and flat._is_called else None
 
     @classmethod
-    def group_of(cls, model: Any) -> SequenceGroup | None:
+    def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
         """The processes that compute slices of a model's batches with this one; `None` if it computes whole ones."""
         flat = cls.of(model)
         return None if flat is None else flat.group
@@ -101,7 +100,7 @@ class FlatModel:
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
         @torch.compiler.disable(recursive=False)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
             return vars(self)[ATTRIBUTE]._called(depth, args, kwargs)
 
         forward.depth = depth  # type: ignore[attr-defined]
@@ -111,10 +110,10 @@ class FlatModel:
     def _is_called(self) -> bool:
         """Whether the model's forward is ours, or has it inside."""
         # Whoever wraps it may copy its attributes too: only a wrapper that does not is looked into
-        innermost = inspect.unwrap(self.model.forward, stop=lambda function: hasattr(function, "depth"))
-        return getattr(innermost, "depth", None) == len(self.previous) - 1
+        innermost = inspect.unwrap(self.model.forward, stop=lambda function: "depth" in vars(function))
+        return vars(innermost).get("depth") == len(self.previous) - 1
 
-    def _called(self, depth: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _called(self, depth: int, args: tuple, kwargs: Inputs) -> object:
         """Our forward, as it was put on with `depth` others beneath."""
         batch = kwargs.pop("flat_batch", None)
         if depth < len(self.previous) - 1:  # beneath a head that TRL has added since, which has computed the batch
@@ -130,9 +129,6 @@ class FlatModel:
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
             return self.previous[-1](*args, **kwargs)
-        if batch.parts and torch.is_grad_enabled():
-            return forward_in_parts(self, batch, **kwargs)
-        self.prepare(batch)
         return flat_forward(self, batch, **kwargs)
 
     def hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
@@ -159,21 +155,35 @@ class FlatModel:
                 f"`scored` has shape {tuple(scored.shape)}, and the rows of this batch have the shape {shape} from "
                 "their second tokens on: give `labels[:, 1:] != -100`, or another mask of that shape."
             )
-        return hidden_states(self, batch, scored)
+        if not batch.parts:
+            return self._hidden_states(batch, scored)
+        scored = scored.to(batch.row_index.device, non_blocking=True)
+        places = scored.flatten().cumsum(0).view_as(scored)
+        order = torch.cat([places[part.rows][scored[part.rows]] for part in batch.parts]).argsort()
+
+        def answer(part: RowPart, scored: torch.Tensor) -> torch.Tensor:
+            return self._hidden_states(part.batch, scored[part.rows])
+
+        found = torch.cat(of_parts(batch, answer, scored), 1)
+        return found[:, order.to(found.device)]
+
+    def _hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
+        places = scored.nonzero().T
+        if places.device.type == "cpu":  # nothing waits for the device if the host says what is scored
+            places = on_device(places, batch.row_index.device)
+        index = batch.row_index[tuple(places)]
+        with flat_backbone(self, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
+            return self.model.base_model(**flat_inputs(self, batch)).last_hidden_state
 
     def prepare(self, batch: FlatBatch) -> None:
-        """
-        A flat batch is about to be computed: with gradients, have as many layers recompute as it says. TRL sets all of
-        them after each pass of its reference.
-        """
-        if not torch.is_grad_enabled():
-            return
-        self.has_trained = True
-        if batch.recomputed is not None:
-            recompute_first(self.recomputable, batch.recomputed)
+        """Before a batch is computed: with gradients, as many layers recompute as it says, whatever TRL has set."""
+        if torch.is_grad_enabled():
+            self.has_trained = True
+            if batch.recomputed is not None:
+                recompute_first(self.recomputable, batch.recomputed)
 
     @contextmanager
-    def must_train(self, trainer: Any) -> Iterator[None]:
+    def must_train(self, trainer: object) -> Iterator[None]:
         """Within this context, a training step of `trainer` computes a flat batch here, or raises."""
         self.has_trained = False
         yield

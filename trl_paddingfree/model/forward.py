@@ -11,56 +11,54 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from .. import upstream
-from ..flat.batch import IGNORE_INDEX, FlatBatch, RowPart
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart
 from . import architecture
-from .masks import backbone_mask, boundaries
+from .edits import refuse_unanswerable
+from .masks import boundaries
 from .restored import attributes_set
+from .routes import backbone_mask
 from .state_layers import state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 
 if TYPE_CHECKING:
+    from trl.trainer.utils import FusedCausalLMOutput
+
     from .flat_model import FlatModel
+
+    Scored = tuple[FusedCausalLMOutput, tuple[torch.Tensor, ...] | None]
+
+Answer = TypeVar("Answer")
 
 # What TRL's head may say of each scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
-_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "labels", "flat_batch", "margin", *TYPE_ROWS)
-# Arguments of a forward that only rows have an answer to
-_OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
-_OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *TYPE_ROWS)
 # What the libraries beneath PyTorch say of a failed allocation, in errors of no class of their own
 _FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
-_WITHOUT = "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})` computes padded rows"
 
 
-def refuse_unanswerable(config: Any, inputs: dict[str, Any], *, fused_lm_head: bool) -> None:
-    """Refuse, by name, what a flat batch has no answer to: arguments of a forward, and outputs that `config` wants."""
-    for name in _OF_ROWS:
-        if (value := inputs.get(name)) is not None and (torch.is_tensor(value) or value):
-            raise ValueError(
-                f"`{name}` was given to the model beside a `flat_batch`, which has one row and positions of its own: "
-                f"leave it out, or leave `flat_batch` out ({_WITHOUT})."
-            )
-    for argument, output in _OUTPUTS.items():  # TRL's fused head gives none of these, with padding either
-        if inputs.get(argument, not fused_lm_head and getattr(config, argument, False)):
-            raise ValueError(
-                f"`{argument}=True`: a flat batch has no `{output}` of rows. Leave it out, or leave `flat_batch` out "
-                f"({_WITHOUT})."
-            )
-
-
-def is_pooled(model: Any) -> bool:
+def is_pooled(model: PreTrainedModel) -> bool:
     """Whether the head of `model` reads one token of each row, as for sequence classification, and scores no tokens."""
     return model.get_output_embeddings() is None
 
 
-def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+def flat_forward(
+    flat: "FlatModel",
+    batch: FlatBatch,
+    *,
+    input_ids: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    fused_lm_head: bool = False,
+    **kwargs: object,
+) -> ModelOutput:
     """
     Compute a flat batch and answer in rows.
 
@@ -69,10 +67,15 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
     `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
-    model = flat.model
+    model, in_parts = flat.model, batch.parts and torch.is_grad_enabled()
+    if in_parts and not (fused_lm_head and labels is not None):  # whole logits would not fit in parts either
+        raise ValueError(
+            "A micro-batch that does not fit into its budget runs in parts beneath the loss, and there the model must "
+            "be called with `labels` and `fused_lm_head=True`: do so, or leave `memory_budget` and "
+            "`max_tokens_per_micro_batch` out."
+        )
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
-    input_ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
-    kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    beside: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if flat.group is not None and not fused_lm_head:
         raise ValueError(
             f"`sequence_parallel_size={flat.group.size}`: processes have slices of the tokens, and no logits of rows. "
@@ -80,17 +83,17 @@ def flat_forward(flat: "FlatModel", batch: FlatBatch, *, fused_lm_head: bool = F
         )
     if is_pooled(model):
         assert input_ids is not None
-        return _pooled(flat, batch, input_ids, kwargs)
+        return _pooled(flat, batch, input_ids, beside)
     if not fused_lm_head:
-        return _model_output(flat, batch, labels, kwargs)
+        return _model_output(flat, batch, labels, beside)
     assert labels is not None
-    outputs, _ = scored_in_rows(flat, batch, kwargs)
-    return with_loss(model, outputs, labels, kwargs.get("num_items_in_batch"))
+    outputs = scored_in_parts(flat, batch, beside, labels) if in_parts else scored_in_rows(flat, batch, beside)[0]
+    return _with_loss(model, outputs, labels, beside)
 
 
-def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def scored_in_rows(flat: "FlatModel", batch: FlatBatch, beside: Inputs) -> "Scored":
     """
-    What TRL's fused head says of rows, with `kwargs` beside them: its [`~trl.trainer.utils.FusedCausalLMOutput`] with
+    What TRL's fused head says of rows, given what is `beside` them: its [`~trl.trainer.utils.FusedCausalLMOutput`] with
     fields of shape `(R, L-1)`. And the logits of routers, of shape `(T, experts)` for each layer, or `None`.
     """
     group = flat.group
@@ -98,74 +101,37 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, kwargs: dict[str, Any]) 
     apart = nullcontext() if group is None or not flat.model.training else group.drawing_apart(flat.model)
     with apart, flat_backbone(flat, own, own.scored_of) as given:
         inputs = {**flat_inputs(flat, own), "shift_labels": own.shift_labels}
-        outputs = flat.previous[-1](**kwargs, **inputs, fused_lm_head=True)
+        outputs = flat.previous[-1](**beside, **inputs, fused_lm_head=True)
     values = _per_token(outputs) if group is None else group.gather_scored(_per_token(outputs), batch)
     outputs = replace(outputs, **{name: batch.scored_to_rows(x) for name, x in values.items()})
-    routers = None if outputs.aux_loss is None else given[0].router_logits
+    routers = None if outputs.aux_loss is None else given[0]["router_logits"]
     if routers is not None and group is not None:  # their loss is one of all tokens
         routers = tuple(group.gather_tokens(x, batch.layout.segments.num_tokens) for x in routers)
         outputs = replace(outputs, aux_loss=upstream.router_loss(flat.model, routers, batch.token_rows))
     return outputs, routers
 
 
-def flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, Any]:
-    """The arguments of a model that are flat tensors."""
-    # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
-    # of all rows, so a token counts once for each row that contains it
-    positions = flat_positions(flat.model, batch)
-    return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
-
-
-def _per_token(outputs: Any) -> dict[str, Any]:
-    """The values that TRL's head gives for each token."""
-    return {name: outputs[name] for name in _PER_TOKEN if name in outputs}
-
-
-def with_loss(model: Any, outputs: Any, labels: torch.Tensor, num_items: Any) -> Any:
-    """What TRL's head says of rows, where `labels` are scored, with the loss that it would have for them."""
-    label_mask = (labels[:, 1:] != IGNORE_INDEX).to(outputs.log_probs.device)
-    masked = {name: x * label_mask for name, x in _per_token(outputs).items()}
-    loss = -masked["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
-    if outputs.aux_loss is not None:
-        share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
-        loss = loss + (share or 0.0) * outputs.aux_loss
-    return replace(outputs, **masked, label_mask=label_mask, loss=loss)
-
-
-def forward_in_parts(
-    flat: "FlatModel", batch: FlatBatch, *, labels: Any = None, fused_lm_head: bool = False, **kwargs: Any
-) -> Any:
+def scored_in_parts(flat: "FlatModel", batch: FlatBatch, beside: Inputs, labels: torch.Tensor) -> "FusedCausalLMOutput":
     """
-    The answer of TRL's head to rows that the model computes in parts, one after another, with the gradients of the
-    whole. Only the fused head is supported: whole logits would not fit in parts either.
-
-    The loss is the caller's, over all rows: one that couples rows is as exact as any other.
+    What [`scored_in_rows`] says, of rows that the model computes in parts, one after another, with the gradients of the
+    whole. The loss is the caller's, over all rows: one that couples rows is as exact as any other.
     """
-    if not fused_lm_head or labels is None:
-        raise ValueError(
-            "A micro-batch that does not fit into its budget runs in parts beneath the loss, and there the model must "
-            "be called with `labels` and `fused_lm_head=True`: do so, or leave `memory_budget` and "
-            "`max_tokens_per_micro_batch` out."
-        )
-    refuse_unanswerable(flat.model.config, kwargs, fused_lm_head=True)
-    kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
 
-    def answer(part: RowPart, labels: torch.Tensor) -> Any:
-        flat.prepare(part.batch)
-        return scored_in_rows(flat, part.batch, {**kwargs, **part.arguments})
+    def answer(part: RowPart, _: torch.Tensor) -> "Scored":
+        return scored_in_rows(flat, part.batch, {**beside, **part.arguments})
 
     outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
     order = torch.cat([part.rows for part in batch.parts]).argsort()
     joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
     whole = replace(outputs[0], **joined)
-    if routers[0] is not None:  # the loss of routers is one of all tokens together
-        layers = tuple(map(torch.cat, zip(*routers, strict=True)))
-        weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
-        whole = replace(whole, aux_loss=upstream.router_loss(flat.model, layers, weights))
-    return with_loss(flat.model, whole, labels, kwargs.get("num_items_in_batch"))
+    if routers[0] is None:
+        return whole
+    layers = tuple(map(torch.cat, zip(*routers, strict=True)))  # the loss of routers is one of all tokens together
+    weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
+    return replace(whole, aux_loss=upstream.router_loss(flat.model, layers, weights))
 
 
-def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Any], beside: torch.Tensor) -> list[Any]:
+def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Answer], beside: torch.Tensor) -> list[Answer]:
     """
     What `answer` gives of each part, one after another, and of a tensor `beside` it. Each keeps nothing between its
     forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
@@ -176,22 +142,47 @@ def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Any], b
     return [checkpoint(answer, part, beside, use_reentrant=False) for part in first] + [answer(last, beside)]
 
 
-def _model_output(flat: "FlatModel", batch: FlatBatch, labels: Any, kwargs: dict[str, Any]) -> Any:
+def flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
+    """The arguments of a model that are flat tensors."""
+    # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
+    # of all rows, so a token counts once for each row that contains it
+    positions = flat_positions(flat.model, batch)
+    return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
+
+
+def _per_token(outputs: "FusedCausalLMOutput") -> dict[str, torch.Tensor]:
+    """The values that TRL's head gives for each token."""
+    return {name: outputs[name] for name in _PER_TOKEN if name in outputs}
+
+
+def _with_loss(
+    model: PreTrainedModel, outputs: "FusedCausalLMOutput", labels: torch.Tensor, beside: Inputs
+) -> "FusedCausalLMOutput":
+    """What TRL's head says of rows, where `labels` are scored, with the loss that it would have for them."""
+    values, num_items = _per_token(outputs), beside.get("num_items_in_batch")
+    label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
+    masked = {name: x * label_mask for name, x in values.items()}
+    loss = -masked["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
+    if outputs.aux_loss is not None:
+        share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
+        loss = loss + (share or 0.0) * outputs.aux_loss
+    return replace(outputs, **masked, label_mask=label_mask, loss=loss)
+
+
+def _model_output(flat: "FlatModel", batch: FlatBatch, labels: torch.Tensor | None, beside: Inputs) -> ModelOutput:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    flat_kwargs = {**kwargs, **flat_inputs(flat, batch)}
+    given = beside if labels is None else {**beside, "labels": labels}
+    with flat_backbone(flat, batch, None if labels is None else batch.tokens_to_rows, calls_decoder=True):
+        outputs = flat.previous[-1](**given, **flat_inputs(flat, batch))
     if labels is None:
-        with flat_backbone(flat, batch, calls_decoder=True):
-            outputs = flat.previous[-1](**flat_kwargs)
         logits = batch.tokens_to_rows(outputs.logits)
     else:
-        with flat_backbone(flat, batch, batch.tokens_to_rows, calls_decoder=True):
-            outputs = flat.previous[-1](**flat_kwargs, labels=labels)
         logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
     kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
     return type(outputs)(logits=logits, **kept)
 
 
-def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, beside: Inputs) -> ModelOutput:
     """
     The output of a head that reads one token of each row.
 
@@ -204,17 +195,21 @@ def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, kwargs
     last = (torch.arange(input_ids.size(1), device=input_ids.device) * is_token).argmax(1, keepdim=True)
     positions = batch.row_index.gather(1, last)
 
-    def read(hidden):
+    def read(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
     with flat_backbone(flat, batch, read, swaps_inputs=True):
-        return flat.previous[-1](**kwargs, input_ids=input_ids.gather(1, last))
+        return flat.previous[-1](**beside, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
 def flat_backbone(
-    flat: "FlatModel", batch: FlatBatch, for_head: Any = None, swaps_inputs: bool = False, calls_decoder: bool = False
-) -> Iterator[list[Any]]:
+    flat: "FlatModel",
+    batch: FlatBatch,
+    for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    swaps_inputs: bool = False,
+    calls_decoder: bool = False,
+) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone is told of the layout and returns only what the head needs: what
     `for_head` makes of the hidden states `(1, T, H)`, or all of them. Gives a list with what the backbones return.
@@ -222,8 +217,9 @@ def flat_backbone(
     With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
     `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
     """
+    flat.prepare(batch)
     model, layout, backend = flat.model, batch.layout, flat.route.backend
-    told: dict[str, Any] = state_arguments(model.base_model, layout) if flat.carries_state else {}
+    told = state_arguments(model.base_model, layout) if flat.carries_state else {}
     told["use_cache"] = False
     if "attention_mask" not in told:
         config = model.config.get_text_config()
@@ -234,7 +230,7 @@ def flat_backbone(
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
     # By transformers' own arguments, in place of a mask. A vision tower has boundaries of its own, and would take these
     told_boundaries = [model.get_decoder()] if takes_images(model) else backbones
-    given: list[Any] = []
+    given: list[BaseModelOutput] = []
 
     def give_layout(module, args, kwargs):
         if swaps_inputs:  # some heads hand `input_ids` on by its place
@@ -276,7 +272,7 @@ def is_allocation_failure(error: BaseException) -> bool:
 
 
 @contextmanager
-def _explained_if_long(model: Any, batch: FlatBatch) -> Iterator[None]:
+def _explained_if_long(model: PreTrainedModel, batch: FlatBatch) -> Iterator[None]:
     """Within this context, what a model raises on a flat row that is longer than a row may be comes with the reason."""
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     try:
@@ -291,7 +287,7 @@ def _explained_if_long(model: Any, batch: FlatBatch) -> Iterator[None]:
         ) from error
 
 
-def _noise_of_rows(model: Any, batch: FlatBatch) -> AbstractContextManager[None]:
+def _noise_of_rows(model: PreTrainedModel, batch: FlatBatch) -> AbstractContextManager[None]:
     """Within this context, NEFTune's noise has the size that it has in rows: it shrinks with the length of an axis."""
     embeddings = model.get_input_embeddings()
     if (alpha := vars(embeddings).get("neftune_noise_alpha")) is None:

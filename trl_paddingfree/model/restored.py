@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 
 @contextmanager
-def attributes_set(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def attributes_set(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """Sets attributes of objects within the context; restores them afterwards, or deletes those that were not there."""
     values = [*values]
     before = [(holder, name, name in vars(holder), vars(holder).get(name)) for holder, name, _ in values]

@@ -1,15 +1,52 @@
-"""Routes: how a model computes flat batches, and which to try, in which order."""
+"""Routes: how a model computes flat batches, the reasons against each, which to try, and what its layers are told."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import upstream
+from ..flat.layout import FlatLayout
 from . import architecture
-from .backends import ATTENTION_BACKENDS, BACKENDS, BackendName, describe, reasons_against, slower_backends
+from .masks import FlatMask, dense_mask
 from .state_layers import carries_state, goes_along_tree
+
+BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
+# Fastest first
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+# Those that replace the model's attention function; the others leave it, and give it positions or a dense mask
+ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
+
+# What transformers calls the kinds of layers of a model, and of the parts of a layer that has an attention and a state
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_STATE = ("linear_attention", "conv")
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+# Models whose image tokens see one another both ways in their sliding layers only
+_CAUSAL_IN_FULL = ("gemma4_text",)
+
+_DESCRIPTIONS: dict[BackendName, str] = {
+    "flash": "{previous} over segments",
+    "varlen": "PyTorch's flash attention kernel over segments",
+    "segment": "{previous} over segments of like shape",
+    "positions": "{previous}, told of sequences by their `position_ids`",
+    "mask": "{previous} under a dense 4-D mask",
+}
+
+
+def describe(backend: BackendName, previous: str) -> str:
+    """What a backend does on a model that was loaded with the attention implementation `previous`, in words."""
+    return f"{backend}: {_DESCRIPTIONS[backend].format(previous=previous)}"
+
+
+def takes_boundaries(previous: str) -> bool:
+    """Whether an attention implementation is flash attention or comes from the hub: it takes boundaries, not masks."""
+    return "flash" in previous or "/" in previous
+
+
+def has_varlen_kernel(device: torch.device) -> bool:
+    """Whether PyTorch has a varlen kernel for a device. Whoever needs to know asks here: tests answer for others."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -29,6 +66,40 @@ class Route:
     def without_sharing(self) -> "Route":
         """The same route without shared prefixes."""
         return replace(self, prefix_sharing=False)
+
+
+def reasons_against(
+    model: PreTrainedModel, previous: str, dtype: torch.dtype, device: torch.device
+) -> dict[BackendName, list[str]]:
+    """Why each backend cannot serve a model loaded with `previous` whose attention runs in `dtype` on `device`."""
+    reasons: dict[BackendName, list[str]] = {name: [] for name in BACKENDS}
+    if not upstream.takes_attention_function(model):
+        for name in ATTENTION_BACKENDS:
+            reasons[name].append(f"{type(model).__name__} does not use transformers' `AttentionInterface`")
+    if takes_boundaries(previous):
+        reasons["varlen"].append(f"the model was loaded with `attn_implementation={previous!r}`, which does the same")
+        for name in ("segment", "mask"):
+            reasons[name].append(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'")
+    else:
+        for name in ("flash", "positions"):
+            reasons[name].append(
+                f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
+                "install flash-attn`), 'flash_attention_3' or a hub kernel"
+            )
+    if previous != "sdpa":
+        reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
+    if not has_varlen_kernel(device):
+        reasons["varlen"].append(f"the model is on {device.type}, the kernel needs CUDA")
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
+    if dropout := architecture.attention_dropout(model):
+        reasons["varlen"].append(
+            f"attention has a dropout of {dropout}, and the kernel has none: set it to 0 in the model's configuration"
+        )
+    if previous == "flex_attention":
+        for name in ("segment", "mask"):
+            reasons[name].append("flex_attention takes block masks: load the model with 'sdpa'")
+    return reasons
 
 
 def choose_route(
@@ -90,11 +161,50 @@ def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
     """`route`, with and without sharing, then, with `fallback`, those of slower backends; along the tree first."""
-    backends = [route.backend, *(slower_backends(route.backend, route.previous) if fallback else ())]
+    backends: list[BackendName] = [route.backend]
+    if fallback:  # those that ask less of a model: its own attention, per segment, or told of sequences
+        backends += ["segment"] if route.backend == "varlen" else []
+        backends += ["positions" if takes_boundaries(route.previous) else "mask"]
     routes: list[Route] = []
-    for backend in backends:
+    for backend in dict.fromkeys(backends):
         shares = route.prefix_sharing and not why_not_to_share(backend, route.previous)
         for sharing in (True, False) if shares else (False,):
             alike = replace(route, backend=backend, prefix_sharing=sharing)
             routes += [alike, replace(alike, states="rows")] if route.states == "tree" else [alike]
     return routes
+
+
+def backbone_mask(
+    backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
+) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
+    """
+    The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
+    by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own.
+    """
+    kinds = set(architecture.config_value(config, "layer_types") or ()).difference(_STATE)
+    if not kinds:
+        kinds = {_FULL if architecture.config_value(config, "sliding_window") is None else _SLIDING}
+    masks: dict[str, torch.Tensor | None] = {}
+    for kind in sorted(kinds):
+        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
+        masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
+    if carries_state:
+        return {**dict.fromkeys(_STATE, FlatMask.carrying(layout, per_token=True)), **masks}
+    differ = _CHUNKED in kinds or (layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
+    one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and not differ)
+    return next(iter(masks.values())) if one_for_all or len(masks) == 1 else masks
+
+
+def _mask_of_kind(
+    kind: str, backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What attention layers of one kind get as their mask."""
+    if backend == "positions":
+        return None
+    if kind == _CHUNKED:
+        layout = layout.chunked(config.attention_chunk_size)
+    elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
+        layout = layout.without_blocks()
+    if backend in ATTENTION_BACKENDS:
+        return FlatMask.carrying(layout)  # attention functions are given their window
+    return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)

@@ -10,18 +10,19 @@ Shape legend: see [`~trl_paddingfree.flat.segments`]; in addition
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, reduce
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
-from ..flat.batch import FlatBatch
-from ..flat.slices import cuts, scored_sizes, slice_of, slice_sizes
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..flat.layout import Attention
 from .architecture import rotary_limits
 
 # What attention is given of each token beside its states, and does not need: the layout has it
@@ -32,7 +33,9 @@ class _Exchange(torch.autograd.Function):
     """Send `sent[i]` of the entries of a vector to process `i`, and receive `received[i]`. The gradient goes back."""
 
     @staticmethod
-    def forward(ctx, states: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+    def forward(
+        ctx, states: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.sizes, ctx.group = (received, sent), group
         return _exchanged(states, sent, received, group)
 
@@ -42,7 +45,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(grad, received, sent, ctx.group), None, None, None
 
 
-def _exchanged(states: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+def _exchanged(states: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     output = states.new_empty(sum(received), *states.shape[1:])
     dist.all_to_all_single(output, states.contiguous(), received, sent, group=group)
     return output
@@ -61,6 +64,57 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         own = grad.split(ctx.sizes)[ctx.group.rank] * ctx.group.size
         return torch.cat([own, own.new_zeros(ctx.length - len(own), *own.shape[1:])]), None, None
+
+
+def cuts(total: int, size: int) -> tuple[int, ...]:
+    """
+    Where `total` tokens, or heads, are cut into `size` slices: `size + 1` ints.
+
+    >>> cuts(10, 4), slice_sizes(10, 4)
+    ((0, 2, 5, 7, 10), (2, 3, 2, 3))
+    """
+    return tuple(i * total // size for i in range(size + 1))
+
+
+def slice_sizes(total: int, size: int) -> tuple[int, ...]:
+    """How many of `total` tokens, or heads, lie in each of `size` slices. Some are 0 if `total` is less than `size`."""
+    return tuple(last - first for first, last in pairwise(cuts(total, size)))
+
+
+def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
+    """How many scored tokens of a batch lie in each of `size` slices."""
+    return tuple(np.diff(np.searchsorted(batch.scored, cuts(batch.layout.segments.num_tokens, size))).tolist())
+
+
+def slice_of(batch: FlatBatch, number: int, size: int, exchange: Attention | None = None) -> FlatBatch:
+    """
+    Slice `number` of `size` of a batch: its tokens and labels, with the rows and the layout of the whole, which knows
+    the `exchange` of heads for tokens.
+
+    The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
+    tokens has one of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
+
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]
+    [[[1, 2, 3]], [[4, 2, 5]]]
+    >>> [slice_of(batch, number, 2).shift_labels.tolist() for number in range(2)]
+    [[[3, 4]], [[5]]]
+    """
+    ends = cuts(batch.layout.segments.num_tokens, size)
+    first, last = ends[number], ends[number + 1]
+    tokens, (begin, end) = slice(first, max(last, first + 1)), np.searchsorted(batch.scored, (first, last)).tolist()
+    labels, scored_index = batch.shift_labels[:, begin:end], batch.scored_index[begin:end] - first
+    if begin == end:
+        labels, scored_index = labels.new_full((1, 1), IGNORE_INDEX), scored_index.new_zeros(1)
+    return replace(
+        batch,
+        layout=batch.layout.derived("slices", lambda: replace(batch.layout, exchange=exchange)),
+        input_ids=batch.input_ids[:, tokens],
+        position_ids=batch.position_ids[:, tokens],
+        token_rows=batch.token_rows[:, tokens],
+        shift_labels=labels,
+        scored_index=scored_index,
+    )
 
 
 @cache
@@ -92,17 +146,17 @@ def _heads(states: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
 class SequenceGroup:
     """The processes that compute one flat batch together, as one of them, `rank` of `size`, sees it."""
 
-    def __init__(self, group: Any, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def slice(self, batch: FlatBatch, config: Any) -> FlatBatch:
+    def slice(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
         """What this process computes of a batch. Refuses rows whose rotary frequencies would follow its slice."""
         width = batch.row_index.size(1)
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        return slice_of(batch, self.rank, self.size, self)
+        return slice_of(batch, self.rank, self.size, self.attend)
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
@@ -112,7 +166,9 @@ class SequenceGroup:
             "`sequence_parallel_size=1`."
         )
 
-    def attend(self, attend: Callable, module: Any, query, key, value, num_tokens: int, **kwargs: Any) -> Any:
+    def attend(
+        self, attend: Attention, module: torch.nn.Module, query, key, value, num_tokens: int, **kwargs: object
+    ) -> tuple[torch.Tensor, None]:
         """
         Attention `(1, t, H, D)` of states `(1, heads, t, D)` of a slice, by a function of `module`, states `(1, heads,
         T, D)` and `kwargs`, which is given all `T` tokens for the heads of this process.
@@ -146,10 +202,12 @@ class SequenceGroup:
             output = torch.cat([output, output.new_zeros(length - own, *output.shape[1:])])
         return output[None], None
 
-    def _of_heads(self, module: Any, heads: range, num_keys: int, num_heads: int, given: dict[str, Any]) -> Any:
+    def _of_heads(
+        self, module: torch.nn.Module, heads: range, num_keys: int, num_heads: int, given: Inputs
+    ) -> tuple[torch.nn.Module, Inputs]:
         """A layer, and what it is `given` beside states, as if it had only some of its heads."""
 
-        def cut(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+        def cut(values: Inputs) -> dict[str, torch.Tensor]:
             tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
             return {name: x[heads.start : heads.stop] for name, x in tensors.items() if x.shape == (num_heads,)}
 
@@ -161,8 +219,8 @@ class SequenceGroup:
                 f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
             )
         part = copy.copy(module)  # which shares all weights; its own attributes are found before them
-        vars(part).update(cut(dict(module.named_parameters(recurse=False))))
-        part.num_key_value_groups = len(heads) // num_keys
+        groups = {"num_key_value_groups": len(heads) // num_keys}
+        vars(part).update(cut(dict(module.named_parameters(recurse=False))), **groups)
         return part, {name: own.get(name, x) for name, x in given.items() if name not in _OF_TOKENS}
 
     # --- values of all slices ---------------------------------------------------------------------------------------
@@ -179,7 +237,9 @@ class SequenceGroup:
         """`(T, ...)`: states of all tokens, of those `(t, ...)` of each slice."""
         return _Gather.apply(states, slice_sizes(num_tokens, self.size), self)
 
-    def whole_gradients(self, of: Sequence[torch.Tensor], found: Sequence[Any], batch: FlatBatch) -> list[Any]:
+    def whole_gradients(
+        self, of: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None], batch: FlatBatch
+    ) -> list[torch.Tensor]:
         """Gradients at embeddings `(1, t, D)` as `(1, T, D)`, and of weights as engines average them: those of all."""
         given = [x.new_zeros(x.shape) if y is None else y for x, y in zip(of, found, strict=True)]
         first, *others = (gradient.contiguous() for gradient in given)
@@ -188,7 +248,7 @@ class SequenceGroup:
         embedded = self.gather_tokens(first.squeeze(0), batch.layout.segments.num_tokens)[None]
         return [gradient / self.size for gradient in (embedded, *others)]
 
-    def largest(self, values: Any) -> np.ndarray:
+    def largest(self, values: Sequence[float] | np.ndarray | torch.Tensor) -> np.ndarray:
         """The largest of each of `values` over the group, on the host, float64, or int64 where they are."""
         given = torch.as_tensor(values, device=self.device).clone()
         dist.all_reduce(given, dist.ReduceOp.MAX, self.group)

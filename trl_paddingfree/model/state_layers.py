@@ -1,27 +1,34 @@
 """Layers that hand something on from token to token, while all else stays flat and shared.
 
-Most of them go along the tree: they run flat and hand the state at a fork on, see `state_tree`. The others see rows,
-see `state_rows`. The layout comes in the argument in which the layer expects a mask, or its state.
+Most of them go along the tree: they run flat and hand the state at a fork on, see `state_tree`. The others see rows:
+each segment's whole path, as one row that starts from nothing, of whose outputs those of the segment's own tokens are
+kept. A prefix that several segments continue is computed once for each, in these layers only. The layout comes in the
+argument in which the layer expects a mask, or its state.
 """
 
 import functools
 import inspect
 import types
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, TypeGuard
 
 import torch
 from transformers import PreTrainedModel
 
 from .. import upstream
-from ..flat.layout import FlatLayout
-from .masks import BOUNDARIES, FlatMask
-from .state_rows import is_layout, on_rows
-from .state_tree import tree_functions, with_functions
+from ..flat.batch import Inputs
+from ..flat.layout import FlatLayout, GatherRows, once_per_layout
+from ..flat.pieces import PathRows
+from ..flat.segments import Segments
+from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
+from .state_tree import step_cost, tree_functions, with_functions
+
+# Where a layer keeps its [`StateForward`]: copies of the layer come with copies of it
+ATTRIBUTE = "flat_state"
 
 # Names of children and buffers by which layers are known that mix tokens and have no convolution module: RWKV's shift
 # by one token, xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys. Inkling's attention counts the
@@ -66,16 +73,10 @@ def missing_kernels(model: PreTrainedModel) -> list[str]:
     return sorted({package for packages in missing for package in packages if package})
 
 
-def _own_forward(layer: Any) -> Callable[..., Any]:
-    """The forward that a layer has without ours: that of its class, unless the instance was given another."""
-    installed = _installed(layer)
-    previous = vars(layer).get("forward") if installed is None else installed.previous
-    return _rebound(previous, layer) if previous else types.MethodType(type(layer).forward, layer)
-
-
-def _installed(layer: Any) -> "StateForward | None":
-    """What [`install_state_layers`] gave the forward of a layer, or of the layer that it is a copy of."""
-    return getattr(layer.forward, "state", None)  # attributes of methods are their functions'; partials have none
+def _own_forward(layer: torch.nn.Module) -> Callable:
+    """The forward that a layer has without ours."""
+    state: StateForward | None = vars(layer).get(ATTRIBUTE)
+    return layer.forward if state is None else state.previous
 
 
 def _can_go_along_tree(layer: torch.nn.Module) -> bool:
@@ -100,8 +101,8 @@ def repeats_prefixes(model: PreTrainedModel) -> bool:
 
 
 def _is_along_tree(layer: torch.nn.Module) -> bool:
-    installed = _installed(layer)
-    return _can_go_along_tree(layer) if installed is None else installed.along_tree
+    state: StateForward | None = vars(layer).get(ATTRIBUTE)
+    return _can_go_along_tree(layer) if state is None else state.along_tree
 
 
 def describe_state_layers(model: PreTrainedModel) -> str:
@@ -125,8 +126,7 @@ def describe_state_layers(model: PreTrainedModel) -> str:
 class StateForward:
     """What the forward of a layer knows of flat batches."""
 
-    layer: "weakref.ref[torch.nn.Module]"  # a copy of the layer comes with the same forward
-    previous: Callable[..., Any] | None  # the forward that the instance had; `None` if it had that of its class
+    previous: Callable  # the forward that the layer had
     along_tree: bool = False  # if not, the layer sees rows
     kernels: frozenset[str] = frozenset()  # those of transformers' functions that it calls which have kernels
     takes_boundaries: bool = False  # whether all of them keep the rows of one long axis apart
@@ -135,36 +135,29 @@ class StateForward:
 def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
     """Have layers that carry state read flat layouts: `along_tree` where they can, else as rows. May be repeated."""
     for layer in state_layers(model):
-        state = _installed(layer)
-        if state is None or state.layer() is not layer:
-            previous = vars(layer).get("forward") if state is None else state.previous
-            state = StateForward(weakref.ref(layer), previous)
-            _install(layer, state)
-        missing = upstream.missing_state_kernels(_own_forward(layer))
+        if ATTRIBUTE not in vars(layer):
+            _install(layer)
+        state = vars(layer)[ATTRIBUTE]
+        missing = upstream.missing_state_kernels(state.previous)
         state.along_tree = along_tree and _can_go_along_tree(layer)
         state.kernels = frozenset(name for name, package in missing.items() if package is None)
         state.takes_boundaries = upstream.takes_state_boundaries(layer)
 
 
-def _install(layer: torch.nn.Module, state: StateForward) -> None:
+def _install(layer: torch.nn.Module) -> None:
+    vars(layer)[ATTRIBUTE] = StateForward(layer.forward)
+
     @functools.wraps(type(layer).forward)
     @torch.compiler.disable(recursive=False)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = _own_forward(self)
+    def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
+        state: StateForward = vars(self)[ATTRIBUTE]
         mask = next(filter(is_layout, (*args, *kwargs.values())), None)
         if mask is None:
-            return call(*args, **kwargs)
-        if state.along_tree:
-            return _along_tree(call, mask.flat_layout, state.kernels, args, kwargs)
-        return on_rows(self, call, mask, state.takes_boundaries, args, kwargs)
+            return state.previous(*args, **kwargs)
+        compute = _along_tree if state.along_tree else _on_rows
+        return compute(self, state, mask, args, kwargs)
 
-    forward.state = state  # type: ignore[attr-defined]
     layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
-
-
-def _rebound(method: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """`method` as that of `module`, where it was another's: a copy of a module computes with its own weights."""
-    return types.MethodType(method.__func__, module) if isinstance(method, types.MethodType) else method
 
 
 class _NoCache:
@@ -177,7 +170,7 @@ class _NoCache:
         return False
 
 
-def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> dict[str, Any]:
+def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> Inputs:
     """Arguments by which the layout reaches the layers of a backbone without attention: it takes no dict of masks."""
     expected = inspect.signature(backbone.forward).parameters
     if "past_key_values" in expected:
@@ -190,10 +183,75 @@ def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> dict[str, 
     return {"attention_mask": mask}
 
 
+def is_layout(value: object) -> TypeGuard[FlatMask]:
+    """Whether an argument is the mask that carries the layout."""
+    # A model may put its tokens where its mask says, which gives tokens that carry the layout too
+    return isinstance(value, FlatMask) and value.dtype == torch.bool
+
+
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
-def _along_tree(call: Callable, layout: FlatLayout, kernels: Collection[str], args: tuple, kwargs: dict) -> Any:
-    """Call a layer on flat tokens, without a mask, with functions that know of the tree; `kernels` have kernels."""
-    functions = tree_functions(layout, upstream.state_functions(call), kernels)
+def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
+    """Call a layer on flat tokens, without a mask, with functions that know of the tree."""
+    functions = tree_functions(mask.flat_layout, upstream.state_functions(state.previous), state.kernels)
     without = [None if is_layout(value) else value for value in args]
     told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
-    return with_functions(call, functions)(*without, **told)
+    return with_functions(state.previous, functions)(*without, **told)
+
+
+def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
+    """
+    Call a layer on the path of each segment, and keep what it says of the segments' own tokens.
+
+    `mask` is the one among its arguments that carries the layout; of the others, everything that has an entry per token
+    is cut into rows. Where its kernels take boundaries it is called once, on one long axis, and told of them.
+    """
+    layout = mask.flat_layout
+    rows = PathRows.of(layout, None if state.takes_boundaries else step_cost(layout.device))
+
+    told = boundaries(_paths(layout)) if state.takes_boundaries else {}
+    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    outputs = []
+    for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, _cut((args, kwargs), layout, rows), strict=True):
+        if vars(layer).get("is_causal"):  # attention, whose own mask would not know of rows
+            states = next(filter(torch.is_tensor, (*group_args, *group_kwargs.values())))
+            window = vars(layer).get("sliding_window")
+            group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, states.dtype)
+        outputs.append(state.previous(*group_args, **group_kwargs, **told))
+    # RWKV's blocks give their second layer the state that the first gives back
+    return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
+
+
+@once_per_layout
+def _paths(layout: FlatLayout) -> FlatLayout:
+    """The path of each segment one after the other, as rows that share nothing."""
+    unshared = Segments.from_lengths(layout.segments.key_lengths)
+    return FlatLayout.from_segments(unshared).to(layout.device, non_blocking=True)
+
+
+def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
+    """`value` for each group of rows: what has an entry per token is cut, what carries the layout is left out."""
+    if isinstance(value, tuple | list):
+        parts = [_cut(item, layout, rows) for item in value]
+        return [type(value)(group) for group in zip(*parts, strict=True)] if parts else [value] * len(rows.shapes)
+    if isinstance(value, dict):
+        return [dict(zip(value, group, strict=True)) for group in _cut((*value.values(),), layout, rows)]
+    if is_layout(value):
+        return [None] * len(rows.shapes)
+    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, layout.segments.num_tokens):
+        return [value] * len(rows.shapes)
+    states = value.as_subclass(torch.Tensor).squeeze(0)
+    if rows.slots is None:
+        return [states[None]]
+    parts = GatherRows.apply(states, rows.slots).split([*map(prod, rows.shapes)])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, rows.shapes, strict=True)]
+
+
+def _join(outputs: list[Any], rows: PathRows, state: Any) -> Any:
+    """What a layer says of each token, flat, from what it says of each group of rows; `state` stands for the rest."""
+    if isinstance(outputs[0], tuple):
+        return tuple(_join(list(parts), rows, state) for parts in zip(*outputs, strict=True))
+    if not isinstance(outputs[0], torch.Tensor) or outputs[0].shape[:2] != rows.shapes[0]:
+        return state
+    if rows.own is None:
+        return outputs[0]
+    return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, rows.own)[None]

@@ -12,16 +12,16 @@ import types
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
-from ..flat.layout import FlatLayout
+from ..flat.layout import FlatLayout, GatherRows
 from ..flat.pieces import PieceCall, Pieces, with_context
-from .attention import GatherRows
 
+# What pieces give: their outputs, and the states in which they end, if others continue them
+Step = tuple[torch.Tensor, torch.Tensor | None]
 # What a step along a row costs in plain PyTorch, however many rows take it, in rows. CPUs of real models are busy with
 # one row (measured: 0 to 1, so half a row); GPUs are not with dozens, and wait for the host to launch small kernels
 _STEP_COST, _STEP_COST_OF_GPUS = 0.5, 64.0
@@ -68,7 +68,7 @@ def tree_functions(layout: FlatLayout, functions: dict[str, Callable], kernels: 
 
 def _convolve(
     layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: Any,
+    bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """A causal convolution of `(1, C, T)`: each segment with what precedes it, as far as the kernel reaches."""
     tokens, places = with_context(layout, weight.size(-1) - 1)
@@ -80,11 +80,11 @@ def _convolve(
 def _delta_rule(
     layout: FlatLayout, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, initial_state: None = None,
-    output_final_state: bool = False, **kwargs: Any,
+    output_final_state: bool = False, **kwargs: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """A (gated) delta rule of `(1, T, H, D)`. Zeros are no step: neither decay nor update."""
 
-    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Any:
+    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
         query, key, value, g, beta = parts
         chunks = {"cu_seqlens": piece.boundaries} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
         told = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
@@ -98,14 +98,14 @@ def _chunk_scan(
     layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
     A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
-    return_final_states: bool = False, **kwargs: Any,
+    return_final_states: bool = False, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """Mamba 2's scan of `(1, T, H, D)`. Time steps are made here: behind bias, softplus and limits, zero is no step."""
     dt = dt.float() if has_kernel else dt  # as a kernel makes them
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
-    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Any:
+    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
         states, dt, B, C = parts
         chunks = {} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
         told = {**kwargs, **chunks, "initial_states": state, "return_final_states": goes_on}
@@ -119,7 +119,7 @@ def _selective_scan(
     layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
     A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, z: torch.Tensor | None = None,
     delta_bias: torch.Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """
     The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`. It starts from nothing only, but is linear in its
@@ -127,7 +127,7 @@ def _selective_scan(
     """
     told = {**kwargs, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
 
-    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Any:
+    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
         states, dt, B, C = (part.transpose(1, 2) for part in parts)
         if not goes_on:
             outputs, last = function(states, dt, A, B, C, **told), None
@@ -172,7 +172,7 @@ def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor,
     return outputs[..., :length], outputs[..., length:]
 
 
-def _no_fused_form(layout: FlatLayout, function: Callable, has_kernel: bool, *args: Any, **kwargs: Any) -> None:
+def _no_fused_form(layout: FlatLayout, function: Callable, has_kernel: bool, *args: object, **kwargs: object) -> None:
     """A fused form of a convolution and a scan says so if it has no kernel, and the layer calls them one by one."""
 
 

@@ -8,12 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 from ..flat.batch import FlatBatch
 from ..flat.images import COUNTED_ROWS, FlatImages, VisionRules
 from .architecture import config_value
 from .restored import attributes_set
 
+# As a model gives them: of all images, or of each
+Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 # Rows that a processor gives beside `input_ids`, and that the flat batch replaces
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
 
@@ -24,32 +28,32 @@ _REFUSED = {
 }
 
 
-def vision_rules(model: Any) -> VisionRules:
+def vision_rules(model: PreTrainedModel) -> VisionRules:
     """The [`VisionRules`] of a model."""
     config = model.config  # not the processor: Gemma 3's calls another token its `image_token_id`
-    blocks: dict[str, Any] = {}
+    row, types = "", tuple[int, ...]()
     if config.model_type == "gemma3":
-        blocks = {"block_row": "token_type_ids", "block_types": (1,)}
+        row, types = "token_type_ids", (1,)
     elif sees_both_ways(model):
-        blocks = {"block_row": "mm_token_type_ids", "block_types": (1, 2)}
-    if config.model_type == "gemma4_unified":  # the others cut blocks where the window ends
-        blocks["longest_block"] = config.get_text_config().sliding_window
+        row, types = "mm_token_type_ids", (1, 2)
+    # The others cut blocks where the window ends
+    longest = config.get_text_config().sliding_window if config.model_type == "gemma4_unified" else None
     counts_grids = hasattr(model.base_model, "get_rope_index")  # Qwen's backbones have it, without a common class
-    return VisionRules(config.image_token_id, counts_grids=counts_grids, **blocks)
+    return VisionRules(config.image_token_id, row, types, longest_block=longest, counts_grids=counts_grids)
 
 
-def takes_images(model: Any) -> bool:
+def takes_images(model: PreTrainedModel) -> bool:
     """Whether a model's backbone has a vision tower whose features it merges."""
     return hasattr(model.base_model, "get_image_features")  # no class stands for this
 
 
-def sees_both_ways(model: Any) -> bool:
+def sees_both_ways(model: PreTrainedModel) -> bool:
     """Whether tokens of an image see one another in both directions."""
     says = config_value(model.config.get_text_config(), "use_bidirectional_attention")
     return model.config.model_type == "gemma3" or says == "vision"
 
 
-def why_no_images(model: Any) -> str:
+def why_no_images(model: PreTrainedModel) -> str:
     """Why `model` cannot train on images without padding, whatever a check would say; empty if that has to be tried."""
     config, backbone = model.config, model.base_model
     if reason := _REFUSED.get(config.model_type):
@@ -70,7 +74,7 @@ def features_in_order(model: Any, batch: FlatBatch) -> AbstractContextManager[No
         return nullcontext()
     features_of = backbone.get_image_features
 
-    def get_image_features(*args: Any, **kwargs: Any) -> Any:
+    def get_image_features(*args: object, **kwargs: object) -> ModelOutput:
         outputs = features_of(*args, **kwargs)
         outputs.pooler_output = _ordered(outputs.pooler_output, images)
         if vars(outputs).get("deepstack_features") is not None:
@@ -80,7 +84,7 @@ def features_in_order(model: Any, batch: FlatBatch) -> AbstractContextManager[No
     return attributes_set([(backbone, "get_image_features", get_image_features)])
 
 
-def _ordered(features: Any, images: FlatImages) -> Any:
+def _ordered(features: Features, images: FlatImages) -> Features:
     """Features in the order of the placeholders, in the form that the model gave them: a tensor, a tuple or a list."""
     parts = features if isinstance(features, list | tuple) else [features]
     flat = torch.cat([part.reshape(-1, part.size(-1)) for part in parts])
@@ -92,7 +96,7 @@ def _ordered(features: Any, images: FlatImages) -> Any:
     if images.feature_index is None:
         return features
     flat = flat.index_select(0, images.feature_index.to(flat.device))
-    if type(features) in (list, tuple):
+    if isinstance(features, list | tuple):
         return type(features)([flat])
     return flat if features.dim() == 2 else flat[:, None]
 

@@ -19,9 +19,8 @@ from ..charts import drawn, plot_runs
 from ..data.load import load_rows
 from ..data.task import Task, task_of
 from ..trainers import TRAINERS
-from .data import instruction_data, preference_data
-from .model import make_model, make_tokenizer
-from .side_by_side import Trajectory, classes_of, differences, has_accelerator, train_watched
+from .model import instruction_data, make_model, make_tokenizer, preference_data
+from .side_by_side import Trajectory, differences, has_accelerator, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
@@ -34,6 +33,7 @@ EPOCHS = 3
 # GiB of a process that its allocator may keep of one run and reuse in the next: less is no difference. What the
 # allocator of a device counts is exact
 MEMORY_NOISE = 0.1
+Summary = dict[str, Any]  # what is written as JSON
 
 
 def texts(dataset: Dataset) -> Iterator[str]:
@@ -65,20 +65,14 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
         "lr_scheduler_type": "cosine",
         "warmup_steps": args.sft_steps // 10,
     }
-    run = train_watched(
-        *classes_of("sft", ours=True),
-        console,
-        "run 1 of 3: SFT, padding-free",
-        model=model,
-        processing_class=tokenizer,
-        train_dataset=answers.select(range(min(len(answers), args.sft_steps * SFT_BATCH_SIZE))),
-        options=options,
-    )
+    answers = answers.select(range(min(len(answers), args.sft_steps * SFT_BATCH_SIZE)))
+    made = {"model": model, "processing_class": tokenizer, "train_dataset": answers}
+    run = train_watched("sft", True, console, "run 1 of 3: SFT, padding-free", options, **made)
     run.trainer.save_model(folder)
     return folder
 
 
-def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, Any]:
+def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, object]:
     """Options of any run."""
     sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
     return {"output_dir": output_dir, "seed": args.seed, **sizes}
@@ -101,20 +95,15 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
     runs, done = {}, args.model is None and task.name == "dpo"  # whether SFT came before
     # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
     for number, name in enumerate((OURS, PADDED), 1 + done):
-        runs[name] = train_watched(
-            *classes_of(task.name, ours=name == OURS),
-            console,
-            f"run {number} of {2 + done}: {task.name.upper()}, {LABELS[name]}",
-            model=model,
-            train_dataset=data,
-            peft_config=LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None,
-            options=options,
-        )
+        title = f"run {number} of {2 + done}: {task.name.upper()}, {LABELS[name]}"
+        lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
+        given = {"model": model, "train_dataset": data, "peft_config": lora}
+        runs[name] = train_watched(task.name, name == OURS, console, title, options, **given)
     runs[PADDED].trainer, runs[PADDED].weights = None, {}
     return runs
 
 
-def summarize(task: Task, runs: dict[str, Trajectory]) -> dict[str, Any]:
+def summarize(task: Task, runs: dict[str, Trajectory]) -> Summary:
     """What the comparison found, as plain numbers."""
     ours, padded = runs[OURS], runs[PADDED]
     counts = ours.trainer.total_counts()
@@ -140,7 +129,7 @@ def summarize(task: Task, runs: dict[str, Trajectory]) -> dict[str, Any]:
     }
 
 
-def print_summary(summary: dict[str, Any], console: Console) -> None:
+def print_summary(summary: Summary, console: Console) -> None:
     """The comparison as a table."""
     title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
     heads = (Column(LABELS[name], justify="right") for name in (PADDED, OURS))
@@ -148,11 +137,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
     def saved(name: str) -> str:
         padded = summary[name][PADDED]
-        if name == "peak_memory_gib" and not tells_memory(summary):
-            return "too little to tell"
         saving = 1 - summary[name][OURS] / padded if padded else 0.0
         return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
 
+    memory = saved("peak_memory_gib") if tells_memory(summary) else "too little to tell"
     speed_up = summary["speed_up"]
     speed = f"{speed_up:.1f}x faster" if speed_up >= 1 else f"{1 / speed_up:.1f}x slower"
     for title, name, form, remark in (
@@ -160,7 +148,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
         ("time", "seconds", "{:.1f} s", speed),
         ("tokens computed", "tokens_computed", "{:,}", saved("tokens_computed")),
-        ("peak memory", "peak_memory_gib", "{:.2f} GiB", saved("peak_memory_gib")),
+        ("peak memory", "peak_memory_gib", "{:.2f} GiB", memory),
     ):
         table.add_row(title, form.format(summary[name][PADDED]), form.format(summary[name][OURS]), remark)
     console.print(table)
@@ -170,13 +158,13 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     )
 
 
-def tells_memory(summary: dict[str, Any]) -> bool:
+def tells_memory(summary: Summary) -> bool:
     """Whether the runs differ in memory by more than noise."""
     padded, ours = (summary["peak_memory_gib"][name] for name in (PADDED, OURS))
     return abs(padded - ours) > summary["memory_noise_gib"]
 
 
-def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> None:
+def draw(runs: dict[str, Trajectory], summary: Summary, path: Path) -> None:
     """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
     bars = {"time, s": ("seconds", 1), "tokens": ("tokens_computed", 1)}
     if tells_memory(summary):
@@ -185,12 +173,12 @@ def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> No
         title: {label: factor * summary[key][name] for name, label in LABELS.items()}
         for title, (key, factor) in bars.items()
     }
-    losses: dict[str, Any] = {label: runs[name].losses for name, label in LABELS.items()}
+    losses = {label: runs[name].losses for name, label in LABELS.items()}
     plot_runs(losses, figures, summary["task"].upper(), path)
 
 
-def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, str]:
-    """The last message before an answer in the data, and what the trained model answers."""
+def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> dict[str, str]:
+    """The last message before an answer in the data as the question, and what the trained model answers."""
     tokenizer, row = trainer.processing_class, data[0]
     prompt = row.get("prompt") or row.get("messages", [])[:1] or next(texts(data))[:200]
     chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
@@ -198,7 +186,7 @@ def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> tuple[str, 
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True).strip()
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"], answer
+    return {"question": prompt if isinstance(prompt, str) else prompt[-1]["content"], "answer": answer}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -218,9 +206,8 @@ def run(args: argparse.Namespace) -> int:
     runs = compare(task, model, data, args, console)
     summary = summarize(task, runs)
     (output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    shown = dict[str, Any]()
-    if args.model is not None:  # one from scratch, minutes old, has no answer worth reading
-        shown["sample"] = dict(zip(("question", "answer"), sample(runs[OURS].trainer, data), strict=True))
+    # A model from scratch, minutes old, has no answer worth reading
+    shown = {} if args.model is None else {"sample": sample(runs[OURS].trainer, data)}
     if args.json:
         sys.stdout.write(json.dumps({**summary, **shown}, indent=2) + "\n")
     else:

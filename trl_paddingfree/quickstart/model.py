@@ -1,8 +1,17 @@
-"""A small model from scratch, with a tokenizer of its own: nothing to download."""
+"""A small model from scratch with a tokenizer of its own, and real text to train it on: nothing to download.
 
-from collections.abc import Iterable
+The text is the documentation of Python, which every Python has, as instruction rows and as preference pairs.
+"""
+
+import ast
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
@@ -10,6 +19,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Folders of the standard library that hold tests, applications or other people's packages
+_LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
+# Shorter ones ("Return self.") say nothing
+_SHORTEST = 20
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
@@ -18,8 +31,10 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTo
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    options: dict[str, Any] = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*special.values()], **options)
+    words, alphabet = [*special.values()], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=words, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **special)
 
@@ -43,3 +58,53 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) 
         **sizes,
     }
     return LlamaForCausalLM(LlamaConfig(**fields))
+
+
+@cache
+def docstrings() -> tuple[tuple[str, str], ...]:
+    """Pairs of a question about a function or class of the standard library, and its docstring, read from source."""
+    root, found = Path(sysconfig.get_path("stdlib")), list[tuple[str, str]]()
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if _LEFT_OUT.isdisjoint(parts):
+            found += _docstrings_of(ast.parse(path.read_bytes()), ".".join(parts).removesuffix(".__init__"))
+    return tuple(found)
+
+
+def _docstrings_of(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tuple[str, str]]:
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        name = f"{module}.{node.name}"
+        signature = f"class {name}" if isinstance(node, ast.ClassDef) else f"def {name}({ast.unparse(node.args)})"
+        docstring = ast.get_docstring(node) or ""
+        if len(docstring) >= _SHORTEST:
+            yield f"What does this do?\n\n{signature}", docstring
+        if isinstance(node, ast.ClassDef):
+            yield from _docstrings_of(node, name)
+
+
+def topics() -> Iterator[tuple[str, str]]:
+    """Pairs of a question about the language, and what `help()` answers."""
+    from pydoc_data.topics import topics as texts
+
+    for topic, text in sorted(texts.items()):
+        yield f"Explain “{topic}” in Python.", text.strip()
+
+
+def instruction_data(seed: int = 0) -> Dataset:
+    """All questions with their answers as TRL's prompt-completion rows, in random order."""
+    rows = [*docstrings(), *topics()]
+    random.Random(seed).shuffle(rows)
+
+    def said(role: str, content: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content}]
+
+    return Dataset.from_list([{"prompt": said("user", q), "completion": said("assistant", a)} for q, a in rows])
+
+
+def preference_data(seed: int = 0) -> Dataset:
+    """The questions as preference pairs: their own answer against the answer to another question."""
+    pairs = instruction_data(seed).rename_column("completion", "chosen")
+    half = len(pairs) // 2  # far apart, so that no answer is preferred in one pair of a sample and rejected in another
+    return pairs.add_column("rejected", pairs["chosen"][half:] + pairs["chosen"][:half])

@@ -5,17 +5,17 @@ import gc
 import math
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ..trainers import TRAINERS
 
@@ -25,13 +25,18 @@ ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 _SILENT = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 # Often enough to see the largest tensors of a step live
 SAMPLE_SECONDS = 0.002
+# Classes, TRL's or ours, by what their constructors give
+AnyTrainer: TypeAlias = Callable[..., Trainer]
+AnyConfig: TypeAlias = Callable[..., TrainingArguments]
+Options: TypeAlias = Mapping[str, object]
+Figure: TypeAlias = float | torch.Tensor | None
 
 
 @dataclass
 class Trajectory:
     """What one training run logged and ended with."""
 
-    log_history: list[dict[str, Any]]
+    log_history: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
     trainer: Any
     memory: float = 0.0  # GiB at the peak, above the level before the run, if it was watched
@@ -53,13 +58,13 @@ def has_accelerator() -> bool:
     return found is not None and found.type != "mps"
 
 
-def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
+def classes_of(task: str, ours: bool) -> tuple[AnyTrainer, AnyConfig]:
     """The trainer of a task and its configuration: this package's, or TRL's."""
     trainer = TRAINERS[task]
     return (trainer, trainer.config_class) if ours else (trainer.trl_trainer, trainer.trl_config)
 
 
-def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any], **arguments: Any) -> Any:
+def make_trainer(trainer_class: AnyTrainer, config_class: AnyConfig, options: Options, **arguments: object) -> Trainer:
     """A trainer, TRL's or ours, with `options` of its configuration, that logs every step, prints and saves nothing."""
     defaults = {**_SILENT, **({} if has_accelerator() else ON_CPU), **options}
     defaults.setdefault("output_dir", tempfile.mkdtemp(prefix="trl_paddingfree_"))
@@ -68,11 +73,12 @@ def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any],
     return trainer
 
 
-def train(trainer_class: Any, config_class: Any, options: dict[str, Any], **arguments: Any) -> Trajectory:
+def train(trainer_class: AnyTrainer, config_class: AnyConfig, options: Options, **arguments: object) -> Trajectory:
     """Train with what [`make_trainer`] makes. The weights are the trained ones, and not copied."""
     trainer = make_trainer(trainer_class, config_class, options, **arguments)
     trainer.train()
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    parameters = trainer.model.named_parameters()  # type: ignore[union-attr]
+    weights = {name: p.detach() for name, p in parameters if p.requires_grad}
     return Trajectory(trainer.state.log_history, weights, trainer)
 
 
@@ -124,16 +130,19 @@ class ShowSteps(TrainerCallback):
             self.progress.update(self.task, completed=state.global_step, description=description)
 
 
-def train_watched(trainer_class: Any, config_class: Any, console: Console, title: str, **arguments: Any) -> Trajectory:
-    """[`train`] with these `arguments`, and watch."""
+def train_watched(
+    task: str, ours: bool, console: Console, title: str, options: Options, **arguments: object
+) -> Trajectory:
+    """[`train`] on a task, by this package or by TRL, and watch."""
     with watch_memory() as memory, Progress(console=console) as progress:
+        trainer_class, config_class = classes_of(task, ours)
         callbacks = [ShowSteps(progress, title)]
-        trained = train(trainer_class, config_class, callbacks=callbacks, **arguments)
+        trained = train(trainer_class, config_class, options, callbacks=callbacks, **arguments)
     trained.memory = memory()
     return trained
 
 
-def difference(expected: Any, actual: Any, floor: float = 1.0) -> float:
+def difference(expected: Figure, actual: Figure, floor: float = 1.0) -> float:
     """
     How far a figure or a tensor is from what padded TRL has: the largest difference, over the largest expected value,
     or over `floor`, because a figure near zero is the rounding of the larger ones that it comes from.
@@ -152,12 +161,11 @@ def difference(expected: Any, actual: Any, floor: float = 1.0) -> float:
 
 
 def differences(
-    padded: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]], floor: float = 1.0
+    padded: Sequence[Mapping[str, Figure]], ours: Sequence[Mapping[str, Figure]], floor: float = 1.0
 ) -> dict[str, float]:
     """The largest [`difference`] over all logs, of every figure that padded TRL logs; infinite where ours lacks one."""
     found: dict[str, float] = {}
-    nothing: dict[str, Any] = {}
-    for expected, actual in zip_longest(padded, ours, fillvalue=nothing):
+    for expected, actual in zip_longest(padded, ours, fillvalue=dict[str, Figure]()):
         for name in (name for name in expected if not any(part in name for part in INCOMPARABLE)):
             off = difference(expected[name], actual[name], floor) if name in actual else math.inf
             found[name] = max(found.get(name, 0.0), off)

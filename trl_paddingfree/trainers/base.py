@@ -6,26 +6,29 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from .. import upstream
 from ..check.prove import UnprovenModelError
 from ..data.images import ImageProbe, has_images
+from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
+from ..memory.budget import Split
 from ..memory.device import PeakMemory
 from ..memory.needs import HeadBytes, fused_head
-from ..memory.parts import Split
 from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .checkpoints import append_to_card
-from .configs import config_of, options_of, silence
+from .configs import Arguments, config_of, options_of, silence
 from .groups import GroupedTrainer
 from .proving import StartUpCheck, base_of
-from .state import Flat, when_flat
+from .state import FlatState, when_flat
 from .steps import Part, TrainingSteps
 
 
@@ -54,18 +57,18 @@ class FlatTrainer(GroupedTrainer):
     differences: ClassVar[dict[str, tuple[str, str]]] = {}
     # What a part of a micro-batch that does not fit by itself is called, and what makes it smaller
     smallest_part: ClassVar[tuple[str, str]] = ("an example of the training data", "`max_length`")
-    train_dataset: Any
-    model: Any
+    train_dataset: Dataset
+    model: PreTrainedModel
     ref_model: Any = None
     # Where TRL's trainers keep metrics and tokens
     _metrics: Any
     _total_train_tokens: int
-    aux_loss_enabled: Any = False
-    router_aux_loss_coef: Any = 0.0
+    aux_loss_enabled: bool = False
+    router_aux_loss_coef: float = 0.0
 
     # --- at the start -----------------------------------------------------------------------------------------------
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "trl_trainer" in vars(cls):
             refuse_moved_names(cls)
@@ -80,25 +83,27 @@ class FlatTrainer(GroupedTrainer):
             self._init(arguments)
 
     @naming_versions()
-    def _init(self, arguments: dict[str, Any]) -> None:
+    def _init(self, arguments: Arguments) -> None:
         silence()
         self.counts = TokenCounts()
         arguments["args"] = config = config_of(type(self), arguments)
         options = options_of(type(self), config)
-        self.flat = Flat(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
+        self.flat = FlatState(
+            options, pads=not vars(config).get("padding_free", True)
+        )  # not all of TRL's have the flag
         self.refuse_ungrouped(arguments)
         if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
             self.trl_trainer.__init__(self, **arguments)
             return
         self.refuse_arguments(arguments)
-        config.padding_free = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
+        vars(config)["padding_free"] = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         if options.memory_budget is not None:
             config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
         try:
             self.trl_trainer.__init__(self, **arguments)
         finally:
-            config.padding_free = True
+            vars(config)["padding_free"] = True
         refuse_moved_names(type(self), self)
         self.padding_free = True
         if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
@@ -112,12 +117,12 @@ class FlatTrainer(GroupedTrainer):
         if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
             self.plan_steps()
 
-    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+    def refuse_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
         refusals.refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
         refusals.refuse_beside_budget(self.flat.options, arguments["args"])
 
-    def collator_of(self, with_images: bool) -> Any:
+    def collator_of(self, with_images: bool) -> type:
         """The collator class that gives flat batches of data with or without images."""
         return (self.task.vision_collator if with_images else None) or self.task.collator
 
@@ -133,14 +138,14 @@ class FlatTrainer(GroupedTrainer):
         """Refuse options that move examples between micro-batches where that would change the loss."""
         raise NotImplementedError
 
-    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
+    def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
         """Refuse data, as the user gave it, that the model cannot compute."""
 
-    def flat_models(self) -> list[Any]:
+    def flat_models(self) -> list[torch.nn.Module]:
         """The models that compute batches, under whatever wrappers; the one that is trained first."""
         return [self.model] if self.ref_model is None else [self.model, self.ref_model]
 
-    def flat_base(self, model: Any) -> PreTrainedModel:
+    def flat_base(self, model: torch.nn.Module) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
         return base_of(self.accelerator, model)
 
@@ -149,14 +154,13 @@ class FlatTrainer(GroupedTrainer):
         flat = self.flat
         if flat.models:
             return
-        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try())
-        flat.check.group = self.group
+        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
         refusals.warn_of_dropout(flat.models[0].model, self.args)
 
-    def prove_placed(self, model: Any) -> None:
+    def prove_placed(self, model: torch.nn.Module) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
         flat = self.flat
         if not flat.models or not flat.check.is_due(model):
@@ -180,7 +184,7 @@ class FlatTrainer(GroupedTrainer):
         self.plan_steps()
         step = self.flat.models[0].must_train(self)(super().training_step)
         if self.flat.steps is None:
-            return step(model, self.started(inputs), num_items_in_batch)
+            return step(model, self.begin_pass(inputs), num_items_in_batch)
         is_normalized = num_items_in_batch is not None
         parts = self.parts_of(inputs, is_normalized)
         return self.flat.steps.run(lambda part: step(model, part, num_items_in_batch), parts, is_normalized)
@@ -193,7 +197,7 @@ class FlatTrainer(GroupedTrainer):
         """The parts of a part for which memory ran out, under the budget as it is now."""
         return [part]
 
-    def started(self, inputs: Inputs) -> Inputs:
+    def begin_pass(self, inputs: Inputs) -> Inputs:
         """
         What TRL's step gets of a part, or of a micro-batch without a budget, whose pass begins. It is counted here, but
         for parts above the loss, which are counted together, and for rows that are flattened where the model is called.
@@ -206,7 +210,7 @@ class FlatTrainer(GroupedTrainer):
                 self.counts.add(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
         self.prove_placed(model)
-        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
         for flat_model in self.flat.models:  # the device has answered: TRL has read its metrics
             flat_model.edits.read()
         return loss if self.flat.steps is None else self.flat.steps.weighted(loss)
@@ -246,7 +250,7 @@ class FlatTrainer(GroupedTrainer):
         """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
         return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
 
-    def _prepare_input(self, data: Any) -> Any:
+    def _prepare_input(self, data: object) -> object:
         # transformers moves tensors and what holds them; batches in parts are made after the data loader has moved all
         if isinstance(data, FlatBatch):
             return data.to(self.args.device, non_blocking=True)
@@ -258,7 +262,7 @@ class FlatTrainer(GroupedTrainer):
     def method(self) -> str:
         """How batches are computed, in words: a training step that computes them otherwise is an error."""
         if self.flat.route is None:
-            return "TRL, without padding" if getattr(self, "padding_free", False) else "TRL, with padding"  # TRL packs
+            return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"  # TRL packs
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 

@@ -11,7 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .. import __version__
 from ..flat.counts import BatchCounts
 from ..versions import naming_versions
-from .state import Flat
+from .state import FlatState
 
 # What a model card says beside TRL's text
 MODEL_CARD = """
@@ -82,7 +82,7 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
     return resume_from_checkpoint
 
 
-def load_by_name(checkpoint: Any, model: Any) -> None:
+def load_by_name(checkpoint: str, model: Any) -> None:
     """Load the weights that a checkpoint has under other names, as `from_pretrained` finds them: all, or it refuses."""
     options: dict[str, Any] = {"config": deepcopy(model.config), "dtype": model.dtype, "output_loading_info": True}
     loaded, found = type(model).from_pretrained(checkpoint, **options)
@@ -97,14 +97,14 @@ def load_by_name(checkpoint: Any, model: Any) -> None:
 class ResumableTrainer(Trainer):
     """A trainer that leaves no checkpoint half written, and resumes from a whole one, whether it pads or not."""
 
-    flat: Flat
-    args: Any
+    flat: FlatState
+    args: Any  # one of TRL's configurations
 
     @naming_versions()
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, *args, **kwargs):
         if self.args.should_save:  # a checkpoint that is written anew is not whole until it is whole again
             state_file(self.args.output_dir, self.state.global_step).unlink(missing_ok=True)
         super()._save_checkpoint(*args, **kwargs)
@@ -123,7 +123,7 @@ class ResumableTrainer(Trainer):
                 self.flat.memory.load(checkpoint, self.args.process_index)
         super()._load_rng_state(checkpoint)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
+    def _issue_warnings_after_load(self, load_result):
         # Models with images or experts have other names in files than in memory, which transformers' trainer does not
         # know: it warns, and goes on with the weights that the model was made with
         if load_result.missing_keys and load_result.unexpected_keys:
@@ -131,8 +131,8 @@ class ResumableTrainer(Trainer):
         else:
             super()._issue_warnings_after_load(load_result)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.loading: tuple[Any, Any] = resume_from_checkpoint, self.model if model is None else model
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.loading = resume_from_checkpoint, self.model if model is None else model
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:

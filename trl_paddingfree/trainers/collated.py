@@ -10,16 +10,19 @@ from datasets import Dataset
 from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
+from ..data.collate import FlatCollator
 from ..data.images import ImageProbe, first_with_images, has_images
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
+from ..data.vision import FlatVisionCollator
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
-from ..memory.parts import Split, split_by_tokens
+from ..memory.budget import Split, split_by_tokens
 from ..memory.plan import MemoryBudget, is_sharded
 from ..model.edits import refuse_lost_batch
 from ..model.vision import vision_rules
 from . import refusals
 from .base import FlatTrainer
+from .configs import Arguments
 from .state import when_flat
 from .steps import Part, weighted_parts
 
@@ -37,13 +40,13 @@ class CollatedTrainer(FlatTrainer):
     ['CollatedTrainer', 'DPOTrainer']
     """
 
-    data_collator: Any
+    data_collator: FlatCollator
     split: ClassVar[Split] = staticmethod(split_by_tokens)
     # What TRL's trainers set
     _train_batch_size: int
-    _is_vision_dataset: Any = False
+    _is_vision_dataset: bool = False
 
-    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+    def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
         if has_images(arguments.get("train_dataset")):
             refusals.refuse_unseen(self.flat.options)
@@ -63,12 +66,12 @@ class CollatedTrainer(FlatTrainer):
 
     # --- images -----------------------------------------------------------------------------------------------------
 
-    def _flat_collator(self) -> Any:
+    def _flat_collator(self) -> FlatCollator:
         """The collator, such that it gives flat batches. A copy: the user's own may serve another trainer."""
         collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
         if not isinstance(collator, wanted):
             collator = wanted(**vars(collator))
-        if not self._is_vision_dataset:
+        if not isinstance(collator, FlatVisionCollator):
             return replace(collator, padding_free=True)
         model = self.flat_base(self.model)
         refusals.refuse_blind(model)
@@ -76,11 +79,11 @@ class CollatedTrainer(FlatTrainer):
 
     def images_to_try(self) -> ImageProbe | None:
         """The first examples with images, as the collator will get them; `None` for text."""
-        if not self._is_vision_dataset:
+        collator, data = self._flat_collator(), self.train_dataset
+        if not isinstance(collator, FlatVisionCollator):
             return None
         self._set_signature_columns_if_needed()
         kept = self._signature_columns if self.args.remove_unused_columns else None
-        collator, data = self._flat_collator(), self.train_dataset
         if has_known_lengths(data):  # with the example before, which has none
             data = data.select(range(max(first_with_images(data) - 1, 0), len(data)))
         probe = ImageProbe(collator, ({k: v for k, v in row.items() if kept is None or k in kept} for row in data))
@@ -104,13 +107,13 @@ class CollatedTrainer(FlatTrainer):
 
     def collated_by(self, name: str) -> Any:
         """An argument of the collator, which may be one of the user's own, or else of the trainer."""
-        return getattr(self.data_collator, name, getattr(self.args, name))
+        return {**vars(self.args), **vars(self.data_collator)}[name]
 
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
         limit = self.collated_by("max_length")
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
-            is_cut = hasattr(self.data_collator, "max_length") or not isinstance(self.train_dataset, Dataset)
+            is_cut = "max_length" in vars(self.data_collator) or not isinstance(self.train_dataset, Dataset)
             return limit is None or limit > length or not is_cut  # TRL cuts nothing that a transform makes
         return bool((row_lengths(self.example_lengths()) > length).any())
 
@@ -245,13 +248,13 @@ class CollatedTrainer(FlatTrainer):
         reach = self.reach_of(whole)
         return budget.batches(whole, rows, lambda examples: rows.take(examples).batch(reach))
 
-    def started(self, inputs: Inputs) -> Inputs:
+    def begin_pass(self, inputs: Inputs) -> Inputs:
         if self.flat.steps is None:
             refuse_lost_batch(inputs, needs_rows=False)
             self.counts.add(inputs["flat_batch"].counts)
             return inputs
         whole, splits = inputs["flat_batch"], not self._adds_up
-        batch = self.flat.budget.start(whole, inputs["rows"], splits=splits, reach=self.reach_of(whole))
+        batch = self.flat.budget.decide(whole, inputs["rows"], splits=splits, reach=self.reach_of(whole))
         if splits:
             self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
         return {**{name: value for name, value in inputs.items() if name != "rows"}, "flat_batch": batch}

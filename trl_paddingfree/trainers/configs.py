@@ -1,11 +1,12 @@
 """The options that this package adds to TRL's configurations."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -14,11 +15,16 @@ from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConf
 from trl.trainer.utils import get_config_model_id
 
 from .. import upstream
-from ..model.backends import BackendName
+from ..model.routes import BackendName
+
+if TYPE_CHECKING:
+    from .base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 
-SHARING = "Whether to compute a prefix that several rows of a micro-batch share once."
+Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
+
+SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
 
 
 def silence() -> None:
@@ -26,7 +32,7 @@ def silence() -> None:
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
 
 
-def config_of(trainer_class: Any, arguments: dict[str, Any]) -> Any:
+def config_of(trainer_class: "type[FlatTrainer]", arguments: Arguments) -> TrainingArguments:
     """The configuration among the arguments of a trainer. Without one, ours, with a folder named as TRL names it."""
     if (config := arguments.get("args")) is None:
         model = arguments["model"]
@@ -36,13 +42,13 @@ def config_of(trainer_class: Any, arguments: dict[str, Any]) -> Any:
     return config
 
 
-def options_of(trainer_class: Any, config: Any) -> "PaddingFreeOptions":
+def options_of(trainer_class: "type[FlatTrainer]", config: Any) -> "PaddingFreeOptions":
     """The options of a configuration. With one of TRL's they have the defaults of the trainer."""
     is_ours = isinstance(config, PaddingFreeOptions)
     return config if is_ours else PaddingFreeOptions(prefix_sharing=trainer_class.config_class.prefix_sharing)
 
 
-def refuse_wrong_options(config: Any, trainer_class: Any = None) -> None:
+def refuse_wrong_options(config: Any, trainer_class: "type[FlatTrainer] | None" = None) -> None:
     """
     Refuse values that options of this package cannot have, in a configuration of ours or of TRL's, naming what to write
     in their place. Annotations say which: `bool` allows `True` and `False`, `int` whole numbers from 1, `Literal` its
@@ -62,7 +68,7 @@ def refuse_wrong_options(config: Any, trainer_class: Any = None) -> None:
             raise ValueError(f"`{name}={value!r}` must be {expected}.{_suggestion(name, value, kinds)}")
 
 
-def _refuse_unknown_loss(trainer_class: Any, config: Any) -> None:
+def _refuse_unknown_loss(trainer_class: "type[FlatTrainer]", config: TrainingArguments) -> None:
     """
     Some of TRL's trainers refuse an unknown loss in the first step, KTO's not at all. The losses of a subclass that
     computes its own are not known here.
@@ -83,13 +89,13 @@ def _refuse_unknown_loss(trainer_class: Any, config: Any) -> None:
         raise ValueError(f"`loss_type={unknown[0]!r}` must be one of {expected}.{meant}")
 
 
-def _kinds(hint: Any) -> list[Any]:
+def _kinds(hint: object) -> list[type | tuple[str, ...]]:
     """The members of a union, or the type itself; literals in one tuple of words."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return [get_args(member) if get_origin(member) is Literal else member for member in members]
 
 
-def _allows(kind: Any, value: Any) -> bool:
+def _allows(kind: type | tuple[str, ...], value: object) -> bool:
     if isinstance(kind, tuple):
         return isinstance(value, str) and value in kind
     if kind is int:
@@ -97,16 +103,16 @@ def _allows(kind: Any, value: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _description(kind: Any) -> str:
+def _description(kind: type | tuple[str, ...]) -> str:
     if isinstance(kind, tuple):
         return ("one of " if len(kind) > 1 else "") + ", ".join(map(repr, kind))
     return {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}[kind]
 
 
-def _suggestion(name: str, value: Any, kinds: list[Any]) -> str:
+def _suggestion(name: str, value: object, kinds: Sequence[type | tuple[str, ...]]) -> str:
     """What the user may have meant."""
     words = [word for kind in kinds if isinstance(kind, tuple) for word in kind]
-    meant: list[Any] = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
+    meant: Sequence[object] = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
     text = str(value).strip().lower()
     if bool in kinds and text in ("true", "false", "1", "0"):
         meant = [text in ("true", "1")]
@@ -130,7 +136,7 @@ def checked_budget(budget: float | str | None) -> float | str | None:
     return gib
 
 
-def train_where_one_can(config: Any) -> None:
+def train_where_one_can(config: TrainingArguments) -> None:
     """
     Choose the CPU and float32 on a machine without an accelerator, and say so, unless the precision or `use_cpu` is
     set: TRL's default, bfloat16, is refused there until `use_cpu` is.
@@ -141,7 +147,7 @@ def train_where_one_can(config: Any) -> None:
         logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
 
 
-def option(default: Any, meaning: str) -> Any:
+def option(default: object, meaning: str) -> Any:
     """A field of a configuration: the command line takes it, and says what it means."""
     return field(default=default, metadata={"help": meaning})
 
@@ -189,7 +195,7 @@ class PaddingFreeOptions:
     oversized_examples: Literal["error", "alone"] = option(
         "error",
         "What to do with an example of more than `max_tokens_per_micro_batch` tokens: 'error' refuses to start, "
-        "and examples of streaming data when they come; 'alone' runs it by itself.",
+        "and examples of streaming data when they arrive; 'alone' runs it by itself.",
     )
     memory_budget: float | str | None = option(
         None,
@@ -225,76 +231,36 @@ class PaddingFreeOptions:
 
 @dataclass
 class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
-    """
-    TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> PaddingFreeDPOConfig(output_dir="out", bf16=False, report_to="none").prefix_sharing
-    True
-    """
+    """TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
-    """
-    TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`.
-
-    >>> config = PaddingFreeSFTConfig(output_dir="out", bf16=False, report_to="none", max_length=512)
-    >>> config.padding_free, config.prefix_sharing, config.max_length
-    (True, False, 512)
-    """
+    """TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`."""
 
     prefix_sharing: bool = option(False, SHARING)
 
 
 @dataclass
 class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
-    """
-    TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`].
-
-    >>> PaddingFreeRewardConfig(output_dir="out", bf16=False, report_to="none").prefix_sharing
-    True
-    """
+    """TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
-    """
-    TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeKTOConfig(output_dir="out", bf16=False, report_to="none")
-    >>> config.padding_free, config.prefix_sharing, config.train_sampling_strategy
-    (True, True, 'sequential')
-    """
+    """TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
-    """
-    TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeGRPOConfig(output_dir="out", bf16=False, report_to="none", arrange_micro_batches="prefix")
-    >>> config.padding_free, config.prefix_sharing, config.num_generations
-    (True, True, 8)
-    """
+    """TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
-    """
-    TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeRLOOConfig(output_dir="out", bf16=False, report_to="none")
-    >>> config.padding_free, config.prefix_sharing, config.num_generations
-    (True, True, 2)
-    """
+    """TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 @dataclass
 class PaddingFreeDistillationConfig(PaddingFreeOptions, DistillationConfig):
-    """
-    TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`].
-
-    >>> config = PaddingFreeDistillationConfig(output_dir="out", bf16=False, report_to="none", beta=0.5)
-    >>> config.padding_free, config.prefix_sharing, config.beta
-    (True, True, 0.5)
-    """
+    """TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`]."""

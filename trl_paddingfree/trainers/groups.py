@@ -12,10 +12,11 @@ from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..data.images import has_images
-from ..flat.batch import FlatBatch
+from ..flat.batch import FlatBatch, Inputs
 from ..model.restored import attributes_set
 from ..model.sequence import SequenceGroup
 from .checkpoints import ResumableTrainer
+from .configs import Arguments
 
 OPTION = "sequence_parallel_size"
 # The names by which accelerate's data loaders know processes that get different batches, and those that get the same
@@ -26,7 +27,7 @@ class GroupedTrainer(ResumableTrainer):
     """A trainer whose processes form groups of `sequence_parallel_size`, each of which computes one batch together."""
 
     takes_slices: ClassVar[bool] = False  # whether groups may compute the batches of this trainer
-    trl_trainer: Any
+    trl_trainer: type
     group: SequenceGroup | None = None
 
     @property
@@ -34,7 +35,7 @@ class GroupedTrainer(ResumableTrainer):
         """How many processes get the same batch to compute."""
         return 1 if self.flat.pads else self.flat.options.sequence_parallel_size
 
-    def refuse_ungrouped(self, arguments: dict[str, Any]) -> None:
+    def refuse_ungrouped(self, arguments: Arguments) -> None:
         """Refuse arguments that cannot be combined with groups of processes, if there are to be any."""
         size, pads, config = self.flat.options.sequence_parallel_size, self.flat.pads, arguments["args"]
         if size == 1:
@@ -86,7 +87,7 @@ class GroupedTrainer(ResumableTrainer):
     def get_tp_size(self) -> int:
         return super().get_tp_size() * self.group_size
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, *args, **kwargs):
         with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # they are counted once
             return super()._get_num_items_in_batch(*args, **kwargs)
 
@@ -94,11 +95,11 @@ class GroupedTrainer(ResumableTrainer):
         """The largest that any process of the group has."""
         return value if self.group is None else int(self.group.largest([value])[0])
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Inputs) -> int:
         is_counted = self.group is None or self.group.rank == 0  # sums go over all processes
         return super().floating_point_ops(inputs) if is_counted else 0
 
-    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _prepare_inputs(self, *args, **kwargs):
         inputs = super()._prepare_inputs(*args, **kwargs)
         if self.group is not None and isinstance(batch := inputs.get("flat_batch"), FlatBatch):
             refuse_different(self.group, batch)

@@ -1,12 +1,11 @@
 """GRPO without padding."""
 
 from dataclasses import replace
-from typing import Any
 
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from .configs import PaddingFreeGRPOConfig
+from .configs import Arguments, PaddingFreeGRPOConfig
 from .online import PROMPTS, OnlineTrainer
 
 logger = logging.get_logger(__name__)
@@ -25,14 +24,11 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     >>> from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
-    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> args = PaddingFreeGRPOConfig("out", max_steps=1, num_generations=4, max_completion_length=4, **options)
+    >>> args = PaddingFreeGRPOConfig("out", max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
     >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 4), "processing_class": tokenizer}
     >>> model = make_model(tokenizer)  # or the name of one on the hub
     >>> reward = lambda completions, **kwargs: [float(len(text)) for text in completions]
     >>> trainer = PaddingFreeGRPOTrainer(model, reward, args, **data)
-    >>> output = trainer.train()  # doctest: +ELLIPSIS
-    {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
     """
@@ -42,7 +38,7 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     config_class = PaddingFreeGRPOConfig
     changed_by_loss = ("entropy_coef", "_entropy_window_stats", "_last_world_entropy")
 
-    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+    def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
         if (quantile := arguments["args"].top_entropy_quantile) < 1:
             logger.warning(

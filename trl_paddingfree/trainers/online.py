@@ -1,6 +1,7 @@
 """The base of the trainers that generate their own rows, which become flat where the model is called."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakMethod
@@ -9,15 +10,15 @@ import torch
 from datasets import Dataset
 
 from .. import upstream
-from ..data.collate_heads import PromptGroups
-from ..data.generated import GeneratedRows, by_prompt
+from ..data.rows import GeneratedRows, PromptGroups, by_prompt
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
-from ..memory.parts import Split, split_in_order
+from ..memory.budget import Split, split_in_order
 from ..memory.plan import MemoryBudget
 from ..model.flat_model import FlatModel
 from .base import FlatTrainer
+from .configs import Arguments
 from .refusals import refuse_oversized, refuse_to_move
 from .state import when_flat
 from .steps import Part
@@ -53,15 +54,15 @@ class OnlineTrainer(FlatTrainer):
     smallest_part = ("a row", "`max_completion_length`")
     # What TRL's trainers set
     pad_to_multiple_of: Any = None
-    max_completion_length: Any
+    max_completion_length: int | None
     environment_factories: Any = None
-    _tokenize_prompts: Any
+    _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     _buffered_inputs: Any
     _step: int
-    _generated: Any = None  # the rows of the last pass under a budget, which may have to be made again
+    _generated: Inputs | None = None  # the rows of the last pass under a budget, which may have to be made again
     sample_unit = "completions"
 
-    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+    def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
         config = arguments["args"]
         if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
@@ -88,11 +89,11 @@ class OnlineTrainer(FlatTrainer):
             if limit := flat.options.most_tokens_of_example:
                 refuse_oversized(limit, max(rows.lengths), *self.smallest_part)
             if flat.steps is not None:
-                batch = flat.budget.start(batch, rows, splits=True, reach=reach)
+                batch = flat.budget.decide(batch, rows, splits=True, reach=reach)
             self.counts.add(batch.counts.in_parts([each.batch.counts for each in batch.parts]))
         return batch.to(input_ids.device, non_blocking=True)
 
-    def prove_placed(self, model: Any) -> None:
+    def prove_placed(self, model: torch.nn.Module) -> None:
         if not self.flat.models:
             return
         super().prove_placed(model)
@@ -144,6 +145,7 @@ class OnlineTrainer(FlatTrainer):
         return prompt, f"a prompt of {prompt} tokens with a completion of {limit}"
 
     def parts_again(self, part: Part, is_normalized: bool) -> list[Part]:
+        assert self._generated is not None
         return [replace(part, inputs=self._generated)]
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
@@ -184,5 +186,5 @@ class OnlineTrainer(FlatTrainer):
             inputs = self._buffered_inputs[self._step % steps]
         if self.flat.steps is not None and self.model.training:
             self._generated = inputs
-            self.flat.steps.begin()  # what generation has changed is not taken back
+            self.flat.steps.remember()  # what generation has changed is not taken back
         return inputs

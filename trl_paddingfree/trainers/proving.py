@@ -4,14 +4,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from .. import upstream
@@ -32,7 +31,7 @@ logger = logging.get_logger(__name__)
 _PATIENCE = 2.0
 
 
-def base_of(accelerator: Accelerator, model: Any) -> PreTrainedModel:
+def base_of(accelerator: Accelerator, model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     return unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped  # type: ignore
@@ -44,12 +43,16 @@ class StartUpCheck:
     and its `args` (whether training recomputes). `images` are examples with some, if there are any.
     """
 
-    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
-
     def __init__(
-        self, accelerator: Accelerator, options: PaddingFreeOptions, args: Any, images: ImageProbe | None = None
+        self,
+        accelerator: Accelerator,
+        options: PaddingFreeOptions,
+        args: TrainingArguments,
+        images: ImageProbe | None = None,
+        group: SequenceGroup | None = None,
     ):
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
+        self.group = group  # the processes that compute slices of a batch with this one
         self.trained: PreTrainedModel | None = None  # the only model that needs gradients
         self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
         self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
@@ -63,7 +66,7 @@ class StartUpCheck:
         """The context in which the trainer calls its models: autocast, but FSDP2 casts weights and inputs instead."""
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()
 
-    def install(self, models: Sequence[Any]) -> list[FlatModel]:
+    def install(self, models: Sequence[torch.nn.Module]) -> list[FlatModel]:
         """Have models, the trained one first, compute flat batches: by proven routes, or by plans before weights."""
         self.trained, *_ = bases = [self._base(model) for model in models]
         for base in bases:
@@ -80,21 +83,21 @@ class StartUpCheck:
         flat.group = self.group
         return flat
 
-    def can_call(self, model: Any, is_trained: bool) -> bool:
+    def can_call(self, model: torch.nn.Module, is_trained: bool) -> bool:
         """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
         plugin = self.accelerator.state.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
             return not is_trained
         return self._base(model).device.type == self.accelerator.device.type
 
-    def is_due(self, model: Any) -> bool:
+    def is_due(self, model: torch.nn.Module) -> bool:
         """Whether a model, which has its weights by now, is still to be proven. Once."""
         if not self.awaits_weights or (base := self._base(model)) in self.seen:
             return False
         self.seen.add(base)
         return True
 
-    def plan(self, model: Any) -> Route:
+    def plan(self, model: torch.nn.Module) -> Route:
         """The route to try first."""
         base = self._base(model)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
@@ -105,7 +108,7 @@ class StartUpCheck:
             refuse_unsliceable(base, route, self.group.size)
         return route
 
-    def prove_all(self, models: Sequence[Any]) -> Route:
+    def prove_all(self, models: Sequence[torch.nn.Module]) -> Route:
         """The route of the first model, once every model is proven. None shares prefixes if one cannot."""
         start = time.perf_counter()
         with self.progress.after(_PATIENCE):
@@ -118,7 +121,7 @@ class StartUpCheck:
                 logger.warning(said)
         return results[0].route
 
-    def _results_of(self, models: Sequence[Any]) -> list[CheckResult]:
+    def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
         routes = [self.plan(model) for model in models]
         for model, route in zip(models, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
@@ -132,7 +135,7 @@ class StartUpCheck:
             results = self._prove_images(models, results)
         return results
 
-    def _prove(self, model: Any, route: Route) -> CheckResult:
+    def _prove(self, model: torch.nn.Module, route: Route) -> CheckResult:
         base = self._base(model)
         trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
@@ -163,13 +166,13 @@ class StartUpCheck:
         if not wanted or not base.supports_gradient_checkpointing:
             yield
             return
-        options = dict(self.args.gradient_checkpointing_kwargs or {})
+        options = dict(vars(self.args)["gradient_checkpointing_kwargs"] or {})
         for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
             options.pop(name, None)
         with upstream.checkpointing(base, options or None):
             yield
 
-    def _why_no_gradients(self, model: Any) -> str:
+    def _why_no_gradients(self, model: torch.nn.Module) -> str:
         """Which engine stands between a model and its gradients; empty if none does."""
         engine = self.accelerator.distributed_type
         if engine == DistributedType.DEEPSPEED and self.accelerator.unwrap_model(model) is not model:
@@ -178,7 +181,7 @@ class StartUpCheck:
             return "FSDP1 computes whole backward passes only"
         return ""
 
-    def _prove_images(self, models: Sequence[Any], results: list[CheckResult]) -> list[CheckResult]:
+    def _prove_images(self, models: Sequence[torch.nn.Module], results: list[CheckResult]) -> list[CheckResult]:
         """What the check says of images, which all models share or none does."""
         images = self.images
         assert images is not None
@@ -215,13 +218,13 @@ class StartUpCheck:
         try:
             yield
         except ValueError as error:
-            limit = self.args.max_length
+            limit = vars(self.args)["max_length"]
             if limit is None or "Image features and image tokens do not match" not in str(error):
                 raise
             cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."
             raise ValueError(f"{error}. {cut}") from error
 
-    def _base(self, model: Any) -> PreTrainedModel:
+    def _base(self, model: torch.nn.Module) -> PreTrainedModel:
         return base_of(self.accelerator, model)
 
     def _all_agree(self, verdict: bool) -> bool:

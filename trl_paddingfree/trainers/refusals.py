@@ -3,27 +3,31 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedPlugin
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptLearningConfig
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 from trl import SFTConfig
 
-from ..data.lengths import has_known_lengths
+from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
 from ..model import architecture
 from ..model.vision import why_no_images
-from .configs import PaddingFreeOptions
+from .configs import Arguments, PaddingFreeOptions
+
+if TYPE_CHECKING:
+    from .base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 
 
-def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
+def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
     """Refuse trainer arguments that cannot be combined with flat batches, which `collator`, a class, gives."""
     config = arguments["args"]
     _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
@@ -55,7 +59,7 @@ def refuse_unflattenable(arguments: dict[str, Any], collator: type) -> None:
         )
 
 
-def given_datasets(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
     """The data sets among the arguments of a trainer, with their names."""
     eval_dataset = arguments.get("eval_dataset")
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
@@ -64,7 +68,7 @@ def given_datasets(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, dataset) for name, dataset in datasets.items() if isinstance(dataset, Dataset | IterableDataset)]
 
 
-def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
+def _refuse_prompt_learning(model: object, peft_config: object) -> None:
     if isinstance(model, PeftModel):
         peft_config = model.active_peft_config
     if isinstance(peft_config, PromptLearningConfig):
@@ -72,12 +76,14 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
             f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, as all "
             "prompt-learning does, which a flat batch cannot hold. Use LoRA, or set `padding_free=False`."
         )
-    if isinstance(peft_config, LoraConfig) and (tokens := peft_config.alora_invocation_tokens):
+    if not isinstance(peft_config, LoraConfig):
+        return
+    if tokens := peft_config.alora_invocation_tokens:
         raise ValueError(
             f"`peft_config` with `alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row, and "
             "a flat batch is one row. Use LoRA without them, or set `padding_free=False`."
         )
-    velora = getattr(peft_config, "velora_config", None)  # not all versions of PEFT have it
+    velora = vars(peft_config).get("velora_config")  # not all versions of PEFT have it
     if velora is not None and velora.init_type != "random":
         raise ValueError(
             f"`velora_config` with `init_type={velora.init_type!r}` makes gradients of an average over all tokens of a "
@@ -85,7 +91,7 @@ def _refuse_prompt_learning(model: Any, peft_config: Any) -> None:
         )
 
 
-def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
+def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
     """TRL's own collator is taken over. A subclass of it may do anything, a subclass of ours gives flat batches."""
     if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
         return
@@ -97,7 +103,7 @@ def _refuse_foreign_collator(data_collator: Any, collator: type) -> None:
     )
 
 
-def _refuse_sequence_parallelism(config: Any) -> None:
+def _refuse_sequence_parallelism(config: TrainingArguments) -> None:
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
@@ -113,7 +119,7 @@ def _refuse_sequence_parallelism(config: Any) -> None:
             )
 
 
-def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
+def _refuse_missing_pad_token(processing_class: object, config: TrainingArguments) -> None:
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
     pad_token = vars(config).get("pad_token")  # not all of TRL's configurations have one
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or pad_token is not None:
@@ -125,7 +131,7 @@ def _refuse_missing_pad_token(processing_class: Any, config: Any) -> None:
         )
 
 
-def warn_of_dropout(model: Any, config: Any) -> None:
+def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
     """Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks."""
     if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
         return
@@ -137,7 +143,7 @@ def warn_of_dropout(model: Any, config: Any) -> None:
         )
 
 
-def warn_of_padding(trainer_class: Any, config: Any) -> None:
+def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArguments) -> None:
     """Say that a trainer pads because one of TRL's configurations has `padding_free=False`, its default."""
     if not isinstance(config, PaddingFreeOptions):
         name, does = type(config).__name__, "packs" if vars(config).get("packing") else "pads"
@@ -148,7 +154,7 @@ def warn_of_padding(trainer_class: Any, config: Any) -> None:
         )
 
 
-def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
+def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments) -> None:
     """Refuse optimizers that step within a backward pass, and beside `memory_budget` what moves activations."""
     if not options.has_budget:
         return
@@ -160,7 +166,7 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
         )
     if options.memory_budget is None:
         return
-    kwargs = config.gradient_checkpointing_kwargs or {}
+    kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
     offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
     moves, of_kwargs = "it moves to the CPU what the budget counts", "gradient_checkpointing_kwargs"
@@ -179,7 +185,7 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: Any) -> None:
             )
 
 
-def refuse_lost_gradients(deepspeed_plugin: Any, config: Any) -> None:
+def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: TrainingArguments) -> None:
     """ZeRO-2 with an offloaded optimizer keeps the gradients of the last part only: refuse it."""
     if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
         return
@@ -201,7 +207,7 @@ def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
         )
 
 
-def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: Any, config: Any) -> None:
+def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments) -> None:
     """Refuse to arrange examples of data that is not known as a whole, or that TRL arranges itself."""
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if not has_known_lengths(train_dataset):
@@ -256,7 +262,7 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def refuse_batch_statistics(model: Any) -> None:
+def refuse_batch_statistics(model: nn.Module) -> None:
     """Refuse parts of micro-batches whose images share statistics."""
     found = next((name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)), None)
     if found is not None:
@@ -266,7 +272,7 @@ def refuse_batch_statistics(model: Any) -> None:
         )
 
 
-def refuse_images(arguments: dict[str, Any]) -> None:
+def refuse_images(arguments: Arguments) -> None:
     """Refuse data with images, for a trainer that does not compute them from a flat row."""
     for _, dataset in given_datasets(arguments):
         found = [name for name in column_names(dataset) if name in ("image", "images")]
@@ -278,7 +284,7 @@ def refuse_images(arguments: dict[str, Any]) -> None:
             )
 
 
-def refuse_blind(model: Any) -> None:
+def refuse_blind(model: PreTrainedModel) -> None:
     """Refuse to train a model on images that cannot take them from a flat row."""
     if reason := why_no_images(model):
         raise ValueError(

@@ -1,20 +1,20 @@
 """Reward models without padding."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from peft import PeftConfig, TaskType
 from trl import RewardConfig, RewardTrainer
 
 from .. import upstream
-from ..data.collate_heads import RewardCollator
+from ..data.collate import RewardCollator
 from ..data.lengths import pair_lengths
 from ..data.task import Task
 from ..data.validate import check_preferences, column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from .collated import CollatedTrainer
-from .configs import PaddingFreeRewardConfig
+from .configs import Arguments, PaddingFreeRewardConfig
 from .refusals import refuse_images
 from .state import when_flat
 
@@ -44,12 +44,9 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> config = make_model(tokenizer).config
     >>> config.num_labels = 1
-    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> args = PaddingFreeRewardConfig("out", max_steps=1, **options)
+    >>> args = PaddingFreeRewardConfig("out", use_cpu=True, bf16=False, report_to="none")
     >>> model = AutoModelForSequenceClassification.from_config(config)  # or the name of one on the hub
     >>> trainer = PaddingFreeRewardTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
-    >>> output = trainer.train()  # doctest: +ELLIPSIS
-    {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, shared prefixes)'
     """
@@ -59,7 +56,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     config_class = PaddingFreeRewardConfig
     extremes: ClassVar[dict[str, Callable[..., float]]] = {"min_reward": min, "max_reward": max}
 
-    def refuse_arguments(self, arguments: dict[str, Any]) -> None:
+    def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
         refuse_images(arguments)  # TRL knows of none here, and would tokenize the messages that hold them
         peft_config = arguments.get("peft_config")
@@ -71,7 +68,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
 
     def start_flat(self) -> None:
         super().start_flat()
-        pads, ends = self.data_collator.pad_token_id, self.model.config.get_text_config().pad_token_id
+        pads, ends = vars(self.data_collator)["pad_token_id"], self.model.config.get_text_config().pad_token_id
         if pads != ends:
             raise ValueError(
                 f"`data_collator` pads with token {pads}, and the model finds the end of a padded row by "

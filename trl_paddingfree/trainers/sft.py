@@ -1,12 +1,13 @@
 """SFT without padding."""
 
 from dataclasses import replace
-from typing import Any
 
+from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
-from ..data.collate import LanguageModelingCollator
+from ..data.collate import FlatCollator, LanguageModelingCollator
+from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread
 from ..data.vision import VisionLanguageModelingCollator
@@ -40,12 +41,9 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"text": "one two"}, {"text": "one two three four five"}] * 4)
     >>> tokenizer = make_tokenizer(dataset["text"])
-    >>> options = dict(bf16=False, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no")
-    >>> args = PaddingFreeSFTConfig("out", max_steps=1, **options)
+    >>> args = PaddingFreeSFTConfig("out", use_cpu=True, bf16=False, report_to="none")
     >>> model = make_model(tokenizer)  # or the name of one on the hub
     >>> trainer = PaddingFreeSFTTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
-    >>> output = trainer.train()  # doctest: +ELLIPSIS
-    {'train_runtime': ...
     >>> trainer.method
     'padding-free (segment, no shared prefixes)'
     """
@@ -55,25 +53,29 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     config_class = PaddingFreeSFTConfig
     takes_slices = True
 
-    def _flat_collator(self) -> Any:
+    def _flat_collator(self) -> FlatCollator:
         collator = super()._flat_collator()
         if not isinstance(collator, LanguageModelingCollator):
             return collator
         return replace(collator, cuts_packed=self.data_collator.padding_free)  # as TRL has made its own
 
+    @property
+    def _cuts_packed(self) -> bool:
+        """Whether rows are documents that TRL has packed."""
+        return isinstance(self.data_collator, LanguageModelingCollator) and self.data_collator.cuts_packed
+
     def coupled_by(self) -> list[str]:
         # What a function of the user's own makes of the rows of a micro-batch is not known
         reasons = [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
-        if (alpha := self.args.neftune_noise_alpha) is not None and getattr(self.data_collator, "cuts_packed", False):
+        if (alpha := self.args.neftune_noise_alpha) is not None and self._cuts_packed:
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise has the size of the packed row
         return reasons
 
-    def refuse_data(self, datasets: list[tuple[str, Any]]) -> None:
-        embeddings: Any = self.flat_base(self.model).get_input_embeddings()
-        while not hasattr(embeddings, "num_embeddings"):  # adapters of some kinds do not say
-            embeddings = getattr(embeddings, "original_module", None) or embeddings.get_base_layer()
+    def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
+        modules = self.flat_base(self.model).get_input_embeddings().modules()  # adapters may stand around them
+        num_embeddings = next(module.num_embeddings for module in modules if isinstance(module, nn.Embedding))
         for name, dataset in datasets:
-            refuse_unknown_tokens(dataset, name, embeddings.num_embeddings)
+            refuse_unknown_tokens(dataset, name, num_embeddings)
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
@@ -101,7 +103,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     @when_flat
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if logits is None or not getattr(self.data_collator, "cuts_packed", False):
+        if logits is None or not self._cuts_packed:
             return loss, logits, labels
         # Documents come one after another in one row, as TRL has those of packed rows: the number of rows says nothing
         mask = inputs["attention_mask"].bool()

@@ -20,7 +20,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass
-class Flat:
+class FlatState:
     """The state that this package keeps for one trainer: options at once, models and check after TRL's `__init__`."""
 
     options: PaddingFreeOptions

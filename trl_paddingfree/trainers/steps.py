@@ -2,26 +2,30 @@
 
 Where losses add up, a micro-batch above its budget becomes several parts, which are computed one after another, and
 nothing is computed twice. Where the loss of an example depends on others it stays one part, and the model computes its
-rows in parts beneath the loss, see [`~trl_paddingfree.model.forward.forward_in_parts`].
+rows in parts beneath the loss, see [`~trl_paddingfree.model.forward.scored_in_parts`].
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 
 from ..flat.batch import Inputs
-from ..memory.attempt import Attempt
+from ..flat.counts import of_all_processes
 from ..memory.budget import Budget
-from ..memory.plan import Training, adds_up_shards, plan_memory
-from .metrics import PartMetrics
+from ..memory.plan import adds_up_shards, plan_memory
+from ..model.restored import attributes_set, gradients_dropped
 
 if TYPE_CHECKING:
     from .base import FlatTrainer
 
+# Methods by which losses and metrics exchange figures between processes
+_COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 Step = Callable[[Inputs], torch.Tensor]
 
 
@@ -80,6 +84,89 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
         state._set_sync_gradients(sync_gradients)
 
 
+class PartMetrics:
+    """TRL's metrics of a micro-batch that runs in parts: sums over those of this process, gathered once at the end."""
+
+    def __init__(self, trainer: "FlatTrainer"):
+        self.trainer, self.accelerator = trainer, trainer.accelerator
+        self.metrics, self.tokens_before = trainer._metrics["train"], trainer._total_train_tokens
+        # Of each metric times what it is a mean over, and of that
+        self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+        self.extremes: dict[str, list[float]] = {name: [] for name in trainer.extremes}
+        self.seen: set[str] = set()
+
+    @contextmanager
+    def of(self, sizes: dict[str, int]) -> Iterator[None]:
+        """Within this context, what is logged is that of one part on this process, a mean over so many."""
+        logged = {name: len(values) for name, values in self.metrics.items()}
+        # Processes have different numbers of parts
+        alone = dict.fromkeys(_COLLECTIVE, lambda tensor, *args, **kwargs: tensor)
+        with attributes_set((self.accelerator, name, function) for name, function in alone.items()):
+            yield
+        for name in sizes.keys() - {"loss"}:
+            self.sums[name] += 0  # parts of other processes may log what none here does, and all gather the same
+        for name in (name for name, values in self.metrics.items() if len(values) > logged.get(name, 0)):
+            value, size = self.metrics[name].pop(), sizes.get(name, sizes["loss"])
+            if name in self.extremes:
+                self.extremes[name].append(value)
+            elif name not in self.trainer.differences:
+                self.sums[name] += (value * size if size else 0.0, size)  # a mean over nothing may be `nan`
+                self.seen.add(name)
+
+    def log(self) -> None:
+        """Log the metrics of the whole micro-batch, over all parts of all processes."""
+        names, whole = sorted(self.sums), {}
+        values = [x for name in names for x in self.sums[name]]
+        values.append(self.trainer._total_train_tokens - self.tokens_before)
+        *totals, tokens = of_all_processes(values, self.accelerator).sum(0).tolist()
+        for name, total, size in zip(names, totals[::2], totals[1::2], strict=True):
+            if size or name in self.seen:
+                self.metrics[name].append(total / max(size, 1))
+                whole[name] = self.metrics[name][-1]
+        for name, extreme in self.trainer.extremes.items():
+            found = of_all_processes([extreme(self.extremes[name])], self.accelerator)
+            self.metrics[name].append(extreme(found[:, 0].tolist()))
+        for name, (one, other) in self.trainer.differences.items():
+            if one in whole and other in whole:
+                self.metrics[name].append(whole[one] - whole[other])
+        self.trainer._total_train_tokens = self.tokens_before + int(tokens)
+        self.metrics["num_tokens"] = [self.trainer._total_train_tokens]
+
+
+class Attempt:
+    """
+    What a forward and backward pass changes, as it was before: gradients of `parameters`, the random state of the CPU
+    and of `device`, and what `put_back` puts back.
+
+    No gradient is copied. One that the pass has added to is whole, because each parameter is added to once; it is kept,
+    and what a repeated pass computes for it is dropped.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device, put_back: Callable[[], None]):
+        # PyTorch counts the changes of each tensor
+        self.versions = [(p, None if p.grad is None else p.grad._version) for p in parameters]
+        self.put_back, self.device = put_back, device
+        self.random = torch.get_rng_state()
+        self.on_device = None if device.type == "cpu" else torch.get_device_module(device)
+        self.device_random = None if self.on_device is None else self.on_device.get_rng_state(device)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Within this context, what failed is computed again; afterwards every gradient counts once."""
+        added = [(p, p.grad) for p, version in self.versions if p.grad is not None and p.grad._version != version]
+        self.put_back()
+        torch.set_rng_state(self.random)
+        if self.on_device is not None:
+            self.on_device.set_rng_state(self.device_random, self.device)
+            torch.accelerator.empty_cache()
+        for parameter, _ in added:
+            parameter.grad = None
+        with gradients_dropped(parameter for parameter, _ in added):  # a second one might find no room
+            yield
+        for parameter, gradient in added:
+            parameter.grad = gradient
+
+
 def figures_of(trainer: "FlatTrainer") -> Callable[[], None]:
     """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
@@ -107,23 +194,26 @@ class TrainingSteps:
     @classmethod
     def planned(cls, trainer: "FlatTrainer") -> "TrainingSteps":
         """Those of a trainer whose models have their weights, under the budgets that its options ask for."""
-        options, args, trained, memory = trainer.flat.options, trainer.args, trainer.model, None
-        if options.memory_budget is not None:
+        flat, args, trained, memory = trainer.flat, trainer.args, trainer.model, None
+        if flat.options.memory_budget is not None:
             optimizer = trainer.optimizer
-            training = Training(
-                accelerator=trainer.accelerator,
-                models=trainer.flat_models(),
-                wrapped=trainer.model_wrapped,
-                optimizer=trainer.get_optimizer_cls_and_kwargs(args, trained) if optimizer is None else optimizer,
-                precision=trainer.flat.check.in_precision(),
-                arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
-                head=type(trainer).head_bytes(*(flat.model for flat in trainer.flat.models)),
-                images=trainer.images_in_memory(),
-            )
-            memory = plan_memory(options.memory_budget, trainer.flat.models[0], training, trainer.peak_memory)
+            with flat.check.in_precision():
+                memory = plan_memory(
+                    flat.options.memory_budget,
+                    flat.models[0],
+                    trainer.peak_memory,
+                    accelerator=trainer.accelerator,
+                    models=trainer.flat_models(),
+                    wrapped=trainer.model_wrapped,
+                    optimizer=trainer.get_optimizer_cls_and_kwargs(args, trained) if optimizer is None else optimizer,
+                    head=type(trainer).head_bytes(*(each.model for each in flat.models)),
+                    images=trainer.images_in_memory(),
+                    arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
+                )
+            flat.models[0].recomputable = memory.layers
         budget = Budget(
             memory,
-            options.max_tokens_per_micro_batch,
+            flat.options.max_tokens_per_micro_batch,
             trainer.accelerator,
             [parameter for parameter in trained.parameters() if parameter.requires_grad],
             split=type(trainer).split,
@@ -143,7 +233,7 @@ class TrainingSteps:
         collected = PartMetrics(self.trainer) if metrics is None and parts[0].sizes is not None else metrics
         losses = []
         for part in parts:
-            self.begin()
+            self.remember()
             try:
                 losses.append(self._loss_of(step, part, collected))
                 continue
@@ -158,16 +248,16 @@ class TrainingSteps:
             collected.log()
         return torch.stack(losses).sum()
 
-    def begin(self) -> None:
-        """A pass begins: what it changes from here on can be taken back."""
-        self.budget.largest = None
-        if self.budget.memory is not None:
-            trainer = self.trainer
-            self.attempt = Attempt(self.budget.trained, trainer.accelerator.device, figures_of(trainer))
+    def remember(self) -> None:
+        """What a pass changes from here on can be taken back, if memory runs out in it."""
+        if (memory := self.budget.memory) is not None:
+            memory.current = None
+            device = self.trainer.accelerator.device
+            self.attempt = Attempt(self.budget.trained, device, figures_of(self.trainer))
 
     def _loss_of(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
-        trainer, inputs = self.trainer, self.trainer.started(part.inputs)
+        trainer, inputs = self.trainer, self.trainer.begin_pass(part.inputs)
         if metrics is None:
             loss = step(inputs)
         else:
@@ -187,7 +277,7 @@ class TrainingSteps:
             self.budget.memory.finish(has_stepped=trainer.state.global_step > 0)
         return loss
 
-    def weighted(self, loss: Any) -> Any:
+    def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of the part that is being computed, alone or before other outputs, with its weight."""
         if self.part is None:
             return loss

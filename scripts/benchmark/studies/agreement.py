@@ -111,9 +111,10 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# The commands against TRL's",
         "",
-        "`trl TASK` and `trl-paddingfree TASK` with the same flags and seed, on real rows, with LoRA on a small model, "
-        f"in float32 on {machine_name(result['environment'])}. All figures that TRL logs at every step are compared. "
-        f"Differences of values above 1 are relative; the command fails if one exceeds {TOLERANCE:.0e}.",
+        "`trl TASK` and `trl-paddingfree TASK` ran with the same flags and seed, on real rows, with LoRA on a small "
+        f"model, in float32 on {machine_name(result['environment'])}. The table compares all figures that TRL logs at "
+        "every step. Differences of values above 1 are relative, and the command fails if one exceeds "
+        f"{TOLERANCE:.0e}.",
         "",
         "| command, rows | steps | figures | loss | grad_norm | largest difference | in |",
         "|-|-:|-:|-:|-:|-:|-|",

@@ -114,13 +114,14 @@ def report(result: dict[str, Any]) -> str:
         "# Arranging micro-batches",
         "",
         "## Balance of processes",
-        f"{first['batch_size']} examples per micro-batch, {first['accumulation']} micro-batches per step and process, "
-        f"rows of at most {first['max_length']} tokens, one epoch in random order, prefixes of pairs shared, work of a "
-        f'model of hidden size {HIDDEN_SIZE}. "Drawn": `arrange_micro_batches="none"`; "arranged": `"tokens"`.',
+        f"Each process has {first['accumulation']} micro-batches of {first['batch_size']} examples per step, with rows "
+        f"of at most {first['max_length']} tokens, in random order for one epoch. Pairs share their prefixes, and work "
+        f'is that of a model with hidden size {HIDDEN_SIZE}. "Drawn" is `arrange_micro_batches="none"`, and "arranged" '
+        'is `"tokens"`.',
         "",
-        "- **time**: processes wait for the slowest after every micro-batch. Time of a step, over what it would be if "
-        "all work were spread evenly.",
-        "- **memory**: tokens of the largest micro-batch of the epoch, over those of the mean one.",
+        "- **time**: the time of a step, over the time it would take if all work were spread evenly. Processes wait "
+        "for the slowest after every micro-batch.",
+        "- **memory**: the tokens of the largest micro-batch of the epoch, over those of the mean one.",
         "",
         "| rows | processes | time, drawn | time, arranged | memory, drawn | memory, arranged |",
         "|-|-:|-:|-:|-:|-:|",
@@ -131,9 +132,10 @@ def report(result: dict[str, Any]) -> str:
     lines += [
         "",
         "## Prefixes that meet",
-        f"{meeting['batch_size']} pairs per micro-batch, rows of at most {meeting['max_length']} tokens, one epoch in "
-        'random order. "Drawn": `arrange_micro_batches="none"`; "arranged": `"prefix"`. Tokens computed, over the real '
-        "tokens: what is below 1 was shared. Examples of a prompt only meet if they are in the same optimizer step.",
+        f"Each micro-batch has {meeting['batch_size']} pairs with rows of at most {meeting['max_length']} tokens, in "
+        'random order for one epoch. "Drawn" is `arrange_micro_batches="none"`, and "arranged" is `"prefix"`. The '
+        "table has the tokens computed, over the real tokens: what is below 1 was shared. Examples of a prompt only "
+        "meet if they are in the same optimizer step.",
         "",
         "| rows | pairs per step | drawn | arranged |",
         "|-|-:|-:|-:|",

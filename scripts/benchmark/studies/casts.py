@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, upstream
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import model_config
 from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
@@ -109,10 +109,10 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# Inputs of adapters cast once",
         "",
-        f"{result['layers']} layers of {result['model']} in bfloat16 under autocast, flat, with LoRA of rank 16 on all "
-        f"linear layers in float32; {result['rows']} rows of {result['length']} tokens. Kernels and bytes are of one "
-        "layer, forward and backward, and counted. Core time is of a whole step, the median of "
-        f"{result['rounds']} that took turns. {machine_name(result['environment'])}.",
+        f"{result['layers']} layers of {result['model']} train on {result['rows']} flat rows of {result['length']} "
+        "tokens, in bfloat16 under autocast, with LoRA of rank 16 on all linear layers in float32. Kernels and bytes "
+        "are counted for one layer, forward and backward. Core time is that of a whole step, the median of "
+        f"{result['rounds']} that took turns, on {machine_name(result['environment'])}.",
         "",
         "| inputs of adapters | kernels per layer | bytes kept per token and layer | core time of a step |",
         "|-|-:|-:|-:|",

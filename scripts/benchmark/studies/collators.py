@@ -40,7 +40,7 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# Time to collate",
         "",
-        f"{first['rows']} rows of {first['length']:,} tokens, on one core, without workers. "
+        f"The collators take {first['rows']} rows of {first['length']:,} tokens on one core, without workers, on "
         f"{machine_name(result['environment'])}.",
         "",
         "| collator | milliseconds |",

@@ -159,7 +159,7 @@ def make_trainer(setup: Setup, rows: Any, name: str, options: dict[str, Any], co
         arguments["reward_funcs"] = digits
     else:
         settings["max_length"] = setup.max_length
-    trainer = side_by_side.make_trainer(
+    trainer: Any = side_by_side.make_trainer(
         *classes_of(setup.task, ours=name != PADDED),
         {**settings, **options},
         model=load(setup, AutoModelForSequenceClassification if setup.task == "reward" else AutoModelForCausalLM),
@@ -238,16 +238,16 @@ def report(result: dict[str, Any]) -> str:
     """The figures as a Markdown table."""
     setup = result["measured"][0]["setup"]
     device, rounds = setup["device"], setup["rounds"]
-    trained = "float32, LoRA on the first layers of a small model" if device == "cpu" else "bfloat16, LoRA on a model"
+    trained = "float32, with LoRA on the first layers of a small model" if device == "cpu" else "bfloat16, with LoRA"
     lines = [
         "# Reward, KTO and GRPO",
         "",
-        f"Real rows on {machine_name(result['environment'])}, {trained}. Each method trains by its trainer's own "
-        f"`train()` on the same batches, and all losses agree within {TOLERANCES[device]:.0e}. Times are those of the "
-        f"steps without the optimizer, medians of {rounds} rounds in which the methods took turns; core time is less "
-        "sensitive to other load. Floating-point operations are counted, not estimated. Of GRPO only the update is "
-        f"measured: completions are generated once, {NUM_GENERATIONS} for each prompt, by the whole model with "
-        "transformers, and replayed for every method. vLLM is not installed here.",
+        f"Each method trains on the same real rows, in {trained}, on {machine_name(result['environment'])}. It runs "
+        f"its trainer's own `train()`, and all losses agree within {TOLERANCES[device]:.0e}. Times are those of the "
+        f"steps without the optimizer, medians of {rounds} rounds in which the methods took turns. Core time is less "
+        "sensitive to other load. Floating-point operations are counted, not estimated. GRPO is measured in its update "
+        f"only: the whole model generates {NUM_GENERATIONS} completions for each prompt once, with transformers, and "
+        "they are replayed for every method. vLLM is not installed here.",
         "",
         "| task, rows | method | tokens, of padded slots | FLOPs, of padded | speed-up | in core time |",
         "|-|-|-:|-:|-:|-:|",

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import model_config
 from trl_paddingfree.data.collate import PreferenceCollator
 from trl_paddingfree.model import state_tree
 from trl_paddingfree.model.flat_model import FlatModel
@@ -61,7 +61,7 @@ class Counter:
 
     def _step(self, batch: FlatBatch) -> None:
         outputs, _ = scored_in_rows(self.flat, batch, {"use_cache": False})
-        outputs.log_probs.sum().backward()
+        outputs["log_probs"].sum().backward()
 
 
 def measure_flops(
@@ -111,11 +111,11 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# Models whose layers carry state",
         "",
-        f"Floating-point operations of DPO's forward and backward pass, relative to padded rows: {first['batches']} "
-        f"random batches of {first['batch_size']} pairs, rows of at most {first['max_length']} tokens. Counted, not "
-        "timed, with the layers in plain PyTorch and grouped as on CPUs. `qwen3.5-narrow` has three gated delta nets "
-        "before each attention, `lfm2-350m-narrow` ten short convolutions and six attentions. The limit computes each "
-        "distinct token once in every layer.",
+        "The table has the floating-point operations of DPO's forward and backward pass, relative to padded rows, in "
+        f"{first['batches']} random batches of {first['batch_size']} pairs, with rows of at most {first['max_length']} "
+        "tokens. They are counted, not timed, with the layers in plain PyTorch and grouped as on CPUs. "
+        "`qwen3.5-narrow` has three gated delta nets before each attention, and `lfm2-350m-narrow` has ten short "
+        "convolutions and six attentions. The limit computes each distinct token once in every layer.",
         "",
         "| model | rows | flat | shared | limit | shared / limit |",
         "|-|-|-:|-:|-:|-:|",

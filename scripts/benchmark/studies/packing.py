@@ -66,8 +66,10 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# Packing and padding-free batches",
         "",
-        f"One epoch, {first['batch_size']} rows of at most {first['max_length']} tokens per optimizer step. "
-        "`padding_free` has the steps of padded batches. Mean and standard deviation over steps.",
+        f"Each method trains for one epoch, with {first['batch_size']} rows of at most {first['max_length']} tokens "
+        "per optimizer step. `padding_free` has the steps of padded batches. The others are values of TRL's "
+        "`packing_strategy`: `bfd` drops what exceeds a row, `bfd_split` packs it as further examples, and `wrapped` "
+        "cuts examples wherever a row is full. Figures with ± are means over steps, with their standard deviation.",
         "",
         "| rows | method | optimizer steps | examples per step | tokens per step | examples cut | tokens lost |",
         "|-|-|-:|-:|-:|-:|-:|",

@@ -10,8 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_paddingfree.cli.memory import loads, training_needs
-from trl_paddingfree.cli.shapes import model_config
+from trl_paddingfree.cli.memory import loads, model_config, training_needs
 from trl_paddingfree.flat.counts import BatchCounts
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.quickstart.side_by_side import classes_of, differences, has_accelerator, make_trainer
@@ -104,9 +103,9 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# A memory budget that splits",
         "",
-        f"DPO, {result['model']}, LoRA, {STEPS} steps of {BATCH_SIZE} pairs, on {machine_name(result['environment'])}. "
-        f"`memory_budget={result['budget_gib']:.3f}`. Micro-batches {split}, and all figures {agree}; largest relative "
-        f"differences: {figures}.",
+        f"DPO trains {result['model']} with LoRA for {STEPS} steps of {BATCH_SIZE} pairs, under "
+        f"`memory_budget={result['budget_gib']:.3f}`, on {machine_name(result['environment'])}. Micro-batches {split}, "
+        f"and all figures {agree}; largest relative differences: {figures}.",
         "",
         "| method | forward and backward passes | losses | peak GiB | predicted GiB |",
         "|-|-:|-|-:|-:|",

@@ -240,16 +240,17 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# Pictures: a model learns to read digits",
         "",
-        "A LLaVA of 0.6 million weights, from scratch, learns scikit-learn's handwritten digits: questions about one "
-        f"or two pictures, {BATCH_SIZE} examples per step, float32, first SFT, then DPO against wrong digits. "
-        f"{machine_name(result['environment'])}.",
+        "A LLaVA of 0.6 million weights learns scikit-learn's handwritten digits from scratch. It answers questions "
+        f"about one or two pictures, {BATCH_SIZE} examples per step, in float32, first with SFT, then with DPO against "
+        f"wrong digits, on {machine_name(result['environment'])}.",
         "",
-        f"- **speed-up**: examples per second over those of TRL's padding, median of {TIMED_STEPS} steps that are "
-        "collated and computed in turn (20 to 80 %).",
-        "- **digits read**: share of 200 questions about pictures held out that the model answers, before and after.",
-        "- **largest difference**: of any step's loss from that of TRL's padding, after the same number of steps.",
-        "- **tower, text**: floating-point operations of a training step per example, counted by PyTorch: the vision "
-        "tower with its projector; all else.",
+        "- **speed-up**: the examples per second over those of padded TRL. Each is a median of "
+        f"{TIMED_STEPS} steps that are collated and computed in turn (20 to 80 %).",
+        "- **digits read**: the share of 200 questions about other pictures that the model answers, before and after.",
+        "- **largest difference**: the largest difference of a step's loss from that of padded TRL, after the same "
+        "number of steps.",
+        "- **tower, text**: the floating-point operations of a training step per example, counted by PyTorch: those of "
+        "the vision tower with its projector, and all others.",
         "",
         "| task | layout | speed-up | digits read | first and last loss | largest difference | tower | text |",
         "|-|-|-:|-:|-:|-:|-:|-:|",

@@ -1,14 +1,70 @@
-"""Rows that a trainer generates: on the host, where flat batches are made of them, and in micro-batches by prompt."""
+"""Rows of a batch on the host, collated or generated, of which flat batches and their parts are made."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from trl.trainer.utils import split_tensor_dict
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart, row_spans
+from .lengths import Example
+
+if TYPE_CHECKING:
+    from .collate import FlatCollator
+
+
+@dataclass(frozen=True)
+class CollatedRows:
+    """The rows of a batch on the host, from which parts of it are made."""
+
+    collator: "FlatCollator"  # that gave the batch; no longer there once a worker of the data loader has sent it
+    rows: Inputs  # the batch without its flat batch: values of one entry per row, per example, or for all
+    num_items: int  # examples, which are not divided
+
+    def __getstate__(self) -> dict[str, object]:
+        # The trainer has the collator: with a processor, it is larger than all rows
+        return {name: value for name, value in vars(self).items() if name != "collator"}
+
+    def row_numbers(self, examples: Sequence[int]) -> list[int]:
+        """The rows of some examples."""
+        return [i + first for first in range(0, len(self.rows["input_ids"]), self.num_items) for i in examples]
+
+    def take(self, examples: Sequence[int]) -> "CollatedRows":
+        """The rows of some examples, as wide as all."""
+        numbers = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_items: list(examples)}
+
+        def taken(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.ndim and len(value) in numbers:
+                return value[numbers[len(value)]]
+            if isinstance(value, list) and len(value) in numbers:
+                return [value[i] for i in numbers[len(value)]]
+            return value
+
+        return replace(self, rows={name: taken(x) for name, x in self.rows.items()}, num_items=len(examples))
+
+    def tokens(self) -> list[int]:
+        """Tokens to compute of each example alone."""
+        return [self.take([i]).with_flat()["flat_batch"].counts.computed for i in range(self.num_items)]
+
+    def part(self, items: Sequence[int], reach: int | None) -> RowPart:
+        """The part of a batch that some examples make, with positions that tell of `reach` tokens."""
+        taken = self.take(items)
+        return RowPart(torch.tensor(self.row_numbers(items)), taken.with_flat(reach)["flat_batch"], taken.images())
+
+    def images(self) -> Inputs:
+        """What belongs to images, of those of these rows."""
+        return {}
+
+    def with_flat(self, reach: int | None = None) -> Inputs:
+        """The batch of these rows, with positions that tell of `reach` tokens."""
+        return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach)}
+
+    def batch(self, reach: int | None = None) -> Inputs:
+        """The batch of these rows, with them under `"rows"`."""
+        return {**self.with_flat(reach), "rows": self}
 
 
 @dataclass(frozen=True)
@@ -97,3 +153,18 @@ def _joined(values: list[Any]) -> Any:
     if isinstance(values[0], torch.Tensor) and values[0].ndim:
         return torch.cat(values)
     return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
+
+
+@dataclass
+class PromptGroups:
+    """Gives the flat batch of prompts with unknown completions, equally long and all different, for predictions."""
+
+    prefix_sharing: bool = True
+    num_generations: int = 8
+    max_completion_length: int = 256
+
+    def __call__(self, examples: list[Example]) -> Inputs:
+        tokens, prompts = count(-1, -1), [x["prompt_ids"] for x in examples for _ in range(self.num_generations)]
+        rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in prompts]
+        nothing = [[IGNORE_INDEX] * len(row) for row in rows]
+        return {"flat_batch": FlatBatch.from_rows(rows, nothing, prefix_sharing=self.prefix_sharing)}
