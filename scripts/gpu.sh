@@ -109,7 +109,7 @@ print(json.dumps(environment(default_device()), indent=1))'
     local gpus
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
     ((gpus > 1)) && step 8 && CUDA_VISIBLE_DEVICES=0,1 within 90 python3 -m torch.distributed.run --standalone \
-        --nproc_per_node 2 -m tests.helpers.sequence_counts > >(tee "$out/sequence.txt") 2>&1
+        --nproc_per_node 2 -m tests.trainers.sequence_counts > >(tee "$out/sequence.txt") 2>&1
     echo "=== $SECONDS s in all; results in $out${archive:+ and $archive}"
 }
 

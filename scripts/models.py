@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.model_table import markdown, table  # noqa: E402
+from scripts.vision_table import HEADING, vision_section  # noqa: E402
 from tests.helpers.architectures import MODEL_TYPES  # noqa: E402
-from tests.helpers.model_table import markdown, table  # noqa: E402
-from tests.helpers.vision_table import HEADING, vision_section  # noqa: E402
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if os.environ.get("TRL_PADDINGFREE_DEVICE") == "pretend":
-    from tests.helpers import pretend_device
+    from tests import pretend_device
 
     pretend_device.install()
 

@@ -7,14 +7,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it o
 
 import pytest
 import torch
-from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from scripts.benchmark.baseline import baseline_attention
 from scripts.benchmark.measure import count_syncs
-from tests.helpers import equivalence
 from tests.helpers.tiny import make_model, preference_data
-from trl_paddingfree import FlatBatch, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+from tests.runs import run
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.model import attention
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
@@ -220,21 +219,13 @@ def test_dpo_follows_padded_trl_in_bfloat16(tokenizer, monkeypatch):
     calls, kernel = [], attention.torch_varlen()
     monkeypatch.setattr(attention, "torch_varlen", lambda: lambda *args: calls.append(len(args)) or kernel(*args))
     model = make_model(**{**SIZES, "vocab_size": len(tokenizer)})
-    data = preference_data(16, SEEDS[0])
     options = {"bf16": True, "use_cpu": False, "learning_rate": 1e-4}
 
-    def train(trainer_class, config_class):
-        return equivalence.run(
-            trainer_class,
-            config_class,
-            model=copy.deepcopy(model),
-            train_dataset=data,
-            trainer_kwargs={"processing_class": tokenizer, "ref_model": copy.deepcopy(model)},
-            **options,
-        )
-
-    padded = train(DPOTrainer, DPOConfig)
-    ours = train(PaddingFreeDPOTrainer, PaddingFreeDPOConfig)
+    options |= {"adam_epsilon": 1e-5, "train_dataset": preference_data(16, SEEDS[0]), "processing_class": tokenizer}
+    padded, ours = (
+        run("dpo", layout, model=copy.deepcopy(model), ref_model=copy.deepcopy(model), **options)
+        for layout in ("padded", "shared")
+    )
     assert ours.trainer.flat.route.backend == "varlen"
     assert calls, "the kernel was chosen and never called"
     for expected, actual in zip(padded.log_history[:-1], ours.log_history[:-1], strict=True):

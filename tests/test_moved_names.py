@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.moved_names import VERSION, copy_of_trl
+from tests.moved_names import VERSION, copy_of_trl
 from trl_paddingfree import versions
 from trl_paddingfree.cli.options import refuse
 from trl_paddingfree.versions import MovedNameError, naming_versions
@@ -40,7 +40,7 @@ FAST = ("_prepare_dataset", "shift_labels")
 @pytest.fixture(scope="module")
 def attempt(tmp_path_factory):
     """Tries a case beside a copy of TRL, and gives what came of it."""
-    command = [sys.executable, "-m", "tests.helpers.moved_names"]
+    command = [sys.executable, "-m", "tests.moved_names"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as process:
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.helpers.pretend_device import LOWEST
+from tests.pretend_device import LOWEST
 
 FOLDER = "tests/device"
 TESTS = (

@@ -8,16 +8,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
-from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import assert_same, run
-from tests.helpers.head_runs import prompts
 from tests.helpers.pages import ROOT, blocks, short_and_local
-from tests.helpers.tiny import make_model, preference_data, text
-from trl_paddingfree import PaddingFreeDPOConfig
+from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
+from tests.runs import assert_same, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
 from trl_paddingfree.model import forward
@@ -67,22 +62,21 @@ def test_the_pages_examples_train(example, monkeypatch, tmp_path, model_dir):
     assert names["trainer"].method == "padding-free (segment, shared prefixes)"
 
 
+def own_classes(own, name):
+    """A trainer of the page and its configuration."""
+    return {"trainer_class": own[f"{name}Trainer"], "config_class": own[f"{name}Config"]}
+
+
 @pytest.mark.parametrize("reference", ["lora", "model"])
 def test_the_own_loss_follows_padded_rows(own, tokenizer, reference):
     data = preference_data(12, SEED)
 
     def train(padding_free: bool):
         beside = {"peft_config": lora()} if reference == "lora" else {"ref_model": make_model(seed=1)}
-        return run(
-            own["LengthRegularizedDPOTrainer"],
-            PaddingFreeDPOConfig,
-            model=make_model(),
-            train_dataset=data,
-            trainer_kwargs={"processing_class": tokenizer, "eval_dataset": data.select(range(3)), **beside},
-            padding_free=padding_free,
-            eval_strategy="steps",
-            eval_steps=2,
-        )
+        beside |= {"processing_class": tokenizer, "train_dataset": data, "eval_dataset": data.select(range(3))}
+        options = {"padding_free": padding_free, "eval_strategy": "steps", "eval_steps": 2}
+        own_loss = own["LengthRegularizedDPOTrainer"]
+        return run("dpo", "ours", trainer_class=own_loss, model=make_model(), **beside, **options)
 
     padded, ours = train(False), train(True)
     assert_same(padded, ours)
@@ -102,17 +96,14 @@ def test_the_own_loss_follows_padded_rows(own, tokenizer, reference):
     ids=["three-answers", "simpo", "flat", "parts", "budget"],
 )
 def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
-    data, trained = triples(12), []
     # All examples share each step: those that share a micro-batch may be others than TRL's
-    shape = {"per_device_train_batch_size": 12, "beta": 0.5, "learning_rate": 5e-3, "steps": 2}
-    for trainer, config, own_options in (
-        (TPOTrainer, TPOConfig, {}),
-        (own["PaddingFreeTPOTrainer"], own["PaddingFreeTPOConfig"], ours_only),
-    ):
-        beside = {"model": make_model(), "train_dataset": data, "trainer_kwargs": {"processing_class": tokenizer}}
-        trained.append(run(trainer, config, **beside, **shape, **options, **own_options))
-    assert_same(*trained)
-    ours = trained[1].trainer
+    options = {"per_device_train_batch_size": 12, "beta": 0.5, "steps": 2, **options}
+    options |= {"train_dataset": triples(12), "processing_class": tokenizer}
+    theirs = {"trainer_class": TPOTrainer, "config_class": TPOConfig}
+    padded = run("dpo", "padded", **theirs, model=make_model(), **options)
+    ours = run("dpo", "ours", **own_classes(own, "PaddingFreeTPO"), model=make_model(), **options, **ours_only)
+    assert_same(padded, ours)
+    ours = ours.trainer
     assert ours.flat.route.prefix_sharing == ours_only.get("prefix_sharing", True)
     if ours.flat.route.prefix_sharing:  # a prompt is there once for its answers
         assert ours.total_counts().computed < 0.8 * ours.total_counts().real
@@ -120,21 +111,17 @@ def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
 
 @pytest.mark.parametrize("limit", [None, 40], ids=["whole", "parts"])
 def test_the_own_trainer_that_generates_follows_padded_trl(own, tokenizer, limit):
-    data = prompts(8, SEED)
-    data, trained = data.select([i for i in range(8) for _ in range(2)]), []
+    def make():
+        models = {"model": make_model(), "teacher_model": make_model(seed=1)}
+        return {**models, "processing_class": tokenizer, "peft_config": lora()}
+
+    options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False}
+    options["train_dataset"] = prompts(8, SEED).select([i for i in range(8) for _ in range(2)])
     budget = {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
-    for trainer, config, own_options in (
-        (DistillationTrainer, DistillationConfig, {}),
-        (own["FlatDistillationTrainer"], own["FlatDistillationConfig"], budget),
-    ):
-        torch.manual_seed(0)
-        beside = {"teacher_model": make_model(seed=1), "processing_class": tokenizer, "peft_config": lora()}
-        options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False, **own_options}
-        options |= {"max_completion_length": 8, "steps": 2}
-        arguments = {"model": make_model(), "train_dataset": data, "trainer_kwargs": beside}
-        trained.append(run(trainer, config, **arguments, **options))
-    assert_same(*trained)
-    counts = trained[1].trainer.total_counts()
+    padded = run("distillation", "padded", **make(), **options)
+    ours = run("distillation", "ours", **own_classes(own, "FlatDistillation"), **make(), **options, **budget)
+    assert_same(padded, ours)
+    counts = ours.trainer.total_counts()
     assert counts.computed < counts.padded
 
 
@@ -170,8 +157,8 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
 
     def train(**options):
         kwargs = {"processing_class": tokenizer, "peft_config": lora()}
-        data = {"train_dataset": preference_data(12, SEED), "trainer_kwargs": kwargs}
-        return run(own["Silent"], PaddingFreeDPOConfig, model=make_model(), **data, **options)
+        data = {"train_dataset": preference_data(12, SEED), **kwargs}
+        return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
 
     with patch.object(forward, "scored_in_parts", wraps=forward.scored_in_parts) as divided:
         assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60, oversized_examples="alone"))
@@ -179,10 +166,10 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
 
 
 def test_parts_of_a_loss_that_reads_logits_are_refused(own, tokenizer):
-    kwargs = {"train_dataset": triples(12), "trainer_kwargs": {"processing_class": tokenizer}}
+    kwargs = {"train_dataset": triples(12), "processing_class": tokenizer}
     limit = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
     with pytest.raises(ValueError, match="be called with `labels` and `fused_lm_head=True`"):
-        run(own["PaddingFreeTPOTrainer"], own["PaddingFreeTPOConfig"], model=make_model(), **kwargs, **limit)
+        run("dpo", "ours", **own_classes(own, "PaddingFreeTPO"), model=make_model(), **kwargs, **limit)
 
 
 def test_predictions_from_raw_data_ask_for_a_preparation(own, tokenizer):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.helpers.head_runs import prompts
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import conversations, preference_data, prompts
 
 
 @pytest.fixture(scope="session")

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from transformers.utils import is_flash_attn_2_available
-from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.reference_flash import reference_flash, torch_varlen_func
+from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.versions import is_older
+from tests.runs import assert_same, run
 from trl_paddingfree.check.prove import UnprovenModelError, prove
-from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.model.routes import Route, choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 
@@ -150,40 +151,35 @@ def test_backbone_that_trl_does_not_find_is_refused_with_the_remedy():
         choose_route(model)
 
 
-@pytest.mark.parametrize("trainer_class", [DPOTrainer, SFTTrainer])
+@pytest.mark.parametrize("task", ["dpo", "sft"])
 @pytest.mark.parametrize("name", ["falcon", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text", "nemotron"])
-def test_architecture_trains_like_padded_trl(name, trainer_class, tokenizer):
-    from tests.helpers.equivalence import assert_same, run
-    from tests.helpers.tiny import conversations, preference_data
-    from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer
-    from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeSFTConfig
-
-    dpo = trainer_class is DPOTrainer
-    ours_class, ours_config = (
-        (PaddingFreeDPOTrainer, PaddingFreeDPOConfig) if dpo else (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
-    )
+def test_architecture_trains_like_padded_trl(name, task, tokenizer):
+    dpo = task == "dpo"
     data = (preference_data if dpo else conversations)(12, SEED)
     options = {
         "train_dataset": data,
         "steps": 2,
         "max_length": 64,
-        # TRL's router loss looks for a `num_experts` that the configuration of Llama 4 does not have
         "router_aux_loss_coef": 0.0 if name == "llama4_text" else None,
-        "trainer_kwargs": {"processing_class": tokenizer, **({"ref_model": make(name, None)} if dpo else {})},
+        "processing_class": tokenizer,
+        **({"ref_model": make(name, None)} if dpo else {}),
     }
-    config_class = next(base for base in ours_config.__mro__ if base.__module__.startswith("trl."))
-    padded = run(trainer_class, config_class, model=make(name, None), **options)
-    ours = run(ours_class, ours_config, model=make(name, None), prefix_sharing=True, **options)
-    assert ours.trainer.flat.route.prefix_sharing
-    assert_same(padded, ours)
+    assert_same(*(run(task, layout, model=make(name, None), **options) for layout in ("padded", "shared")))
 
 
 @pytest.mark.models
 def test_the_table_of_models_is_up_to_date():
+    from scripts.model_table import markdown, table, verdicts
     from tests.helpers.architectures import MODEL_TYPES
-    from tests.helpers.model_table import markdown, table, verdicts
 
     written = verdicts((Path(__file__).parents[2] / "docs" / "models.md").read_text())
     now = verdicts(markdown(table(MODEL_TYPES)))
     changed = {name: (written.get(name), now.get(name)) for name in written | now if written.get(name) != now.get(name)}
     assert not changed, "run `python scripts/models.py --output docs/models.md` and read the difference"
+
+
+def test_gemma3_trains_on_text_without_token_types():
+    """trl#5807."""
+    model = tiny_model("gemma3")
+    add_fused_lm_head(model)
+    assert_equals_padded(model.train(), Route("segment", "sdpa", prefix_sharing=True), SEED)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 from transformers.models.bamba import modeling_bamba
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_config, tiny_model
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from trl_paddingfree.check.probe import LEAK_FRACTION, RowsAlone
@@ -487,3 +487,34 @@ def test_an_answer_of_nan_does_not_pass():
     model = make()
     model.lm_head.weight.data.fill_(float("nan"))
     assert not check_flat(model, SEGMENT.without_sharing()).passed
+
+
+def test_the_route_follows_the_implementation_in_force():
+    """trl#2834: GPT-OSS has no SDPA: what was asked for, or left open, is not what it runs."""
+    model = tiny_model("gpt_oss")
+    add_fused_lm_head(model)
+    assert choose_route(model).previous == "eager"
+
+
+def test_positions_that_start_at_two_are_refused():
+    """transformers#47496."""
+    model = tiny_model("roberta")
+    add_fused_lm_head(model)
+    with pytest.raises(UnprovenModelError, match="counts positions from 2"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_three_axes_of_positions_are_not_boundaries(model_type):
+    """transformers#38007, also #44911, #40490: multi-axis positions, on text, with and without flash attention."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    for loaded in ("sdpa", "flash_attention_2"):
+        with reference_flash():
+            config = tiny_config(model_type)
+            config.text_config.rope_parameters = rope
+            model = AutoModelForImageTextToText.from_config(config, attn_implementation=loaded).eval()
+            add_fused_lm_head(model)
+            result, failed = prove(model, choose_route(model))
+        assert result.route.backend == ("segment" if loaded == "sdpa" else "flash")
+        assert result.prefix_sharing
+        assert not failed

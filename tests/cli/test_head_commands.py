@@ -7,8 +7,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from tests.helpers.head_runs import prompts, reward_model, train, unpaired
-from tests.helpers.tiny import make_model, make_tokenizer, preference_data
+from tests.helpers.tiny import make_model, make_tokenizer, preference_data, prompts, reward_model, unpaired
+from tests.runs import run
 from trl_paddingfree.cli import main
 from trl_paddingfree.cli.train import main as train_main
 
@@ -16,8 +16,8 @@ DATA = {"reward": preference_data, "kto": unpaired, "grpo": prompts, "rloo": pro
 OPTIONS = {
     "reward": [],
     "kto": [],
-    "grpo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
-    "rloo": ["--reward_funcs", "tests.helpers.head_runs.score", "--max_completion_length", "4"],
+    "grpo": ["--reward_funcs", "tests.helpers.tiny.score", "--max_completion_length", "4"],
+    "rloo": ["--reward_funcs", "tests.helpers.tiny.score", "--max_completion_length", "4"],
     "distillation": ["--max_completion_length", "4"],
 }
 
@@ -82,7 +82,7 @@ def test_inspect_counts_of_unpaired_preferences_are_those_of_training(capsys, tm
         return {"model": make_model(), "ref_model": make_model(), "processing_class": make_tokenizer()}
 
     options = {"max_length": 24, "per_device_train_batch_size": 12, "steps": 1}
-    counts = train("kto", "shared", make, data, **options).trainer.total_counts()
+    counts = run("kto", "shared", **make(), train_dataset=data, **options).trainer.total_counts()
     (row,) = report["batch_sizes"]
     assert report["task"] == "kto"
     assert (row["computed_tokens"], row["real_tokens"], row["padded_slots"]) == counts.as_tuple()[:3]

@@ -11,9 +11,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.equivalence import run
 from tests.helpers.tiny import make_tokenizer, preference_data
-from trl_paddingfree import BatchCounts, PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+from tests.runs import run
+from trl_paddingfree import BatchCounts
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.memory import loads, memory_report, model_config, step_units, training_needs
 from trl_paddingfree.memory.kept_bytes import LOADS
@@ -27,10 +27,8 @@ def test_needs_of_a_shape_are_those_of_its_model():
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     kwargs = {"peft_config": lora, "processing_class": make_tokenizer()}
-    options = {"memory_budget": 8, "bf16": True, "steps": 1, "trainer_kwargs": kwargs}
-    result = run(
-        PaddingFreeDPOTrainer, PaddingFreeDPOConfig, model=model, train_dataset=preference_data(8, 0), **options
-    )
+    options = {"memory_budget": 8, "bf16": True, "steps": 1, **kwargs}
+    result = run("dpo", "ours", model=model, train_dataset=preference_data(8, 0), **options)
     measured, predicted = result.trainer.flat.memory.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
     load = loads(BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900))["shared"]

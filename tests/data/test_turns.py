@@ -8,10 +8,10 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from trl import SFTConfig, SFTTrainer
 
-from tests.helpers.equivalence import TOLERANCE, assert_same, run
 from tests.helpers.thinking import TAG, thinking_conversations, thinking_tokenizer
 from tests.helpers.tiny import conversations, make_model
-from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer, split_turns
+from tests.runs import TOLERANCE, assert_same, compare, run
+from trl_paddingfree import split_turns
 from trl_paddingfree.trainers.sft import SFT
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -197,10 +197,9 @@ def test_turns_with_thinking_train_as_with_padding():
     """What a turn is learnt with and what it is remembered as lie side by side in a batch, and part ways."""
     tokenizer, data = thinking_tokenizer(), split_turns(thinking_conversations(8, SEED))
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 6, "max_length": 48}
-    common = {"train_dataset": data, "trainer_kwargs": {"processing_class": tokenizer}, **options}
-    padded = run(SFTTrainer, SFTConfig, model=make_model(), **common)
-    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, model=make_model(), prefix_sharing=True, **common)
-    assert_same(padded, ours)
+    ours = compare(
+        "sft", lambda: {"model": make_model(), "processing_class": tokenizer}, data, ("shared",), **options
+    ).ours
     counts = ours.trainer.total_counts()
     assert counts.computed < counts.real
 
@@ -218,23 +217,10 @@ def test_turns_train_as_whole_conversations_under_assistant_only_loss(model_dir,
     """
     data = conversations(6, SEED)
     options = {"model": model_dir, "max_length": max_length, "train_sampling_strategy": "sequential"}
-    whole = run(
-        SFTTrainer,
-        SFTConfig,
-        train_dataset=data,
-        assistant_only_loss=True,
-        per_device_train_batch_size=len(data),
-        **options,
-    )
     turns = split_turns(data)
-    ours = run(
-        PaddingFreeSFTTrainer,
-        PaddingFreeSFTConfig,
-        train_dataset=turns,
-        prefix_sharing=prefix_sharing,
-        per_device_train_batch_size=len(turns),
-        **options,
-    )
+    first, second = ({"train_dataset": rows, "per_device_train_batch_size": len(rows)} for rows in (data, turns))
+    whole = run("sft", "padded", **first, **options, assistant_only_loss=True)
+    ours = run("sft", "shared" if prefix_sharing else "flat", **second, **options)
     for history in (whole.log_history, ours.log_history):
         for entry in history:  # how many tokens went through, of which turns repeat some
             entry.pop("num_tokens", None)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from tests.helpers import pretend_device
+from tests import pretend_device
 from trl_paddingfree.memory import budget
 
 

@@ -5,62 +5,36 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.helpers import head_runs, pretend_device
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import Trajectory
-from tests.helpers.head_runs import prompts, reward_model, score, unpaired
-from tests.helpers.random_runs import off_by
-from tests.helpers.tiny import make_model, make_tokenizer, preference_data, prompt_completions
+from tests import pretend_device
+from tests.helpers.tiny import DATA, arguments
+from tests.runs import Run, off_by, run
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # The device computes on the CPU, by other calls in places: sums of a few hundred terms in float32 differ by less
 TOLERANCE = 1e-5
 # Which of two equal rewards is higher is rounding
 ROUNDED = ("rewards/accuracies", "accuracy")
-DATA = {
-    "dpo": preference_data,
-    "sft": prompt_completions,
-    "reward": preference_data,
-    "kto": unpaired,
-    "grpo": prompts,
-    "rloo": prompts,
-    "distillation": prompts,
-}
-TASKS = tuple(DATA)
-
-
-def arguments(task: str, adapters: bool = True, model: Any = None) -> dict[str, Any]:
-    """Fresh arguments of the trainer of a task."""
-    made: dict[str, Any] = {"processing_class": make_tokenizer()}
-    made["model"] = model or (reward_model() if task == "reward" else make_model())
-    torch.manual_seed(1)
-    if adapters:
-        head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if task == "reward" else {}
-        made["peft_config"] = lora(**head)
-    elif task in ("dpo", "kto"):
-        made["ref_model"] = make_model(seed=1)
-    if task in ("grpo", "rloo"):
-        made["reward_funcs"] = score
-    if task == "distillation":
-        made["teacher_model"] = make_model(seed=1)
-    return made
 
 
 def train(task: str, layout: str = "shared", make: Callable | None = None, data: Any = None, **options: Any):
     """Train two steps, with adapters if nothing else is asked for, on data that the data loader pins."""
-    options = {"dataloader_pin_memory": True, **({"beta": 0.0} if task in ("grpo", "rloo") else {}), **options}
+    options = {
+        "dataloader_pin_memory": True,
+        "steps": 2,
+        **({"beta": 0.0} if task in ("grpo", "rloo") else {}),
+        **options,
+    }
     data = DATA[task](8, SEED) if data is None else data
-    return head_runs.train(task, layout, make or (lambda: arguments(task)), data, **options)
+    return run(task, layout, **(make() if make else arguments(task)), train_dataset=data, **options)
 
 
-def assert_as_on_cpu(run: Callable[[], Trajectory], tolerance: float = TOLERANCE) -> Trajectory:
+def assert_as_on_cpu(train: Callable[[], Run], tolerance: float = TOLERANCE) -> Run:
     """Train on the CPU and on the device, compare every logged figure and all weights, and give the latter."""
     with pretend_device.switched_off(), sdpa_kernel(SDPBackend.MATH):  # the device has no other
-        expected = run()
-    actual = run()
+        expected = train()
+    actual = train()
     devices = {expected.trainer.model.device.type, *(weight.device.type for weight in expected.weights.values())}
     assert devices == {"cpu"}
     assert {actual.trainer.model.device, *(weight.device for weight in actual.weights.values())} == {

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
 from tests.device.runs import train
-from tests.helpers.pretend_device import counted_waits, memory, own_generator
+from tests.pretend_device import counted_waits, memory, own_generator
 from trl_paddingfree import FlatBatch, UnprovenModelError
 from trl_paddingfree.model.restored import random_state_restored
 

@@ -7,14 +7,16 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.device.runs import DATA, SEED, TASKS, TOLERANCE, arguments, assert_as_on_cpu, train
-from tests.helpers import equivalence, pretend_device, random_runs, vision_runs
+from tests import pretend_device
+from tests.device.runs import SEED, TOLERANCE, assert_as_on_cpu, train
+from tests.helpers import random_runs
 from tests.helpers.architectures import tiny_model
-from tests.helpers.dpo_runs import lora
 from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import conversations, make_model
-from tests.helpers.vision import vision_messages, vision_pairs
+from tests.helpers.tiny import DATA, arguments, conversations, lora, make_model
+from tests.helpers.vision import on_images, vision_messages, vision_pairs
+from tests.runs import TOLERANCE as AS_PADDED
+from tests.runs import assert_as_close, off_by, run
 from tests.trainers import test_kernels
 from trl_paddingfree import split_turns
 
@@ -26,7 +28,7 @@ RECOMPUTED = [
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_a_trainer_computes_what_it_computes_on_the_cpu(task, adapters):
     def make():
         return {**arguments(task, adapters), "eval_dataset": DATA[task](4, SEED + 1)}
@@ -136,7 +138,7 @@ def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(parts_made
     expected, actual = once(10**9), once(6_300_000)
     assert actual.log_history[0]["flat/recomputed"] > expected.log_history[0]["flat/recomputed"]
     assert parts_made == []
-    assert random_runs.off_by(expected, actual, TOLERANCE) == {}
+    assert off_by(expected, actual, TOLERANCE) == {}
 
 
 # --- models, data and precision ---------------------------------------------------------------------------------------
@@ -152,14 +154,14 @@ def test_layers_of_another_kind(name):
         return arguments("dpo", adapters=name != "gpt_oss", model=model)
 
     # Experts are computed by another function there, and layers with a state make more of rounding than others
-    assert_as_on_cpu(lambda: train("dpo", make=make, **RECOMPUTED[0]), equivalence.TOLERANCE)
+    assert_as_on_cpu(lambda: train("dpo", make=make, **RECOMPUTED[0]), AS_PADDED)
 
 
 @pytest.mark.parametrize(("task", "layout"), [("dpo", "shared"), ("sft", "flat")])
 def test_images(task, layout, parts_made):
     data = (vision_pairs if task == "dpo" else vision_messages)(8, SEED)
-    options = {"lora": True, "max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
-    assert_as_on_cpu(lambda: vision_runs.train("llava", task, layout, data, dataloader_pin_memory=True, **options))
+    options = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone", "dataloader_pin_memory": True}
+    assert_as_on_cpu(lambda: run(task, layout, **on_images("llava", task, lora=True), train_dataset=data, **options))
     assert max(parts_made) > 1
 
 
@@ -192,13 +194,13 @@ def test_bfloat16_is_as_close_to_float32_as_with_padding(task, backend, layout):
         ours = test_kernels.train(task, layout, attention, bf16=True, **options)
     assert ours.trainer.model.device == pretend_device.DEVICE
     assert ours.trainer.flat.route.backend == backend
-    equivalence.assert_as_close(*expected, ours)
+    assert_as_close(*expected, ours)
 
 
 @pytest.mark.parametrize("seed", range(SEED * 1000 + 700, SEED * 1000 + 703))
 def test_a_random_draw_trains_the_same_or_is_refused_in_the_same_words(seed):
     def outcome():
-        return random_runs.train(draw(seed), True, torch.float32)[0]
+        return random_runs.train(draw(seed), True, torch.float32)
 
     try:
         with pretend_device.switched_off():
@@ -207,4 +209,4 @@ def test_a_random_draw_trains_the_same_or_is_refused_in_the_same_words(seed):
         with pytest.raises(type(refused), match=re.escape(str(refused))):
             outcome()
     else:  # models and losses of all kinds, of which some make more of rounding than others
-        assert_as_on_cpu(outcome, equivalence.TOLERANCE)
+        assert_as_on_cpu(outcome, AS_PADDED)

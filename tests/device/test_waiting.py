@@ -6,12 +6,12 @@ import pytest
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from tests.device.runs import SEED, TASKS, arguments, train
-from tests.helpers import vision_runs
+from tests.device.runs import SEED, train
 from tests.helpers.architectures import tiny_model
-from tests.helpers.pretend_device import WAITS
-from tests.helpers.tiny import make_model
-from tests.helpers.vision import vision_pairs
+from tests.helpers.tiny import DATA, arguments, make_model
+from tests.helpers.vision import on_images, vision_pairs
+from tests.pretend_device import WAITS
+from tests.runs import run
 from trl_paddingfree.model import attention
 
 # Generated rows are read back once in each pass of a model: what is flat is laid out on the host
@@ -51,7 +51,7 @@ def places(waits):
     return found
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_a_step_waits_in_named_places_only_and_less_than_in_padded_trl(task):
     padded, ours = (waits_of_a_step(task, layout) for layout in ("padded", "shared"))
     assert places(ours) == PLACES.get(task, {})
@@ -79,8 +79,8 @@ def test_layers_of_another_kind_wait_nowhere(name):
 
 def test_images_wait_nowhere():
     steps, data = Steps(), vision_pairs(16, SEED)
-    options = {"dataloader_pin_memory": True, "steps": 3, "trainer_kwargs": {"callbacks": [steps]}}
-    vision_runs.train("llava", "dpo", "shared", data, lora=True, **options)
+    options = {"dataloader_pin_memory": True, "callbacks": [steps]}
+    run("dpo", "shared", **on_images("llava", "dpo", lora=True), train_dataset=data, **options)
     assert places(steps.second) == {}
 
 

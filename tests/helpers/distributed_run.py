@@ -5,19 +5,22 @@ import json
 import os
 import random
 import sys
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
+from peft import LoraConfig
 
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from tests.runs import make_trainer
 from trl_paddingfree.memory.kept_bytes import LOADS
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.plan import MemoryBudget
+from trl_paddingfree.trainers import TRAINERS
 from trl_paddingfree.trainers.base import FlatTrainer
 
 
@@ -92,61 +95,42 @@ def run(task: str, model: str, output: str, options: dict) -> None:
 
 
 def train(task: str, model: str, output: str, settings: dict) -> None:
-    peft = settings.pop("lora", False)
+    folder, peft = os.path.dirname(output), settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
-    evaluate = settings.pop("evaluate", 0)
-    with_images = settings.pop("images", False)
+    evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
     tokens_in_memory = settings.pop("tokens_in_memory", None)
     decisions = watch_decisions(tokens_in_memory) if tokens_in_memory else []
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     streams, differs = settings.pop("streams", False), settings.pop("differs", False)
-    trainer_class, config_class, data = {
-        "dpo": (PaddingFreeDPOTrainer, PaddingFreeDPOConfig, preference_data),
-        "sft": (PaddingFreeSFTTrainer, PaddingFreeSFTConfig, conversations),
-    }[task]
+    data = {"dpo": preference_data, "sft": conversations}[task]
+    given: dict[str, Any] = {"output_dir": folder, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
     if with_images:
-        data = {"dpo": vision_pairs, "sft": vision_messages}[task]
-        settings = {"max_length": None, **settings}
-    args = config_class(
-        **{
-            "output_dir": os.path.dirname(output),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "logging_steps": 1,
-            "learning_rate": 1e-3,
-            "adam_epsilon": 1e-5,  # as in tests.helpers.equivalence
-            "report_to": "none",
-            "save_strategy": "no",
-            "max_length": 48,
-            "disable_tqdm": True,
-            **({"dataset_kwargs": {"skip_prepare_dataset": True}} if unscored else {}),
-            **settings,
-        }
-    )
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
-        args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU
-    kwargs, train_dataset = {}, data(24 if with_images else 48, seed=1)
-    if differs:
-        train_dataset = data(48, seed=args.process_index)
+        data, given["max_length"] = {"dpo": vision_pairs, "sft": vision_messages}[task], None
+    given["train_dataset"] = data(24 if with_images else 48, seed=1)
     if unscored:
-        train_dataset = tokens_to_score_in_every_second_pair()
+        given["train_dataset"] = tokens_to_score_in_every_second_pair()
+        given["dataset_kwargs"] = {"skip_prepare_dataset": True}
     if peft:
-        from peft import LoraConfig
-
-        kwargs["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
+        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
     if evaluate:
-        kwargs["eval_dataset"] = data(evaluate, seed=2)
-    if on_disk:  # where TRL shares what one process has computed
-        folder = os.path.dirname(output)
-        with args.main_process_first():
-            train_dataset = from_disk(train_dataset, os.path.join(folder, "train"))
-            if evaluate:
-                kwargs["eval_dataset"] = from_disk(kwargs["eval_dataset"], os.path.join(folder, "eval"))
-    if streams:
-        train_dataset = train_dataset.to_iterable_dataset(num_shards=4)
-    trainer = trainer_class(model=model, args=args, train_dataset=train_dataset, **kwargs)
+        given["eval_dataset"] = data(evaluate, seed=2)
+
+    def build(args: Any, **arguments: Any) -> Any:
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
+            args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU
+        if differs:
+            arguments["train_dataset"] = data(48, seed=args.process_index)
+        if on_disk:  # where TRL shares what one process has computed
+            with args.main_process_first():
+                for name in arguments.keys() & {"train_dataset", "eval_dataset"}:
+                    arguments[name] = from_disk(arguments[name], os.path.join(folder, name))
+        if streams:
+            arguments["train_dataset"] = arguments["train_dataset"].to_iterable_dataset(num_shards=4)
+        return TRAINERS[task](args=args, **arguments)
+
+    trainer = make_trainer(task, "ours", trainer_class=build, model=model, **{**given, **settings})
+    args = trainer.args
     if fail_on_rank is not None:
         step = trainer.training_step
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
@@ -9,8 +10,6 @@ from trl_paddingfree.model.routes import Route
 # float32 on CPU (eps = 1.2e-7), relative to the largest entry: gradients are sums of up to 60 tokens' parts, which can
 # cancel to a hundredth of their size. A wrong layout shows in the first or second digit
 TOLERANCE = 1e-4
-# Some gradients are zero but for rounding (the bias of keys under a softmax): what counts then is the rest of the model
-NEGLIGIBLE = 1e-2
 
 
 def tree(seed: int) -> list[list[int]]:
@@ -55,12 +54,17 @@ def assert_equals_padded(model, route: Route, seed: int, tolerance: float = TOLE
 
 def assert_same_gradients(expected_gradients, gradients, tolerance: float = TOLERANCE) -> None:
     """Each parameter's gradient, relative to its largest entry or, where that is next to nothing, to the model's."""
-    assert gradients.keys() == expected_gradients.keys()
-    scales = {name: gradient.abs().max() for name, gradient in expected_gradients.items()}
-    least = NEGLIGIBLE * max(scales.values())
-    wrong = {
-        name: float((gradients[name] - gradient).abs().max() / scales[name])
-        for name, gradient in expected_gradients.items()
-        if (gradients[name] - gradient).abs().max() > tolerance * max(scales[name], least)
-    }
+    off = gradient_differences(expected_gradients, gradients, largest_of(expected_gradients))
+    wrong = {name: error for name, error in off.items() if error > tolerance}
     assert not wrong
+
+
+def assert_padding_on_the_left_changes_nothing(trainer) -> None:
+    """A prompt after padding and the same prompt alone have the same log-probabilities."""
+    trainer.model.eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8], [4, 3, 5, 6, 7, 8]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        padded, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2)
+        alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids[:1, 2:], mask[:1, 2:], 2)
+    torch.testing.assert_close(padded[:1], alone)

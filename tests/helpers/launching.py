@@ -10,12 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers import distributed_run
-from tests.helpers.equivalence import TOLERANCE
+from tests.runs import PER_MICRO_BATCH, TOLERANCE
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120  # seconds for importing, and for each run
-# Figures that are averages over micro-batches weigh tokens anew when another process holds the example
-PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
 
 FSDP = """
 compute_environment: LOCAL_MACHINE

@@ -6,15 +6,60 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.utils import is_torchvision_available
 
+from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, reward_model, score, unpaired
 from tests.helpers.versions import is_older
+from tests.helpers.vision import on_images
+from tests.runs import make_trainer, run
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.saved_bytes import SavedBytes
+from trl_paddingfree.trainers.base import FlatTrainer
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
+LAYERS = 3
+# Vision models: Qwen's images have sizes of their own
+KINDS = ["llava", *(["qwen2_5_vl"] if is_torchvision_available() else [])]
 # What the prediction may be off by
 TOLERANCE = 0.1
+
+
+def budgeted(task, model, train_dataset, **given):
+    """A trainer that has not trained, under a budget that holds everything."""
+    options = {"memory_budget": 8, "per_device_train_batch_size": 8, "steps": 2, **given}
+    options.setdefault("gradient_checkpointing", options["memory_budget"] is not None)
+    return make_trainer(task, "ours", model=model, train_dataset=train_dataset, **options)
+
+
+def with_images(kind, task, train_dataset, lora=False, **given):
+    """A trainer that has trained one step on images, under a budget that holds everything."""
+    options = {"memory_budget": 8, "steps": 1, "train_dataset": train_dataset, **given}
+    return run(task, "shared", **on_images(kind, task, lora), **options).trainer
+
+
+def generating():
+    """What the online trainers train."""
+    model = make_model(num_hidden_layers=LAYERS)
+    return {"model": model, "processing_class": make_tokenizer(), "reward_funcs": score}
+
+
+def generating_with_dropout():
+    """The same with adapters."""
+    return {**generating(), "peft_config": lora(lora_dropout=0.3)}
+
+
+def rewarding():
+    """What the trainer of reward models trains."""
+    return {"model": reward_model(num_hidden_layers=LAYERS), "processing_class": make_tokenizer()}
+
+
+def adapted():
+    """Adapters, for KTO."""
+    return {"model": make_model(num_hidden_layers=LAYERS), "processing_class": make_tokenizer(), "peft_config": lora()}
+
+
+HEADS = {"reward": (rewarding, preference_data), "kto": (adapted, unpaired)}
 
 
 def ready(trainer):
@@ -57,6 +102,13 @@ def between(trainer, number):
     return max(int(peak[number]) for peak in peaks) / GIB
 
 
+def least_room(trainer):
+    """A budget in GiB with room for most of the activations of a micro-batch, all of them recomputed."""
+    budget, memory, fixed = trainer.flat.budget, trainer.flat.memory, trainer.flat.memory.needs.fixed
+    kept = memory.peak(memory.current.batch, len(memory.layers)) - fixed
+    return (fixed + budget.gradient_bytes + 0.7 * kept) / GIB
+
+
 def step(trainer, batch, number=None):
     """Loss and gradients of one training step, with dropout from the same state."""
     if number is not None:
@@ -83,3 +135,17 @@ def failing(trainer, attempts, in_backward):
     handle = layer.register_forward_hook(watch)
     yield
     handle.remove()
+
+
+def fail_once_planned(monkeypatch, attempts, in_backward, prepare=lambda memory: None):
+    """Have allocations fail as in [`failing`] for the rest of a test, in trainers whose memory is planned from now."""
+    begin = FlatTrainer.plan_steps
+
+    def plan(trainer):
+        planned = trainer.flat.memory is not None
+        begin(trainer)
+        if not planned and (memory := trainer.flat.memory) is not None:
+            prepare(memory)
+            failing(trainer, attempts, in_backward).__enter__()
+
+    monkeypatch.setattr(FlatTrainer, "plan_steps", plan)

@@ -9,8 +9,6 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
-from tests.helpers.dpo_runs import ADAM_EPSILON
-
 MODEL_TYPES = [
     *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3"),
     *(
@@ -53,7 +51,7 @@ def draw(seed: int) -> dict[str, Any]:
     data = {"rows": rng.randint(5, 14), "seed": rng.randrange(10**6), "conversational": rng.random() < 0.5}
     data["pad_is_eos"] = rng.random() < 0.3
     # The first makes steps in proportion to gradients, and TRL's own whole steps, also of what is only rounding
-    options["adam_epsilon"] = random.Random(f"Adam {seed}").choice([ADAM_EPSILON, 1e-8])
+    options["adam_epsilon"] = random.Random(f"Adam {seed}").choice([1e-2, 1e-8])
     specific = _SPECIFIC[task](rng, model, options, data)
     drawn = {"seed": seed, "task": task, "model": model, "data": data, "ours": _our_options(rng, task, model["type"])}
     return {**drawn, "options": {**options, **specific}}

@@ -1,42 +1,27 @@
 """Train a random draw with padded TRL and with this package: the same comes out, or ours refuses with a reason."""
 
-import math
 import random
 import tempfile
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers.architectures import tiny_config
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import TOLERANCE, run
-from tests.helpers.head_runs import ties_broken
 from tests.helpers.random_draws import draw
-from tests.helpers.tiny import WORDS, make_tokenizer
+from tests.helpers.tiny import WORDS, lora, make_tokenizer, score, text
+from tests.runs import TOLERANCE, Run, off_by, run
 from trl_paddingfree import UnprovenModelError
-from trl_paddingfree.quickstart.side_by_side import Trajectory, classes_of, difference, differences
 
 # Averaged over micro-batches: moving examples weighs their tokens anew
 _MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward", "clip_ratio", "kl", "vespo/")
-# Gradients count relative to the largest of their tensor, or of all tensors where theirs is less than this share: that
-# of keys' biases, to which attention is indifferent, is zero but for rounding
-_LEAST_GRADIENT = 1e-2
-# Adam divides gradients by their size, and makes whole steps of what is only rounding: a weight's difference counts in
-# full if its gradient was at least this share of the largest in some step, and else in proportion
-_FULL_WEIGHT = 1e-3
 FLOAT64_TOLERANCE = 4e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
 
 
 # --- Data ----------------------------------------------------------------------------------------------------------
-
-
-def _words(rng: random.Random, low: int, high: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
 
 
 def _said(role: str, words: str, conversational: bool) -> Any:
@@ -57,7 +42,7 @@ def _pair(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
     edge = rng.choice(
         ["", "", "", "one word", "identical", "same prompt", "no prompt", "long prompt", "nothing chosen"]
     )
-    prompt, chosen, rejected = _words(rng, 1, 15), _words(rng, 1, 20), _words(rng, 1, 9)
+    prompt, chosen, rejected = text(rng, 1, 15), text(rng, 1, 20), text(rng, 1, 9)
     if edge == "one word":
         chosen, rejected = rng.choice(WORDS), rng.choice(WORDS)
     elif edge == "identical":
@@ -65,7 +50,7 @@ def _pair(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
     elif edge == "no prompt":
         prompt = ""
     elif edge == "long prompt":
-        prompt = _words(rng, 45, 60)
+        prompt = text(rng, 45, 60)
     elif edge == "nothing chosen":
         chosen = ""
     space = "" if data["conversational"] else " "
@@ -85,21 +70,21 @@ def _instruction(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
         turns = rng.choice([1, 1, 2, 4])
         return {
             "messages": [
-                {"role": role, "content": _words(rng, 0 if role == "user" else 1, 12)}
+                {"role": role, "content": text(rng, 0 if role == "user" else 1, 12)}
                 for _ in range(turns)
                 for role in ("user", "assistant")
             ]
         }
     if shape == "prompt":
         row = {
-            "prompt": _said("user", _words(rng, *rng.choice([(0, 0), (1, 15), (45, 60)])), data["conversational"]),
-            "completion": _said("assistant", " " + _words(rng, 1, 15), data["conversational"]),
+            "prompt": _said("user", text(rng, *rng.choice([(0, 0), (1, 15), (45, 60)])), data["conversational"]),
+            "completion": _said("assistant", " " + text(rng, 1, 15), data["conversational"]),
         }
         if rows and rng.random() < 0.3:
             row["prompt"] = rng.choice(rows)["prompt"]
         return row
     if shape == "text":
-        return {"text": _words(rng, *rng.choice([(1, 1), (2, 30), (60, 60)]))}
+        return {"text": text(rng, *rng.choice([(1, 1), (2, 30), (60, 60)]))}
     ids = [rng.randrange(5, 69) for _ in range(rng.choice([1, 2, 8, 30, 50]))]
     if rows and rng.random() < 0.3:
         shared = rng.choice(rows)["input_ids"]
@@ -119,7 +104,7 @@ def _unpaired(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
 def _prompt(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
     if rows and rng.random() < 0.2:
         return rng.choice(rows)
-    return {"prompt": _said("user", _words(rng, *rng.choice([(1, 1), (1, 15), (30, 40)])), data["conversational"])}
+    return {"prompt": _said("user", text(rng, *rng.choice([(1, 1), (1, 15), (30, 40)])), data["conversational"])}
 
 
 _ROWS: dict[str, Any] = {
@@ -164,77 +149,17 @@ def _arguments(drawn: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     elif drawn["task"] in ("dpo", "kto"):  # a model of tests has no name that a reference could be loaded from
         given["ref_model"] = make(model["seed"] + (reference == "given"))
     if drawn["task"] in ("grpo", "rloo"):
-        given["reward_funcs"] = _length_and_letters
+        given["reward_funcs"] = score
     return given
 
 
-def _length_and_letters(completions: list, **kwargs: Any) -> list[float]:
-    """A reward that says nothing, and says it of each completion anew."""
-    words = [said if isinstance(said, str) else said[0]["content"] for said in completions]
-    return [float(sum(map(ord, said)) % 7) for said in words]
-
-
-class Gradients(TrainerCallback):
-    """The gradients of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-
-
-def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> tuple[Trajectory, list[dict[str, torch.Tensor]]]:
-    arguments, gradients = _arguments(drawn, dtype), Gradients()
-    arguments["callbacks"] = [gradients]
-    options = {"learning_rate": 5e-3, "disable_tqdm": True, **drawn["options"]}
-    arguments["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in options else None
-    torch.manual_seed(0)  # completions are drawn alike
-    with tempfile.TemporaryDirectory(prefix="random_draw_") as folder, ties_broken():
-        trained = run(
-            *classes_of(drawn["task"], is_ours),
-            model=arguments.pop("model"),
-            train_dataset=make_data(drawn),
-            steps=2,
-            trainer_kwargs=arguments,
-            output_dir=folder,
-            **options,
-            **(drawn["ours"] if is_ours else {}),
-        )
-    return trained, gradients.steps
-
-
-def off_by(
-    padded: Trajectory,
-    ours: Trajectory,
-    tolerance: float,
-    ignored: tuple[str, ...] = (),
-    gradients: Sequence[list[dict[str, torch.Tensor]]] = ((), ()),
-) -> dict[str, float]:
-    """
-    By how many tolerances each logged figure, each weight, and each of the `gradients` of optimizer steps, if given,
-    is off; those within the tolerance left out.
-    """
-    if len(padded.log_history) != len(ours.log_history) or padded.weights.keys() != ours.weights.keys():
-        return {"number of logs or weights": math.inf}
-    found, counted = {}, {}
-    # Of all steps: one that draws identical pairs only has gradients that are nothing but rounding
-    largest = (
-        max((float(gradient.abs().max()) for step in gradients[0] for gradient in step.values()), default=0) or 1.0
-    )
-    for step, (theirs, mine) in enumerate(zip(*gradients, strict=True)):
-        for name, gradient in theirs.items():
-            found[f"gradient {step} of {name}"] = difference(gradient, mine[name], _LEAST_GRADIENT * largest)
-            share = (gradient.abs() / (_FULL_WEIGHT * largest)).clamp(max=1)
-            counted[name] = torch.maximum(share, counted.get(name, share))
-    for name, weight in padded.weights.items():
-        share = counted.get(name, torch.ones(()))
-        found[name] = difference(weight, torch.lerp(weight, ours.weights[name], share.to(weight)))
-    for step, logs in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
-        for name, off in differences(*([log] for log in logs)).items():
-            if not any(part in name for part in ignored):
-                found[f"{name} of log {step}"] = off
-    return {name: off / tolerance for name, off in found.items() if off > tolerance}
+def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Run:
+    """Train a draw, by this package or padded TRL."""
+    given = {**_arguments(drawn, dtype), **drawn["options"], **(drawn["ours"] if is_ours else {})}
+    given["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in given else None
+    with tempfile.TemporaryDirectory(prefix="random_draw_") as folder:
+        given |= {"train_dataset": make_data(drawn), "output_dir": folder, "steps": 2}
+        return run(drawn["task"], "ours" if is_ours else "padded", with_gradients=True, **given)
 
 
 def _ignored(drawn: dict[str, Any]) -> tuple[str, ...]:
@@ -274,15 +199,15 @@ def _verdict(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
     try:
-        padded, theirs = train(drawn, False, dtype)
+        padded = train(drawn, False, dtype)
     except Exception as error:  # noqa: BLE001 (whatever TRL cannot do is nothing to compare with)
         return {"verdict": "TRL refuses", "reason": _said_by(error)}
     try:
-        ours, mine = train(drawn, True, dtype)
+        ours = train(drawn, True, dtype)
     except Exception as error:  # noqa: BLE001 (reported as a failure, unless it names an option)
         is_refusal = isinstance(error, UnprovenModelError) or (isinstance(error, ValueError) and "`" in str(error))
         return {"verdict": "refused" if is_refusal else "failed", "reason": _said_by(error)}
-    off = off_by(padded, ours, tolerance, _ignored(drawn), (theirs, mine))
+    off = off_by(padded, ours, tolerance, _ignored(drawn))
     if off:
         return {"verdict": "different", "dtype": str(dtype), "differences": off}
     return {"verdict": "same", "method": ours.trainer.method}

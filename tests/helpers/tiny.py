@@ -1,11 +1,18 @@
 """What the tests train: a tokenizer, models and data small enough for a laptop, made on the spot."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from peft import LoraConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 WORDS = [f"w{i}" for i in range(60)]
 # Blocks of generation end with a token: one that ended with a space would be taken to reach to the end of the text
@@ -50,6 +57,24 @@ def make_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, se
     }
     config = AutoConfig.for_model(model_type, **{**sizes, **overrides})
     return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def reward_model(model_type: str = "llama", **overrides: Any):
+    """A random model with a head of one value, whose weights are as large as the others."""
+    config = make_model(model_type, **overrides).config
+    config.num_labels = 1
+    torch.manual_seed(1)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def lora(**options: Any) -> LoraConfig:
+    """
+    LoRA on every linear layer, with random weights in both factors.
+
+    PEFT's own start leaves policy and reference equal: rewards would be zero, and a wrong sign or a wrong reference
+    would not show before the weights have moved.
+    """
+    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options})
 
 
 def following_rotary(limit: int, kind: str) -> dict[str, Any]:
@@ -103,3 +128,53 @@ def prompt_completions(n: int, seed: int) -> Dataset:
     """Plain-text prompts and completions."""
     rng = random.Random(seed)
     return Dataset.from_list([{"prompt": text(rng, 1, 20), "completion": " " + text(rng, 1, 15)} for _ in range(n)])
+
+
+def unpaired(n: int, seed: int) -> Dataset:
+    """Completions that are desirable or not, in no order, some of one prompt."""
+    rng, rows = random.Random(seed), []
+    for i in range(n):
+        prompt = rows[-1]["prompt"] if i % 3 else text(rng, 1, 20)
+        rows.append({"prompt": prompt, "completion": " " + text(rng, 1, 15), "label": rng.random() < 0.5})
+    return Dataset.from_list(rows)
+
+
+def prompts(n: int, seed: int) -> Dataset:
+    """Prompts of very different lengths."""
+    rng = random.Random(seed)
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": text(rng, 1, 25)}]} for _ in range(n)])
+
+
+def score(completions: list, **kwargs: Any) -> list[float]:
+    """A reward that says nothing, and says it of each completion anew."""
+    words = [said if isinstance(said, str) else said[0]["content"] for said in completions]
+    return [float(sum(map(ord, said)) % 7) for said in words]
+
+
+# For each task, what makes so many rows of its data
+DATA: dict[str, Callable[[int, int], Dataset]] = {
+    "dpo": preference_data,
+    "sft": prompt_completions,
+    "reward": preference_data,
+    "kto": unpaired,
+    "grpo": prompts,
+    "rloo": prompts,
+    "distillation": prompts,
+}
+
+
+def arguments(task: str, adapters: bool = True, model: Any = None) -> dict[str, Any]:
+    """Fresh arguments of the trainer of a task, but for data."""
+    made: dict[str, Any] = {"processing_class": make_tokenizer()}
+    made["model"] = model or (reward_model() if task == "reward" else make_model())
+    torch.manual_seed(1)
+    if adapters:
+        head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if task == "reward" else {}
+        made["peft_config"] = lora(**head)
+    elif task in ("dpo", "kto"):
+        made["ref_model"] = make_model(seed=1)
+    if task in ("grpo", "rloo"):
+        made["reward_funcs"] = score
+    if task == "distillation":
+        made["teacher_model"] = make_model(seed=1)
+    return made

@@ -1,5 +1,6 @@
 """Tiny vision-language models of fourteen architectures, their processors, and data with images, made on the spot."""
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from peft import LoraConfig
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
 
+SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 WORDS = [f"w{i}" for i in range(40)]
 # One special token of each kind, whatever a model calls it
 PAD, START, END, IMAGE, OPEN, CLOSE, VIDEO = "<pad>", "<start>", "<end>", "<image>", "<open>", "<close>", "<video>"
@@ -316,6 +319,17 @@ def make_vision(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **
         if parameter.dim() > 1 and parameter.std() < 0.1:
             torch.nn.init.normal_(parameter, std=0.2)
     return model, processor(CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder(kind)))
+
+
+def on_images(kind: str, task: str, lora: bool = False, seed: int = SEED) -> dict[str, Any]:
+    """What trains a tiny model on images: adapters on every linear layer, the tower's included, or all weights."""
+    model, processor = make_vision(kind, seed=seed)
+    arguments = {"model": model, "processing_class": processor, "max_length": None}
+    if lora:
+        arguments["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    elif task == "dpo":
+        arguments["ref_model"] = make_vision(kind, seed=seed + 1)[0]
+    return arguments
 
 
 def picture(rng: random.Random) -> Image.Image:

@@ -13,23 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_config, tiny_model
-from tests.helpers.equivalence import assert_same, run
-from tests.helpers.flat_and_padded import NEGLIGIBLE, assert_equals_padded, assert_same_gradients
+from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.trees import random_segments
 from tests.helpers.versions import is_older
+from tests.runs import LEAST_GRADIENT, assert_same, run
 from trl_paddingfree import (
     FlatBatch,
-    PaddingFreeDPOConfig,
-    PaddingFreeDPOTrainer,
-    PaddingFreeSFTConfig,
-    PaddingFreeSFTTrainer,
 )
 from trl_paddingfree.check.prove import prove
 from trl_paddingfree.flat.layout import FlatLayout
@@ -146,7 +141,9 @@ def test_layer_along_a_random_tree_equals_itself_on_each_path(model_type, draw, 
         assert layer.flat_state.along_tree
         assert bool(layer.flat_state.kernels) == kernels
         found = differentiated(lambda given: layer(given, attention_mask=FlatMask.carrying(layout, per_token=True)))
-    least = NEGLIGIBLE * max(float(x.abs().max()) for name, x in expected.items() if x is not None and name != "output")
+    least = LEAST_GRADIENT * max(
+        float(x.abs().max()) for name, x in expected.items() if x is not None and name != "output"
+    )
     for name, value in expected.items():
         if value is None:
             assert found[name] is None
@@ -325,27 +322,22 @@ def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
 
 # Families as TRL's own tests train them
 @pytest.mark.parametrize("model_type", ["lfm2_moe", "nemotron_h", "qwen3_5_text"])
-@pytest.mark.parametrize("trainer_class", [DPOTrainer, SFTTrainer])
-def test_family_trains_like_padded_trl(model_type, trainer_class, tokenizer):
-    dpo = trainer_class is DPOTrainer
-    ours, config = (
-        (PaddingFreeDPOTrainer, PaddingFreeDPOConfig) if dpo else (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
-    )
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_family_trains_like_padded_trl(model_type, task, tokenizer):
+    dpo = task == "dpo"
 
     def model(seed):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(tiny_config(model_type))
 
-    def kwargs():
-        data = (preference_data if dpo else conversations)(6, SEED + 1)
-        return {"processing_class": tokenizer, "eval_dataset": data, **({"ref_model": model(2)} if dpo else {})}
+    def models():
+        return {"model": model(1), **({"ref_model": model(2)} if dpo else {})}
 
-    data = (preference_data if dpo else conversations)(12, SEED)
-    options = {"train_dataset": data, "steps": 2, "max_length": 64, "eval_strategy": "steps", "eval_steps": 2}
-    padded = run(trainer_class, config.__mro__[2], model=model(1), trainer_kwargs=kwargs(), **options)
-    own = {"prefix_sharing": True, "gradient_checkpointing": True}
-    flat = run(ours, config, model=model(1), trainer_kwargs=kwargs(), **options, **own)
-    assert flat.trainer.flat.route.prefix_sharing
+    train, evaluation = ((preference_data if dpo else conversations)(n, SEED + (n == 6)) for n in (12, 6))
+    options = {"train_dataset": train, "eval_dataset": evaluation, "processing_class": tokenizer}
+    options |= {"steps": 2, "max_length": 64, "eval_strategy": "steps", "eval_steps": 2}
+    padded = run(task, "padded", **models(), **options)
+    flat = run(task, "shared", **models(), **options, gradient_checkpointing=True)
     assert_same(padded, flat)
     assert flat.trainer.flat.route.states == "tree"
     assert not flat.trainer.total_counts().repeated
@@ -358,13 +350,13 @@ def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
         for seed in (1, 2):
             torch.manual_seed(seed)
             made.append(AutoModelForCausalLM.from_config(tiny_config("lfm2")))
-        return {"model": made[0], "trainer_kwargs": {"processing_class": tokenizer, "ref_model": made[1]}}
+        return {"model": made[0], "processing_class": tokenizer, "ref_model": made[1]}
 
     data = preference_data(12, SEED)
     options = {"train_dataset": data, "steps": 2, "max_length": 64, "precompute_ref_log_probs": True}
-    padded = run(DPOTrainer, PaddingFreeDPOConfig.__mro__[2], **models(), **options)
+    padded = run("dpo", "padded", **models(), **options)
     parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
-    flat = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **models(), **options, **parts)
+    flat = run("dpo", "ours", **models(), **options, **parts)
     assert_same(padded, flat)
 
 

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import run
-from tests.helpers.head_runs import COMMON, prompts, reward_model, score, unpaired
-from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data
+from tests.helpers.tiny import DATA, arguments
+from tests.runs import run
 from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
 from trl_paddingfree.trainers import TRAINERS
 
@@ -35,23 +33,11 @@ class GoesAroundTheHead(PaddingFreeGRPOTrainer):
 
 def arguments_of(task: str) -> dict[str, Any]:
     """What each trainer needs beside a configuration."""
-    data = {"dpo": preference_data, "reward": preference_data, "sft": conversations, "kto": unpaired}.get(task, prompts)
-    model = reward_model() if task == "reward" else make_model()
-    made = {"model": model, "train_dataset": data(8, SEED), "processing_class": make_tokenizer()}
-    others = {
-        "grpo": {"reward_funcs": score},
-        "rloo": {"reward_funcs": score},
-        "distillation": {"teacher_model": make_model(seed=1)},
-    }
-    return made if task == "reward" else made | {"peft_config": lora()} | others.get(task, {})
+    return {**arguments(task), "train_dataset": DATA[task](8, SEED)}
 
 
 def train(trainer_class: type, task: str, **options: Any) -> Any:
-    kwargs = arguments_of(task)
-    model, data = kwargs.pop("model"), kwargs.pop("train_dataset")
-    options = {**COMMON[task], "steps": 1, **options}
-    config = TRAINERS[task].config_class
-    return run(trainer_class, config, model=model, train_dataset=data, trainer_kwargs=kwargs, **options).trainer
+    return run(task, "ours", trainer_class=trainer_class, **arguments_of(task), steps=1, **options).trainer
 
 
 BUDGETS = [{}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}, {"memory_budget": 4}]

@@ -8,13 +8,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import TOLERANCE, assert_same, run
-from tests.helpers.head_runs import COMMON, assert_layouts_agree, prompts, train
 from tests.helpers.memory import TOLERANCE as PREDICTED
-from tests.helpers.memory import failing
-from tests.helpers.tiny import WORDS, following_rotary, make_model, make_tokenizer
-from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
+from tests.helpers.memory import fail_once_planned
+from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_tokenizer, prompts
+from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
+from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
 from trl_paddingfree.check import training
 from trl_paddingfree.flat.batch import RowPart
@@ -22,8 +20,6 @@ from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.memory.saved_bytes import SavedBytes
-from trl_paddingfree.quickstart.side_by_side import ON_CPU, Trajectory, classes_of, make_trainer
-from trl_paddingfree.trainers.base import FlatTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
@@ -59,7 +55,7 @@ def with_lora():
 )
 @pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
 def test_every_divergence_follows_padded_trl(data, make, options):
-    assert_layouts_agree("distillation", make, data, **options)
+    compare("distillation", make, data, **options)
 
 
 @pytest.mark.parametrize(
@@ -71,23 +67,15 @@ def test_teachers_of_another_architecture_follow_padded_trl(data, model_type, ov
     def make():
         return plain(make_model(model_type, seed=1, **overrides))
 
-    assert_layouts_agree("distillation", make, data, beta=0.5)
+    compare("distillation", make, data, beta=0.5)
 
 
 def test_a_teacher_that_cannot_share_keeps_the_student_from_it(data):
     def make():
         return plain(make_model("mpt", max_seq_len=4096, d_model=32, n_heads=4, n_layers=2, seed=1))
 
-    assert_layouts_agree("distillation", make, data, ("flat",))
-    arguments = make()
-    trained = run(
-        PaddingFreeDistillationTrainer,
-        PaddingFreeDistillationConfig,
-        model=arguments.pop("model"),
-        train_dataset=data,
-        trainer_kwargs=arguments,
-        **COMMON["distillation"],
-    )
+    compare("distillation", make, data, ("flat",))
+    trained = run("distillation", "ours", **make(), train_dataset=data)
     assert not trained.trainer.flat.route.prefix_sharing
 
 
@@ -99,9 +87,7 @@ def test_frequencies_of_the_teacher_follow_the_width_to_which_trl_pads(kind):
     def make():
         return plain(make_model(seed=1, **following_rotary(24, kind)))
 
-    assert_layouts_agree(
-        "distillation", make, rows, per_device_train_batch_size=1, gradient_accumulation_steps=8, beta=0.5
-    )
+    compare("distillation", make, rows, per_device_train_batch_size=1, gradient_accumulation_steps=8, beta=0.5)
 
 
 def test_evaluation_and_a_stream_of_prompts_follow_padded_trl(data):
@@ -109,17 +95,15 @@ def test_evaluation_and_a_stream_of_prompts_follow_padded_trl(data):
         return {**plain(), "eval_dataset": data.select(range(3))}
 
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
-    assert_layouts_agree("distillation", make, data, ("shared",), **options)
-    assert_layouts_agree("distillation", plain, data.to_iterable_dataset(), ("shared",))
+    compare("distillation", make, data, ("shared",), **options)
+    compare("distillation", plain, data.to_iterable_dataset(), ("shared",))
 
 
 def test_prompts_are_computed_once_and_rows_of_a_prompt_brought_together(data):
     options = {"gradient_accumulation_steps": 4}
-    scattered = train("distillation", "shared", plain, data, **options)
-    together = train("distillation", "shared", plain, data, arrange_micro_batches="prefix", **options)
-    for one, other in zip(scattered.log_history, together.log_history, strict=True):
-        for name in one.keys() & {"loss", "grad_norm", "train_loss"}:
-            assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
+    scattered = run("distillation", "shared", **plain(), train_dataset=data, **options)
+    together = run("distillation", "shared", **plain(), train_dataset=data, arrange_micro_batches="prefix", **options)
+    assert_same(scattered, together, ignored=PER_MICRO_BATCH)
     counts, fewer = scattered.trainer.total_counts(), together.trainer.total_counts()
     assert (fewer.real, fewer.padded) == (counts.real, counts.padded)
     assert fewer.computed < counts.computed < counts.real < counts.padded
@@ -128,13 +112,12 @@ def test_prompts_are_computed_once_and_rows_of_a_prompt_brought_together(data):
 def test_tokens_that_rows_share_count_once_for_each(data):
     """At next to no temperature the completions of a prompt are one completion."""
     options = {"temperature": 0.01, "shuffle_dataset": False, "beta": 0.0}
-    result = assert_layouts_agree("distillation", plain, data, ("shared",), **options)
-    counts = result.trainer.total_counts()
+    counts = compare("distillation", plain, data, ("shared",), **options).ours.trainer.total_counts()
     assert counts.computed < 0.8 * counts.real
 
 
 def test_tokens_of_tools_are_computed_and_not_scored(data):
-    trainer = train("distillation", "shared", plain, data, steps=1).trainer
+    trainer = run("distillation", "shared", **plain(), train_dataset=data, steps=1).trainer
     prompt, completion = torch.tensor([[5, 6, 7], [0, 6, 7]]), torch.tensor([[8, 9, 10, 11], [12, 13, 0, 0]])
     rows = {"prompt_ids": prompt, "prompt_mask": (prompt > 0).long(), "completion_ids": completion}
     rows |= {"completion_mask": (completion > 0).long(), "tool_mask": torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1]])}
@@ -152,37 +135,24 @@ def test_tokens_of_tools_are_computed_and_not_scored(data):
 
 
 def test_padding_free_false_is_trl(data):
-    arguments = plain()
-    options = {"padding_free": False, **COMMON["distillation"]}
-    own = PaddingFreeDistillationTrainer, PaddingFreeDistillationConfig
-    model = arguments.pop("model")
-    padded = run(*own, model=model, train_dataset=data, trainer_kwargs=arguments, **options)
+    padded = run("distillation", "ours", **plain(), train_dataset=data, padding_free=False)
     assert padded.trainer.method == "TRL, with padding"
     assert padded.trainer.teacher_model.forward.__func__ is type(padded.trainer.teacher_model).forward
 
 
-def made(data, make=plain, is_ours=True, **options):
+def made(data, make=plain, layout="ours", **options):
     """A trainer that has not trained."""
-    options = {**ON_CPU, "per_device_train_batch_size": 4, "max_completion_length": 8, "max_steps": 2, **options}
-    return make_trainer(*classes_of("distillation", is_ours), options, train_dataset=data, **make())
+    return make_trainer("distillation", layout, **make(), train_dataset=data, **options)
 
 
 def test_a_resumed_run_follows_padded_trl(data, tmp_path):
-    options = {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": False,
-    }
-    resumed = []
-    for is_ours in (False, True):
-        folder = tmp_path / str(is_ours)
-        budget = {"memory_budget": 1} if is_ours else {}
+    options, resumed = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}, []
+    for layout, budget in (("padded", {}), ("ours", {"memory_budget": 1})):
+        folder = tmp_path / layout
         for checkpoint in (None, str(folder / "checkpoint-1")):
-            trainer = made(data, is_ours=is_ours, output_dir=str(folder), **options, **budget)
-            trainer.train(resume_from_checkpoint=checkpoint)
-        weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
-        resumed.append(Trajectory(trainer.state.log_history, weights, trainer))
+            trainer = made(data, layout=layout, output_dir=str(folder), **options, **budget)
+            result = train(trainer, resume_from_checkpoint=checkpoint)
+        resumed.append(result)
     assert_same(*resumed)
     assert [log["step"] for log in resumed[1].log_history] == [1, 2, 2]
 
@@ -281,11 +251,12 @@ def started(monkeypatch):
 def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, started):
     """Of the teacher, too, which keeps nothing."""
     options = {"gradient_accumulation_steps": 2, "beta": 0.5}
-    padded = train("distillation", "padded", with_lora, data, **options)
-    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone", "gradient_checkpointing": True}
+    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
+    padded = run("distillation", "padded", **with_lora(), train_dataset=data, **options)
+    options["gradient_checkpointing"] = True
     hidden_states = FlatModel._hidden_states
     with mock.patch.object(FlatModel, "_hidden_states", autospec=True, side_effect=hidden_states) as computed:
-        assert_same(padded, train("distillation", "shared", with_lora, data, **options, **limited))
+        assert_same(padded, run("distillation", "shared", **with_lora(), train_dataset=data, **options, **limited))
     assert max(len(batch.parts) for batch in started) > 1
     batches = [call.args[1] for call in computed.call_args_list]
     assert all(batch.counts.computed <= 25 or len(batch.row_mask) == 1 for batch in batches)
@@ -301,7 +272,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
         return {**arguments, "model": make_model(num_hidden_layers=LAYERS)}
 
     monkeypatch.setattr(MemoryBudget, "num_recomputed", lambda *_: number)
-    expected = train("distillation", "shared", of_layers, data, beta=0.5)
+    expected = run("distillation", "shared", **of_layers(), train_dataset=data, beta=0.5)
     counted, compute = [], PaddingFreeDistillationTrainer._compute_loss
 
     def counting(trainer, *args):
@@ -320,7 +291,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
         return compute(trainer, *args)
 
     monkeypatch.setattr(PaddingFreeDistillationTrainer, "_compute_loss", counting)
-    result = train("distillation", "shared", of_layers, data, beta=0.5, memory_budget=8)
+    result = run("distillation", "shared", **of_layers(), train_dataset=data, beta=0.5, memory_budget=8)
     for name, weight in expected.weights.items():
         assert torch.equal(weight, result.weights[name]), name
     assert len(counted) == 2
@@ -344,10 +315,10 @@ def test_what_a_wide_teacher_keeps_is_counted(data):
 @pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
 def test_a_budget_makes_parts_with_the_loss_of_the_whole(data, make, started, monkeypatch):
     options = {"beta": 0.5, "gradient_accumulation_steps": 2}
-    whole = train("distillation", "padded", make, data, **options)
+    whole = run("distillation", "padded", **make(), train_dataset=data, **options)
     monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
     monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
-    assert_same(whole, train("distillation", "shared", make, data, memory_budget=8, **options))
+    assert_same(whole, run("distillation", "shared", **make(), train_dataset=data, memory_budget=8, **options))
     parts = [[part.batch.num_scored for part in batch.parts] for batch in started]
     assert all(len(scored) > 1 for scored in parts)
     assert parts == [[batch.num_scored] * len(scored) for batch, scored in zip(started, parts, strict=True)]
@@ -356,16 +327,8 @@ def test_a_budget_makes_parts_with_the_loss_of_the_whole(data, make, started, mo
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, monkeypatch, caplog):
     """Nothing is generated again, and the teacher computes as many rows at a time as the student."""
     options = {"gradient_accumulation_steps": 2, "beta": 0.5}
-    expected = train("distillation", "shared", plain, data, **options)
-    begin = FlatTrainer.plan_steps
-
-    def plan(trainer):
-        planned = trainer.flat.memory is not None
-        begin(trainer)
-        if not planned and trainer.flat.memory is not None:
-            failing(trainer, {2}, False).__enter__()
-
-    monkeypatch.setattr(FlatTrainer, "plan_steps", plan)
-    result = train("distillation", "shared", plain, data, memory_budget=8, **options)
+    expected = run("distillation", "shared", **plain(), train_dataset=data, **options)
+    fail_once_planned(monkeypatch, {2}, in_backward=False)
+    result = run("distillation", "shared", **plain(), train_dataset=data, memory_budget=8, **options)
     assert sum("An allocation failed" in message for message in caplog.messages) == 1
     assert_same(expected, result)

@@ -1,16 +1,84 @@
-"""Reward, KTO and GRPO in several processes."""
+"""Reward, KTO, GRPO and distillation in two processes, padded TRL beside ours, which run this file as a program."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.helpers.launching import ROOT, TIMEOUT, environment
+from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, prompts, reward_model, score, unpaired
+from tests.runs import assert_same, run
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.memory.plan import MemoryBudget
+
+# Shorter and longer examples take turns, so that the processes have different numbers of parts
+PAIRS = preference_data(24, 3).map(lambda row: {"length": len(str(row))}).sort("length")
+PAIRS = PAIRS.select([i for pair in zip(range(12), range(23, 11, -1), strict=True) for i in pair])
+PAIRS = PAIRS.remove_columns("length")
+# A micro-batch with no desirable completion on one process
+ORDERED = unpaired(24, 4).sort("label")
+
+
+def rewarded():
+    return {"model": reward_model(), "processing_class": make_tokenizer()}
+
+
+def adapted():
+    return {"model": make_model(), "processing_class": make_tokenizer(), "peft_config": lora()}
+
+
+def generating():
+    return {**adapted(), "reward_funcs": score}
+
+
+def taught():
+    return {**adapted(), "teacher_model": make_model("qwen3", seed=1)}
+
+
+RUNS = [
+    ("reward", rewarded, PAIRS, {}, {"max_tokens_per_micro_batch": 60}),
+    ("kto", adapted, unpaired(24, 4), {}, {}),
+    (
+        "kto",
+        adapted,
+        ORDERED,
+        {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2},
+        {"max_tokens_per_micro_batch": 40},
+    ),
+    ("grpo", generating, prompts(16, 5), {"beta": 0.1, "num_iterations": 2}, {"memory_budget": 8}),
+    ("grpo", generating, prompts(16, 5), {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
+    ("distillation", taught, prompts(16, 6), {"beta": 0.5, "gradient_accumulation_steps": 2}, {"memory_budget": 8}),
+    ("distillation", taught, prompts(16, 6), {"beta": 0.0}, {}),
+]
+
+
+def room(memory: MemoryBudget, batch: FlatBatch, beside: int = 0) -> bool:
+    """Whether rows fit: on the second process two of them do, so that it alone computes a micro-batch in parts."""
+    return len(batch.row_index) <= (2 if int(os.environ["RANK"]) else 8)
 
 
 @pytest.mark.slow
 def test_two_processes_follow_padded_trl_in_two_processes():
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, "-m", *torchrun, "-m", "tests.helpers.distributed_heads"]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
-    assert run.returncode == 0, "".join(run.stderr.partition("Traceback")[1:])[:6000]
+    command = [sys.executable, "-m", *torchrun, "-m", __name__]
+    process = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    assert process.returncode == 0, "".join(process.stderr.partition("Traceback")[1:])[:6000]
+
+
+def main() -> None:
+    MemoryBudget.can_hold = MemoryBudget.keeps_all = room  # type: ignore[method-assign]
+    for task, make, data, options, ours in RUNS:
+        options = {**options, "per_device_train_batch_size": 4}
+        padded = run(task, "padded", **make(), train_dataset=data, **options)
+        flat = run(task, "shared", **make(), train_dataset=data, **options, **ours)
+        assert flat.trainer.accelerator.num_processes == 2
+        assert_same(padded, flat)
+    torch.distributed.barrier()
+    sys.stderr.flush()
+    os._exit(0)  # the destructor of DDP's reducer joins a thread of gloo that may wait for the interpreter
+
+
+if __name__ == "__main__":
+    main()

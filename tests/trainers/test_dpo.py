@@ -12,10 +12,9 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from tests.helpers.dpo_runs import LAYOUTS, assert_layouts_agree, lora, train
-from tests.helpers.equivalence import TOLERANCE, assert_same, run
 from tests.helpers.offloading import offloading_on_cpu
-from tests.helpers.tiny import CHAT_TEMPLATE, make_model, make_tokenizer, preference_data
+from tests.helpers.tiny import CHAT_TEMPLATE, lora, make_model, make_tokenizer, preference_data
+from tests.runs import LAYOUTS, TOLERANCE, assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOTrainer, PreferenceCollator
 from trl_paddingfree.flat import calls
 from trl_paddingfree.quickstart.side_by_side import difference
@@ -72,13 +71,15 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_and_reference_trains_the_same(name, model_dir, tokenizer):
     make, options = MODELS[name]
-    assert_layouts_agree(lambda: make(model_dir, tokenizer), preference_data(12, SEED), **options)
+    compare("dpo", lambda: make(model_dir, tokenizer), preference_data(12, SEED), **options)
 
 
 def test_a_model_that_is_its_own_precomputed_reference_trains_the_same(model_dir):
     # Rewards start at zero up to rounding: which of two zeros is larger is nothing to compare
     options = {"precompute_ref_log_probs": True}
-    runs = [train(x, lambda: {"model": model_dir}, preference_data(12, SEED), **options) for x in ("padded", *LAYOUTS)]
+    runs = [
+        run("dpo", x, model=model_dir, train_dataset=preference_data(12, SEED), **options) for x in ("padded", *LAYOUTS)
+    ]
     for run_ in runs:
         assert run_.log_history[0].pop("rewards/accuracies") <= 1
         assert run_.losses[0] == pytest.approx(math.log(2), abs=1e-5)
@@ -95,7 +96,8 @@ def test_accuracies_are_those_of_padded_trl(tokenizer):
         return {"model": make_model(), "ref_model": make_model(seed=1), "processing_class": tokenizer}
 
     padded, *ours = (
-        [entry.get("rewards/accuracies") for entry in train(x, make, pairs).log_history] for x in ("padded", *LAYOUTS)
+        [entry.get("rewards/accuracies") for entry in run("dpo", x, **make(), train_dataset=pairs).log_history]
+        for x in ("padded", *LAYOUTS)
     )
     assert any(0 < share < 1 for share in padded if share is not None)
     assert ours == [padded] * len(LAYOUTS)
@@ -108,15 +110,15 @@ def test_cached_reference_log_probs_are_read_and_train_the_same(model_dir, tmp_p
     preference_data(12, SEED).save_to_disk(tmp_path)
     # The function that drops rows by `max_length` holds the whole config, and the name of the cache depends on it
     options = {"precompute_ref_log_probs": True, "max_length": None}
-    first = train("shared", make, load_from_disk(tmp_path), **options)
+    first = run("dpo", "shared", **make(), train_dataset=load_from_disk(tmp_path), **options)
 
     def compute(*args):
         raise AssertionError("computed again")
 
     monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", compute)
-    assert_same(first, train("shared", make, load_from_disk(tmp_path), **options), tolerance=0)
+    assert_same(first, run("dpo", "shared", **make(), train_dataset=load_from_disk(tmp_path), **options), tolerance=0)
     # Padded TRL finds the same cache: our checks leave the data set as it is
-    assert_same(train("padded", make, load_from_disk(tmp_path), **options), first)
+    assert_same(run("dpo", "padded", **make(), train_dataset=load_from_disk(tmp_path), **options), first)
 
 
 # Options of the trainer
@@ -145,7 +147,7 @@ OPTIONS = {
 def test_every_option_trains_the_same(name, with_lora):
     options = dict(OPTIONS[name])
     dataset = preference_data(12, SEED, conversational=options.pop("conversational", True))
-    assert_layouts_agree(with_lora, dataset, **options)
+    compare("dpo", with_lora, dataset, **options)
 
 
 def test_streaming_data_trains_and_evaluates_the_same(with_lora):
@@ -153,9 +155,9 @@ def test_streaming_data_trains_and_evaluates_the_same(with_lora):
         return {**with_lora(), "eval_dataset": preference_data(7, SEED + 1).to_iterable_dataset()}
 
     train_dataset = preference_data(16, SEED).to_iterable_dataset()
-    padded = assert_layouts_agree(
-        make, train_dataset, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4
-    )
+    padded = compare(
+        "dpo", make, train_dataset, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4
+    ).padded
     assert any("eval_loss" in entry for entry in padded.log_history)
 
 
@@ -173,7 +175,7 @@ def test_tools_and_template_options_reach_the_model(tokenizer):
     def make():
         return {"model": make_model(), "processing_class": with_tools, "peft_config": lora()}
 
-    padded = assert_layouts_agree(make, dataset)
+    padded = compare("dpo", make, dataset).padded
     prompts = padded.trainer.train_dataset["prompt_ids"]
     preamble = with_tools("system w3 w4 w5 w59 w59")["input_ids"]
     assert all(prompt[: len(preamble)] == preamble for prompt in prompts)
@@ -190,8 +192,13 @@ def test_dropout_is_left_on_if_asked_and_evaluation_is_without(tokenizer):
 
     # The random numbers of a padded batch fall on other tokens: training is the same in distribution only
     options = {"eval_strategy": "steps", "eval_on_start": True, "steps": 1, "disable_dropout": False}
-    padded, *ours = (train(layout, make, preference_data(8, SEED), **options) for layout in ("padded", *LAYOUTS))
-    without = train("flat", with_attention_dropout_off(make), preference_data(8, SEED), **options)
+    padded, *ours = (
+        run("dpo", layout, **make(), train_dataset=preference_data(8, SEED), **options)
+        for layout in ("padded", *LAYOUTS)
+    )
+    without = run(
+        "dpo", "flat", **with_attention_dropout_off(make)(), train_dataset=preference_data(8, SEED), **options
+    )
     for run_ in ours:
         for name, value in padded.log_history[0].items():
             if name.startswith("eval_") and "per_second" not in name and "runtime" not in name:
@@ -210,9 +217,11 @@ def with_attention_dropout_off(make):
 
 
 def test_one_batch_of_eight_equals_eight_batches_of_one(with_lora):
-    together = train("shared", with_lora, preference_data(16, SEED), per_device_train_batch_size=8, steps=2)
+    together = run(
+        "dpo", "shared", **with_lora(), train_dataset=preference_data(16, SEED), per_device_train_batch_size=8, steps=2
+    )
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    one_by_one = train("shared", with_lora, preference_data(16, SEED), steps=2, **options)
+    one_by_one = run("dpo", "shared", **with_lora(), train_dataset=preference_data(16, SEED), steps=2, **options)
     # Figures per token are means of means: they depend on the batches, in TRL too
     for run_ in (together, one_by_one):
         for entry in run_.log_history:
@@ -229,7 +238,7 @@ def test_router_loss_counts_a_shared_token_once_per_row(model_type, tokenizer):
         models = {name: make_model(model_type, seed=s, **sizes) for name, s in (("model", 0), ("ref_model", 1))}
         return {**models, "processing_class": tokenizer}
 
-    padded = assert_layouts_agree(make, preference_data(12, SEED), router_aux_loss_coef=0.5)
+    padded = compare("dpo", make, preference_data(12, SEED), router_aux_loss_coef=0.5).padded
     assert all(entry["aux_loss"] > 0.1 for entry in padded.log_history if "aux_loss" in entry)
     assert "aux_loss" in padded.log_history[0]
 
@@ -255,11 +264,14 @@ PRECISION_FACTOR = 2
 
 def test_bf16_is_as_near_to_float32_as_padded_bf16(with_lora):
     dataset = preference_data(16, SEED)
-    exact = train("padded", with_lora, dataset)
-    padded = error(train("padded", with_lora, dataset, bf16=True), exact)
+    exact = run("dpo", "padded", **with_lora(), train_dataset=dataset)
+    padded = error(run("dpo", "padded", **with_lora(), train_dataset=dataset, bf16=True), exact)
     assert padded > 1e-4  # bf16 does round
     for layout in LAYOUTS:
-        assert error(train(layout, with_lora, dataset, bf16=True), exact) < PRECISION_FACTOR * padded
+        assert (
+            error(run("dpo", layout, **with_lora(), train_dataset=dataset, bf16=True), exact)
+            < PRECISION_FACTOR * padded
+        )
 
 
 def test_bf16_weights_are_as_near_to_float32_as_padded_ones(tokenizer):
@@ -271,11 +283,14 @@ def test_bf16_weights_are_as_near_to_float32_as_padded_ones(tokenizer):
         return make
 
     dataset = preference_data(16, SEED)
-    exact = train("padded", make_as(torch.float32), dataset)
-    padded = error(train("padded", make_as(torch.bfloat16), dataset), exact)
+    exact = run("dpo", "padded", **make_as(torch.float32)(), train_dataset=dataset)
+    padded = error(run("dpo", "padded", **make_as(torch.bfloat16)(), train_dataset=dataset), exact)
     assert padded > 1e-4
     for layout in LAYOUTS:
-        assert error(train(layout, make_as(torch.bfloat16), dataset), exact) < PRECISION_FACTOR * padded
+        assert (
+            error(run("dpo", layout, **make_as(torch.bfloat16)(), train_dataset=dataset), exact)
+            < PRECISION_FACTOR * padded
+        )
 
 
 # TRL keeps QLoRA's adapter, its gradients and its optimizer in bfloat16, in both runs: an entry that is rounded the
@@ -292,9 +307,9 @@ def test_qlora_trains_the_same(model_dir):
     def make():
         return {"model": model_dir, "quantization_config": quantization, "peft_config": lora()}
 
-    padded = train("padded", make, preference_data(16, SEED))
+    padded = run("dpo", "padded", **make(), train_dataset=preference_data(16, SEED))
     for layout in LAYOUTS:
-        assert error(train(layout, make, preference_data(16, SEED)), padded) < QLORA_TOLERANCE
+        assert error(run("dpo", layout, **make(), train_dataset=preference_data(16, SEED)), padded) < QLORA_TOLERANCE
 
 
 # Evaluation, checkpoints
@@ -313,7 +328,10 @@ def test_evaluation_during_and_after_training_is_the_same(with_lora):
         return {**with_lora(), "eval_dataset": sets, "compute_metrics": log_prob_of_words}
 
     options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
-    runs = [train(layout, make, preference_data(12, SEED), **options) for layout in ("padded", *LAYOUTS)]
+    runs = [
+        run("dpo", layout, **make(), train_dataset=preference_data(12, SEED), **options)
+        for layout in ("padded", *LAYOUTS)
+    ]
     for run_ in runs:
         run_.trainer.evaluate(preference_data(5, SEED + 3))
         run_.trainer.evaluate({"three": preference_data(5, SEED + 4)})
@@ -329,7 +347,10 @@ def test_evaluation_with_precomputed_references_is_the_same(with_lora):
         return {**with_lora(), "eval_dataset": preference_data(7, SEED + 1)}
 
     options = {"eval_strategy": "steps", "eval_steps": 2, "precompute_ref_log_probs": True}
-    runs = [train(layout, make, preference_data(12, SEED), **options) for layout in ("padded", *LAYOUTS)]
+    runs = [
+        run("dpo", layout, **make(), train_dataset=preference_data(12, SEED), **options)
+        for layout in ("padded", *LAYOUTS)
+    ]
     for run_ in runs:
         run_.trainer.evaluate(preference_data(5, SEED + 3))
     for run_ in runs[1:]:
@@ -338,7 +359,7 @@ def test_evaluation_with_precomputed_references_is_the_same(with_lora):
 
 def test_a_resumed_run_ends_like_an_uninterrupted_one(with_lora, tmp_path):
     options = {"steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
-    whole = train("shared", with_lora, preference_data(16, SEED), **options)
+    whole = run("dpo", "shared", **with_lora(), train_dataset=preference_data(16, SEED), **options)
     arguments = with_lora()
     trainer = PaddingFreeDPOTrainer(args=whole.trainer.args, train_dataset=preference_data(16, SEED), **arguments)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -365,17 +386,18 @@ def test_compiled_training_is_the_same(tokenizer, with_reference):
 
     # The second step has other shapes than the first: everything is compiled once more, for all shapes
     options = {"steps": 2 if with_reference else 1, "precompute_ref_log_probs": not with_reference}
-    padded = train("padded", make, preference_data(8, SEED), **options)
+    padded = run("dpo", "padded", **make(), train_dataset=preference_data(8, SEED), **options)
     # Tracing is what can go wrong, and compiling C++ takes a minute: once is enough
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager" if with_reference else "inductor"}
-    assert_same(padded, train("shared", make, preference_data(8, SEED), **compiled, **options))
+    assert_same(padded, run("dpo", "shared", **make(), train_dataset=preference_data(8, SEED), **compiled, **options))
 
 
 def test_activations_that_are_moved_away_and_back_train_the_same(with_lora):
-    plain = train("padded", with_lora, preference_data(8, SEED), steps=2)
+    options = {"train_dataset": preference_data(8, SEED), "steps": 2}
+    plain = run("dpo", "padded", **with_lora(), **options)
     for layout in LAYOUTS:
         with offloading_on_cpu("dpo") as moved:
-            assert_same(plain, train(layout, with_lora, preference_data(8, SEED), steps=2, activation_offloading=True))
+            assert_same(plain, run("dpo", layout, **with_lora(), **options, activation_offloading=True))
         assert sum(moved)
 
 
@@ -385,24 +407,23 @@ def test_options_that_need_a_gpu_train_the_same(option, with_lora):
     if option == "use_liger_kernel":
         pytest.importorskip("liger_kernel")
     # float32 on a GPU: matrix products of other shapes take other kernels
-    assert_layouts_agree(with_lora, preference_data(12, SEED), tolerance=1e-3, use_cpu=False, **{option: True})
+    compare("dpo", with_lora, preference_data(12, SEED), tolerance=1e-3, use_cpu=False, **{option: True})
 
 
 # What padding-free promises
 
 
 def test_a_new_adapter_starts_at_ln_2(model_dir, tokenizer):
+    data = preference_data(8, SEED)
     for layout in LAYOUTS:
-        first = train(
-            layout, lambda: {"model": model_dir, "peft_config": LoraConfig()}, preference_data(8, SEED), steps=1
-        )
+        first = run("dpo", layout, model=model_dir, peft_config=LoraConfig(), train_dataset=data, steps=1)
         # Policy and reference run the same kernels on the same numbers: what is left is writing ln 2 in float32
         assert first.losses[0] == pytest.approx(math.log(2), abs=1e-7)
 
 
-def make_trainer(layout, make, dataset, **options):
+def trained_once(layout, make, dataset, **options):
     """A trainer that has trained for one step at learning rate 0, which is where TRL sets the last things up."""
-    return train(layout, make, dataset, steps=1, learning_rate=0.0, **options).trainer
+    return run("dpo", layout, **make(), train_dataset=dataset, steps=1, learning_rate=0.0, **options).trainer
 
 
 def log_probs(trainer, pairs):
@@ -419,7 +440,7 @@ def test_a_pair_does_not_move_by_one_bit_when_the_pair_beside_it_changes(layout,
     def make():
         return {"model": make_model(dtype=dtype), "processing_class": tokenizer, "peft_config": lora()}
 
-    trainer = make_trainer(layout, make, preference_data(12, SEED))
+    trainer = trained_once(layout, make, preference_data(12, SEED))
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
     a, b = ({name: row[name] for name in columns} for row in trainer.train_dataset.select([0, 5]))
     # Every word becomes another one, and no two the same: the rows share what they shared before
@@ -439,7 +460,7 @@ def test_a_pair_does_not_move_by_one_bit_when_the_pair_beside_it_changes(layout,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_permuting_the_pairs_changes_nothing_but_rounding(layout, with_lora):
-    trainer = make_trainer(layout, with_lora, preference_data(12, SEED))
+    trainer = trained_once(layout, with_lora, preference_data(12, SEED))
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
     pairs = [{name: row[name] for name in columns} for row in trainer.train_dataset]
     results = []
@@ -472,7 +493,7 @@ class TokensSeen(TrainerCallback):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_embedding_sees_exactly_the_tokens_that_are_counted(layout, with_lora, tokenizer):
     seen = TokensSeen()
-    result = train(layout, lambda: {**with_lora(), "callbacks": [seen]}, preference_data(12, SEED))
+    result = run("dpo", layout, **with_lora(), callbacks=[seen], train_dataset=preference_data(12, SEED))
     tokens = torch.cat(seen.tokens)
     counts = result.trainer.counts.logged
     assert len(tokens) == 2 * counts.computed  # once for the policy and once for the reference
@@ -504,7 +525,7 @@ def test_one_flat_step_costs_what_its_sequences_cost_one_by_one(tokenizer, monke
             model.set_attn_implementation("eager")
         return {**models, "processing_class": tokenizer}
 
-    trainers = {layout: make_trainer(layout, make, preference_data(12, SEED)) for layout in ("padded", *LAYOUTS)}
+    trainers = {layout: trained_once(layout, make, preference_data(12, SEED)) for layout in ("padded", *LAYOUTS)}
     columns = ("prompt_ids", "chosen_ids", "rejected_ids")
     pairs = [{name: row[name] for name in columns} for row in trainers["padded"].train_dataset]
     flops = {layout: step_flops(trainer, pairs) for layout, trainer in trainers.items()}
@@ -538,8 +559,8 @@ def test_without_padding_free_it_is_trl_bit_for_bit(with_lora):
     for trainer_class in (DPOTrainer, PaddingFreeDPOTrainer):
         arguments = make()
         model = arguments.pop("model")
-        common = {"model": model, "train_dataset": preference_data(12, SEED), "trainer_kwargs": arguments}
-        results.append(run(trainer_class, DPOConfig, **common, **options))
+        common = {"model": model, "train_dataset": preference_data(12, SEED), **arguments}
+        results.append(run("dpo", "padded", trainer_class=trainer_class, **common, **options))
     trl, ours = results
     timed = ("runtime", "per_second")
     plain = [[{n: v for n, v in e.items() if not any(t in n for t in timed)} for e in r.log_history] for r in results]
@@ -552,11 +573,13 @@ def test_without_padding_free_it_is_trl_bit_for_bit(with_lora):
 def test_trls_own_config_switches_padding_free_on(with_lora, model_dir):
     arguments = with_lora()
     model = arguments.pop("model")
-    common = {"model": model, "train_dataset": preference_data(12, SEED), "trainer_kwargs": arguments}
-    ours = run(PaddingFreeDPOTrainer, DPOConfig, padding_free=True, learning_rate=5e-3, adam_epsilon=1e-2, **common)
+    common = {"model": model, "train_dataset": preference_data(12, SEED), **arguments}
+    ours = run(
+        "dpo", "ours", config_class=DPOConfig, padding_free=True, learning_rate=5e-3, adam_epsilon=1e-2, **common
+    )
     assert ours.trainer.padding_free
     assert ours.trainer.args.padding_free
-    assert_same(train("shared", with_lora, preference_data(12, SEED)), ours, tolerance=0)
+    assert_same(run("dpo", "shared", **with_lora(), train_dataset=preference_data(12, SEED)), ours, tolerance=0)
 
 
 @pytest.mark.parametrize("pad_to_multiple_of", [None, 8])

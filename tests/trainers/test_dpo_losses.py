@@ -4,11 +4,9 @@ import ast
 import re
 
 import pytest
-from trl import DPOConfig, DPOTrainer
 
-from tests.helpers.dpo_runs import assert_layouts_agree, lora
-from tests.helpers.equivalence import run
-from tests.helpers.tiny import make_model, preference_data
+from tests.helpers.tiny import lora, make_model, preference_data
+from tests.runs import compare, run
 
 SEED = 20261
 
@@ -71,18 +69,16 @@ def make(tokenizer):
 @pytest.mark.drawn(9)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_flat_training_follows_padded_training(name, make):
-    assert_layouts_agree(make, preference_data(12, SEED), **OPTIONS[name])
+    compare("dpo", make, preference_data(12, SEED), **OPTIONS[name])
 
 
 def test_every_loss_that_trl_knows_is_compared(make):
-    arguments = make()
     with pytest.raises(ValueError, match="Unknown loss type") as error:
-        run(
-            DPOTrainer,
-            DPOConfig,
-            model=arguments.pop("model"),
-            train_dataset=preference_data(4, SEED),
-            trainer_kwargs=arguments,
-            loss_type="no_such_loss",
-        )
+        run("dpo", "padded", **make(), train_dataset=preference_data(4, SEED), loss_type="no_such_loss")
     assert ast.literal_eval(re.search(r"\[.*\]", str(error.value))[0]) == LOSS_TYPES
+
+
+def test_length_desensitized_dpo_counts_completions(model_dir):
+    """ms-swift#10072."""
+    models = {"model": model_dir, "ref_model": make_model(seed=1)}
+    compare("dpo", lambda: models, preference_data(8, SEED), ("shared",), steps=1, ld_alpha=0.5)

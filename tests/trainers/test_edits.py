@@ -6,28 +6,27 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.equivalence import assert_same, run
 from tests.helpers.flat_and_padded import tree
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import make_model, preference_data, prompt_completions
+from tests.runs import assert_same, run
 from trl_paddingfree import (
     FlatBatch,
     LanguageModelingCollator,
-    PaddingFreeDPOConfig,
     PaddingFreeDPOTrainer,
-    PaddingFreeSFTConfig,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
 from trl_paddingfree.model.edits import EditedRowsError, edits
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.trainers import TRAINERS
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 IN_PARTS = {"max_tokens_per_micro_batch": 40, "oversized_examples": "alone", "per_device_train_batch_size": 8}
@@ -77,10 +76,6 @@ def cut_rows(batch):
 
 
 EDITS = [other_tokens, more_scored, fewer_scored, fewer_rows, swapped_rows, cut_rows]
-TASKS = {
-    "dpo": (DPOTrainer, DPOConfig, PaddingFreeDPOTrainer, PaddingFreeDPOConfig),
-    "sft": (SFTTrainer, SFTConfig, PaddingFreeSFTTrainer, PaddingFreeSFTConfig),
-}
 COLLATORS = {
     "dpo": (DataCollatorForPreference, PreferenceCollator),
     "sft": (DataCollatorForLanguageModeling, LanguageModelingCollator),
@@ -103,21 +98,19 @@ def common(task, model_dir, **options):
 
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):
-    trl, trl_config, ours, our_config = TASKS[task]
-    padded, flat = (editing(collator_class, edit) for collator_class in COLLATORS[task])
-    expected = run(trl, trl_config, **common(task, model_dir), trainer_kwargs={"data_collator": padded})
-    actual = run(
-        ours, our_config, **common(task, model_dir), prefix_sharing=True, trainer_kwargs={"data_collator": flat}
+    expected, actual = (
+        run(task, layout, **common(task, model_dir), data_collator=editing(collator_class, edit))
+        for layout, collator_class in zip(("padded", "shared"), COLLATORS[task], strict=True)
     )
     assert_same(expected, actual)
 
 
 @pytest.mark.parametrize("place", ["training_step", "_prepare_inputs", "collator"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_later_edits_are_refused(model_dir, task, place):
-    *_, trainer_class, config_class = TASKS[task]
+    trainer_class = TRAINERS[task]
 
     class Stepping(trainer_class):
         def training_step(self, model, inputs, *args):
@@ -135,7 +128,7 @@ def test_later_edits_are_refused(model_dir, task, place):
     trainer = {"training_step": Stepping, "_prepare_inputs": Preparing, "collator": trainer_class}[place]
     kwargs = {"data_collator": Calling(0)} if place == "collator" else {}
     with pytest.raises(EditedRowsError, match="were edited after .*: other tokens.*Edit them in `torch_call`"):
-        run(trainer, config_class, **common(task, model_dir, trainer_kwargs=kwargs))
+        run(task, "ours", trainer_class=trainer, **common(task, model_dir), **kwargs)
 
 
 def test_edits_of_a_whole_whose_parts_are_computed_are_refused(model_dir):
@@ -145,19 +138,19 @@ def test_edits_of_a_whole_whose_parts_are_computed_are_refused(model_dir):
 
     options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 8}
     with pytest.raises(EditedRowsError, match="more or other tokens to score"):
-        run(Stepping, PaddingFreeDPOConfig, **common("dpo", model_dir, **options))
+        run("dpo", "ours", trainer_class=Stepping, **common("dpo", model_dir, **options))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_fewer_scored_tokens_of_a_whole_whose_parts_are_computed_are_refused(model_dir, task):
-    *_, trainer_class, config_class = TASKS[task]
+    trainer_class = TRAINERS[task]
 
     class Stepping(trainer_class):
         def training_step(self, model, inputs, *args):
             return super().training_step(model, nothing_scored(inputs), *args)
 
     with pytest.raises(EditedRowsError, match="or fewer where it runs in parts"):
-        run(Stepping, config_class, **common(task, model_dir, **IN_PARTS))
+        run(task, "ours", trainer_class=Stepping, **common(task, model_dir, **IN_PARTS))
 
 
 def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):
@@ -166,7 +159,7 @@ def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):
             return super().training_step(model, {"input_ids": inputs["input_ids"]}, *args)
 
     with pytest.raises(EditedRowsError, match=r"no `flat_batch`, only \['input_ids'\]"):
-        run(Stepping, PaddingFreeSFTConfig, **common("sft", model_dir))
+        run("sft", "ours", trainer_class=Stepping, **common("sft", model_dir))
 
 
 def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
@@ -176,9 +169,9 @@ def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
             return self.accelerator.prepare(DataLoader(self.train_dataset, size, collate_fn=self.data_collator))
 
     options = common("sft", model_dir)
-    run(Loading, PaddingFreeSFTConfig, **options)
+    run("sft", "ours", trainer_class=Loading, **options)
     with pytest.raises(EditedRowsError, match="keeps_rows=True"):
-        run(Loading, PaddingFreeSFTConfig, **options, max_tokens_per_micro_batch=100)
+        run("sft", "ours", trainer_class=Loading, **options, max_tokens_per_micro_batch=100)
 
 
 def test_a_loss_that_parts_cannot_be_weighted_in_is_refused(model_dir):
@@ -186,9 +179,9 @@ def test_a_loss_that_parts_cannot_be_weighted_in_is_refused(model_dir):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return model(**inputs, fused_lm_head=True, use_cache=False).loss
 
-    run(Own, PaddingFreeSFTConfig, **common("sft", model_dir))
+    run("sft", "ours", trainer_class=Own, **common("sft", model_dir))
     with pytest.raises(ValueError, match="`Own.compute_loss` does not call `super"):
-        run(Own, PaddingFreeSFTConfig, **common("sft", model_dir, **IN_PARTS))
+        run("sft", "ours", trainer_class=Own, **common("sft", model_dir, **IN_PARTS))
 
 
 def test_a_mask_with_gaps_is_refused():
@@ -231,11 +224,10 @@ def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, model_type,
 
     def arguments():
         model = make_model(model_type, **(MOE if model_type == "mixtral" else {}))
-        return {**common("sft", model), "trainer_kwargs": {"processing_class": tokenizer}}
+        return {**common("sft", model), "processing_class": tokenizer}
 
-    trl, trl_config, ours, our_config = TASKS["sft"]
-    padded = run(own(trl), trl_config, **arguments())
-    assert_same(padded, run(own(ours), our_config, **arguments(), prefix_sharing=True))
+    padded = run("sft", "padded", trainer_class=own(SFTTrainer), **arguments())
+    assert_same(padded, run("sft", "shared", trainer_class=own(PaddingFreeSFTTrainer), **arguments()))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -7,16 +7,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.architectures import tiny_config, tiny_model
-from tests.helpers.dpo_runs import lora
-from tests.helpers.head_runs import (
-    assert_layouts_agree,
-    assert_padding_on_the_left_changes_nothing,
-    prompts,
-    score,
-    train,
-    unpaired,
-)
-from tests.helpers.tiny import conversations, make_tokenizer, preference_data
+from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
+from tests.helpers.tiny import conversations, lora, make_tokenizer, preference_data, prompts, score, unpaired
+from tests.runs import compare, run
 from trl_paddingfree import split_turns
 from trl_paddingfree.flat.pieces import Pieces
 
@@ -72,9 +65,9 @@ HEADS = {
 )
 def test_training_follows_padded_trl(task, model_type):
     make, data = HEADS[task]
-    result = assert_layouts_agree(task, lambda: make(model_type), data(), ("shared",))
+    trainer = compare(task, lambda: make(model_type), data(), ("shared",)).ours.trainer
     # Rounding may send a token of a mixture to another expert, and the check then takes rows, which are as exact
-    assert result.trainer.flat.route.states == "tree" or model_type == "qwen3_next"
+    assert trainer.flat.route.states == "tree" or model_type == "qwen3_next"
 
 
 def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
@@ -82,7 +75,7 @@ def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
         return {"model": tiny_model("qwen3_5_text", seed=SEED), "processing_class": make_tokenizer()}
 
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 8, "max_length": 128}
-    trainer = assert_layouts_agree("sft", make, split_turns(conversations(16, SEED)), ("shared",), **options).trainer
+    trainer = compare("sft", make, split_turns(conversations(16, SEED)), ("shared",), **options).ours.trainer
     assert trainer.flat.route.states == "tree"
     batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
     assert max(len(Pieces.of(batch.layout, None).levels) for batch in batches) > 1
@@ -93,5 +86,5 @@ def test_padding_on_the_left_reaches_no_layer_where_it_does_in_padded_trl(model_
     def make():
         return {**generating(model_type), "peft_config": None}
 
-    trainer = train("grpo", "shared", make, prompts(16, SEED), steps=1).trainer
+    trainer = run("grpo", "shared", **make(), train_dataset=prompts(16, SEED), steps=1).trainer
     assert_padding_on_the_left_changes_nothing(trainer)

@@ -11,13 +11,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import GenerationMixin
 
-from tests.helpers.dpo_runs import ADAM_EPSILON, LAYOUTS, lora
-from tests.helpers.equivalence import Trajectory, assert_as_close, run
-from tests.helpers.head_runs import prompts, score, unpaired
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import make_model, make_tokenizer, preference_data
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, upstream
-from trl_paddingfree.trainers import TRAINERS
+from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, prompts, score, unpaired
+from tests.runs import LAYOUTS, Run, assert_as_close, run
+from trl_paddingfree import upstream
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -30,7 +27,6 @@ DATA = {
 # A layer that sees all tokens before it, and one with a window; heads of 8 in two groups
 SIZES = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 # Steps in proportion to gradients, so that weights tell of these
-OPTIONS = {"learning_rate": 5e-3, "adam_epsilon": ADAM_EPSILON, "steps": 2}
 
 
 def generate(model, input_ids, **kwargs):
@@ -40,26 +36,21 @@ def generate(model, input_ids, **kwargs):
     return torch.cat([input_ids, drawn.to(input_ids.device)], 1)
 
 
-def train(task: str, layout: str, attention: str = "sdpa", **options) -> Trajectory:
+def train(task: str, layout: str, attention: str = "sdpa", **options) -> Run:
     def make():
         return make_model("qwen2", attn_implementation=attention, **SIZES)
 
-    ours = TRAINERS[task]
-    classes = (ours.trl_trainer, ours.trl_config) if layout == "padded" else (ours, ours.config_class)
-    options |= {} if layout == "padded" else {"prefix_sharing": layout == "shared"}
-    arguments = {"processing_class": make_tokenizer()}
+    arguments = {"model": make(), "processing_class": make_tokenizer(), "train_dataset": DATA[task](12, SEED)}
     if task == "grpo":
         arguments["reward_funcs"] = score
-        options |= {"num_generations": 4, "max_completion_length": 8}
     elif task != "sft":
         arguments["ref_model"] = make()
     with mock.patch.object(GenerationMixin, "generate", generate):
-        data = DATA[task](12, SEED)
-        return run(*classes, model=make(), train_dataset=data, trainer_kwargs=arguments, **OPTIONS, **options)
+        return run(task, layout, **arguments, steps=2, **options)
 
 
 @cache
-def padded(task: str) -> tuple[Trajectory, Trajectory]:
+def padded(task: str) -> tuple[Run, Run]:
     """Padded TRL in float32, and in bfloat16."""
     return train(task, "padded", bf16=False), train(task, "padded", bf16=True)
 
@@ -86,14 +77,10 @@ def test_bfloat16_is_as_close_to_float32_by_the_kernels_as_with_padding(task, ba
 
 def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypatch):
     def with_adapters(**options):
-        arguments = {"processing_class": make_tokenizer(), "peft_config": lora()}
+        arguments = {"model": make_model(dtype=torch.bfloat16), "processing_class": make_tokenizer()}
+        arguments |= {"peft_config": lora(), "train_dataset": preference_data(8, SEED)}
         result = run(
-            PaddingFreeDPOTrainer,
-            PaddingFreeDPOConfig,
-            model=make_model(dtype=torch.bfloat16),
-            train_dataset=preference_data(8, SEED),
-            trainer_kwargs=arguments,
-            **{"bf16": True, "gradient_checkpointing": True, **OPTIONS, **options},
+            "dpo", "ours", **arguments, **{"steps": 2, "bf16": True, "gradient_checkpointing": True, **options}
         )
         with torch.autocast("cpu", torch.bfloat16):
             layers = [module for module in result.trainer.model.modules() if isinstance(module, LoraLayer)]

@@ -8,11 +8,9 @@ import torch
 from trl import KTOConfig
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import assert_same, run
-from tests.helpers.head_runs import COMMON, assert_layouts_agree, train, unpaired
-from tests.helpers.tiny import make_model, make_tokenizer, preference_data
-from trl_paddingfree import PaddingFreeKTOTrainer, UnpairedPreferenceCollator
+from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, unpaired
+from tests.runs import assert_same, compare, run
+from trl_paddingfree import UnpairedPreferenceCollator
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -41,20 +39,17 @@ def with_reference():
     ids=["lora", "reference", "apo", "precomputed"],
 )
 def test_training_follows_padded_trl(data, make, options):
-    assert_layouts_agree("kto", make, data, **options)
+    compare("kto", make, data, **options)
 
 
 def test_paired_data_evaluation_and_trls_own_config(data):
     def make():
         return {**with_lora(), "eval_dataset": data.select(range(6))}
 
-    options = {**COMMON["kto"], "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    pairs = preference_data(8, SEED)
-    padded = train("kto", "padded", make, pairs, **options)
-    arguments = make()
-    model = arguments.pop("model")
-    kwargs = {"model": model, "train_dataset": pairs, "trainer_kwargs": arguments}
-    ours = run(PaddingFreeKTOTrainer, KTOConfig, **kwargs, **options)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    options["train_dataset"] = preference_data(8, SEED)
+    padded = run("kto", "padded", **make(), **options)
+    ours = run("kto", "ours", **make(), **options, config_class=KTOConfig)
     assert_same(padded, ours)
     assert ours.trainer.method == "padding-free (segment, shared prefixes)"
 
@@ -63,22 +58,22 @@ def test_paired_data_evaluation_and_trls_own_config(data):
 def test_examples_without_a_completion_left_are_counted_and_no_others(rows, caplog):
     total = len(rows) * (2 if "chosen" in rows.column_names else 1)
     with caplog.at_level(logging.WARNING):
-        trained = train("kto", "shared", with_lora, rows, steps=1, max_length=16)
+        trained = run("kto", "shared", **with_lora(), train_dataset=rows, steps=1, max_length=16)
         kept = len(trained.trainer.train_dataset)
         assert 0 < kept < total
         assert f"The train data: dropped {total - kept} of {total} examples, which `max_length=16`" in caplog.text
         caplog.clear()
-        train("kto", "shared", with_lora, rows, steps=1)
+        run("kto", "shared", **with_lora(), train_dataset=rows, steps=1)
     assert "dropped" not in caplog.text
     with pytest.raises(ValueError, match=f"dropped {total} of {total} examples, .* Raise `max_length`"):
-        train("kto", "shared", with_lora, rows, steps=1, max_length=1, memory_budget=8)
+        run("kto", "shared", **with_lora(), train_dataset=rows, steps=1, max_length=1, memory_budget=8)
 
 
 def test_matched_and_mismatched_rows_of_one_width_are_kept_apart(data):
     """With rows of one shape, the flat batch of the others would go unnoticed."""
     words = ["w1 w2", "w3 w4", "w5 w6", "w7 w8"]
     rows = [{"prompt": "w9 w10", "completion": f" {words[i % 4]}", "label": i % 2 == 0} for i in range(12)]
-    assert_layouts_agree("kto", with_reference, data.from_list(rows))
+    compare("kto", with_reference, data.from_list(rows))
 
 
 def test_precomputed_references_are_computed_flat(data, monkeypatch):
@@ -86,7 +81,7 @@ def test_precomputed_references_are_computed_flat(data, monkeypatch):
 
     calls, flat_forward = [], flat_model.flat_forward
     monkeypatch.setattr(flat_model, "flat_forward", lambda *args, **kw: calls.append(1) or flat_forward(*args, **kw))
-    trained = train("kto", "shared", with_reference, data, steps=1, precompute_ref_log_probs=True)
+    trained = run("kto", "shared", **with_reference(), train_dataset=data, steps=1, precompute_ref_log_probs=True)
     before_training = len(trained.trainer.train_dataset) // 4 * 2
     # Of both models: rows, twice with other tokens, beyond the positions. With gradients twice, without them once
     checks = 2 * 4 + 2 + 1
@@ -97,20 +92,17 @@ def test_parts_of_a_loss_without_divergence_follow_padded_trl(data):
     # One kind alone in a part has no margin there, and one in the whole
     ordered = data.sort("label")
     options = {"loss_type": "apo_zero_unpaired", "per_device_train_batch_size": 8, "train_sampling_strategy": "random"}
-    padded = train("kto", "padded", with_reference, ordered, **options)
-    parted = train("kto", "shared", with_reference, ordered, max_tokens_per_micro_batch=48, **options)
-    assert_same(padded, parted)
+    compare("kto", with_reference, ordered, ("shared",), **options, ours={"max_tokens_per_micro_batch": 48})
 
 
 def test_a_loss_with_a_divergence_keeps_its_micro_batches(data):
     with pytest.raises(ValueError, match="arrange_micro_batches.*`loss_type='kto'`"):
-        train("kto", "shared", with_lora, data, arrange_micro_batches="tokens")
+        run("kto", "shared", **with_lora(), train_dataset=data, arrange_micro_batches="tokens")
 
 
 def test_parts_of_a_loss_with_a_divergence_follow_padded_trl(data):
-    options = {"per_device_train_batch_size": 8}
-    padded = train("kto", "padded", with_lora, data, **options)
-    assert_same(padded, train("kto", "shared", with_lora, data, max_tokens_per_micro_batch=48, **options))
+    parts = {"max_tokens_per_micro_batch": 48}
+    compare("kto", with_lora, data, ("shared",), per_device_train_batch_size=8, ours=parts)
 
 
 def test_without_padding_free_the_collator_is_trls():
@@ -121,4 +113,4 @@ def test_without_padding_free_the_collator_is_trls():
 
 
 def test_a_stream_of_completions_follows_padded_trl(data):
-    assert_layouts_agree("kto", with_lora, data.to_iterable_dataset(), ("shared",))
+    compare("kto", with_lora, data.to_iterable_dataset(), ("shared",))

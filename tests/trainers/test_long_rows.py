@@ -6,10 +6,9 @@ import random
 import pytest
 from datasets import Dataset
 
-from tests.helpers.dpo_runs import LAYOUTS, lora, train
-from tests.helpers.equivalence import assert_same
 from tests.helpers.offloading import offloading_on_cpu
-from tests.helpers.tiny import make_model, text
+from tests.helpers.tiny import lora, make_model, text
+from tests.runs import LAYOUTS, assert_same, run
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
 from trl_paddingfree.memory.needs import fused_head, needs_of
 
@@ -40,7 +39,7 @@ def long_model(tokenizer):
 
 @pytest.fixture(scope="module")
 def padded(long_model):
-    return train("padded", long_model, long_pairs(), **OPTIONS)
+    return run("dpo", "padded", **long_model(), train_dataset=long_pairs(), **OPTIONS)
 
 
 @pytest.mark.slow
@@ -48,7 +47,7 @@ def padded(long_model):
 def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(long_model, padded, layout):
     with offloading_on_cpu("dpo") as moved:
         options = {"activation_offloading": True, "gradient_checkpointing": True, **OPTIONS}
-        ours = train(layout, long_model, long_pairs(), **options)
+        ours = run("dpo", layout, **long_model(), train_dataset=long_pairs(), **options)
     assert_same(padded, ours)
     trainer = ours.trainer
     base, route = trainer.flat_base(trainer.model), trainer.flat.route

@@ -11,15 +11,13 @@ from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from scripts.benchmark.studies.arranging import imbalance
-from tests.helpers.equivalence import TOLERANCE, run
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
+from tests.runs import PER_MICRO_BATCH, assert_same, run
 from trl_paddingfree import (
     PaddingFreeDPOConfig,
     PaddingFreeDPOTrainer,
-    PaddingFreeSFTConfig,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
@@ -28,18 +26,6 @@ from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.memory.budget import split_by_tokens
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-# Figures that are averaged over micro-batches weigh their tokens anew when examples move between them
-PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
-
-
-def same_training(a, b, ignored=PER_MICRO_BATCH):
-    assert len(a.log_history) == len(b.log_history)
-    for one, other in zip(a.log_history, b.log_history, strict=True):
-        for name in one:
-            if not any(part in name for part in ("flat/", "runtime", "per_second", "flos", *ignored)):
-                assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
-    for name, weight in a.weights.items():
-        assert (b.weights[name] - weight).abs().max() <= TOLERANCE * (1 + weight.abs().max()), name
 
 
 @given(st.lists(st.integers(1, 1000), min_size=6, max_size=60), st.integers(1, 6))
@@ -106,9 +92,9 @@ def test_balancing_lowers_the_waiting_of_eight_processes():
 def test_rearranged_dpo_steps_train_the_same(model_dir, arrange, seed):
     common = {"model": model_dir, "train_dataset": preference_data(32, seed)}
     options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_train_epochs": 2, "steps": 6}
-    plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options)
-    arranged = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, arrange_micro_batches=arrange)
-    same_training(plain, arranged)
+    plain = run("dpo", "ours", **common, **options)
+    arranged = run("dpo", "ours", **common, **options, arrange_micro_batches=arrange)
+    assert_same(plain, arranged, ignored=PER_MICRO_BATCH)
     assert isinstance(arranged.trainer._get_train_sampler(), StepSampler)
 
 
@@ -122,10 +108,9 @@ def test_rearranged_steps_have_the_examples_that_the_users_own_sampler_draws(mod
         "num_train_epochs": 2,
         "steps": 6,
     }
-    common = {"model": model_dir, "train_dataset": conversations(32, SEED)}
-    padded = run(SFTTrainer, SFTConfig, **common, **options)
-    arranged = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, arrange_micro_batches="tokens")
-    same_training(padded, arranged)
+    options |= {"model": model_dir, "train_dataset": conversations(32, SEED)}
+    arranged = run("sft", "ours", **options, arrange_micro_batches="tokens")
+    assert_same(run("sft", "padded", **options), arranged, ignored=PER_MICRO_BATCH)
 
 
 def test_a_rearranged_order_has_the_generator_of_the_users_sampler():
@@ -142,17 +127,15 @@ def test_a_rearranged_order_has_the_generator_of_the_users_sampler():
 def test_rearranged_sft_steps_train_the_same(model_dir, arrange):
     common = {"model": model_dir, "train_dataset": conversations(32, SEED), "prefix_sharing": True, "max_length": 64}
     options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "steps": 4}
-    plain = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options)
-    same_training(
-        plain, run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, arrange_micro_batches=arrange)
-    )
+    plain = run("sft", "ours", **common, **options)
+    assert_same(plain, run("sft", "ours", **common, **options, arrange_micro_batches=arrange), ignored=PER_MICRO_BATCH)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_token_budget_trains_the_same_as_padded_trl(model_dir, accumulation):
     common = {"model": model_dir, "train_dataset": preference_data(32, SEED)}
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation, "steps": 3}
-    padded = run(DPOTrainer, DPOConfig, **common, **options)
+    padded = run("dpo", "padded", **common, **options)
     seen = []
 
     class Watched(PaddingFreeDPOTrainer):
@@ -160,8 +143,8 @@ def test_a_token_budget_trains_the_same_as_padded_trl(model_dir, accumulation):
             seen.append(inputs["flat_batch"].counts.computed)
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    ours = run(Watched, PaddingFreeDPOConfig, **common, **options, max_tokens_per_micro_batch=130)
-    same_training(padded, ours, ignored=())
+    ours = run("dpo", "ours", trainer_class=Watched, **common, **options, max_tokens_per_micro_batch=130)
+    assert_same(padded, ours, ignored=())
     assert max(seen) <= 130
     assert len(seen) > 3 * accumulation
 
@@ -169,9 +152,9 @@ def test_a_token_budget_trains_the_same_as_padded_trl(model_dir, accumulation):
 def test_a_token_budget_for_sft_trains_the_same(model_dir):
     common = {"model": model_dir, "train_dataset": conversations(32, SEED), "max_length": 64}
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
-    plain = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options)
-    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, max_tokens_per_micro_batch=100)
-    same_training(plain, ours, ignored=())
+    plain = run("sft", "ours", **common, **options)
+    ours = run("sft", "ours", **common, **options, max_tokens_per_micro_batch=100)
+    assert_same(plain, ours, ignored=())
     assert ours.trainer.total_counts() == plain.trainer.total_counts()  # nothing is shared, and no part is repeated
 
 
@@ -185,9 +168,9 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
 
     common = {"model": model_dir, "train_dataset": conversations(32, SEED), "max_length": 64}
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
-    plain = run(Mean, PaddingFreeSFTConfig, **common, **options)
-    ours = run(Mean, PaddingFreeSFTConfig, **common, **options, max_tokens_per_micro_batch=100)
-    same_training(plain, ours, ignored=())
+    plain = run("sft", "ours", trainer_class=Mean, **common, **options)
+    ours = run("sft", "ours", trainer_class=Mean, **common, **options, max_tokens_per_micro_batch=100)
+    assert_same(plain, ours, ignored=())
     trainer = plain.trainer
     trainer.flat.options.arrange_micro_batches = "tokens"
     with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
@@ -197,9 +180,9 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
 def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):
     common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 1}
     with pytest.raises(ValueError, match=r"`max_tokens_per_micro_batch=10` is less than example \d+ .*needs \(\d+ tok"):
-        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, max_tokens_per_micro_batch=10)
+        run("dpo", "ours", **common, max_tokens_per_micro_batch=10)
     options = {"max_tokens_per_micro_batch": 10, "oversized_examples": "alone"}
-    run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options)
+    run("dpo", "ours", **common, **options)
 
 
 @pytest.mark.parametrize(
@@ -212,34 +195,31 @@ def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):
 def test_losses_that_couple_examples_refuse_to_have_them_moved(model_dir, options, reason):
     common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
     with pytest.raises(ValueError, match=reason):
-        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common, **options, arrange_micro_batches="tokens")
+        run("dpo", "ours", **common, **options, arrange_micro_batches="tokens")
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind):
-    def trained(trainer_class, config_class, data, limit, **options):
-        kwargs = {"processing_class": tokenizer}
-        if trainer_class in (DPOTrainer, PaddingFreeDPOTrainer):
-            kwargs["ref_model"] = make_model(**following_rotary(limit, kind))
-        model = make_model(**following_rotary(limit, kind))
-        common = {"model": model, "train_dataset": data, "trainer_kwargs": kwargs, "steps": 2}
-        return run(trainer_class, config_class, **common, **options)
+    data = {"dpo": preference_data(16, SEED), "sft": conversations(16, SEED)}
 
-    pairs, instructions = preference_data(16, SEED), conversations(16, SEED)
-    dpo, sft = (PaddingFreeDPOTrainer, PaddingFreeDPOConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)
-    for ours, data in ((dpo, pairs), (sft, instructions)):
+    def trained(task, layout, limit, **options):
+        models = {name: make_model(**following_rotary(limit, kind)) for name in ("model", "ref_model")}
+        given = models if task == "dpo" else {"model": models["model"]}
+        return run(task, layout, **given, train_dataset=data[task], processing_class=tokenizer, steps=2, **options)
+
+    for task in data:
         with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 24 tokens the loss"):
-            trained(*ours, data, 24, arrange_micro_batches="tokens")
+            trained(task, "ours", 24, arrange_micro_batches="tokens")
     # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch
     below, beyond = {"max_length": 24, "limit": 24}, {"limit": 24}
     parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
-    padded = [trained(SFTTrainer, SFTConfig, instructions, **options) for options in (below, beyond)]
-    same_training(padded[0], trained(*sft, instructions, **below, arrange_micro_batches="tokens"))
+    padded = [trained("sft", "padded", **options) for options in (below, beyond)]
+    assert_same(padded[0], trained("sft", "ours", **below, arrange_micro_batches="tokens"), ignored=PER_MICRO_BATCH)
     for limited in ({}, parts):
-        same_training(padded[1], trained(*sft, instructions, **beyond, **limited))
-    same_training(trained(DPOTrainer, DPOConfig, pairs, 24), trained(*dpo, pairs, 24, **parts))
+        assert_same(padded[1], trained("sft", "ours", **beyond, **limited), ignored=PER_MICRO_BATCH)
+    assert_same(trained("dpo", "padded", 24), trained("dpo", "ours", 24, **parts), ignored=PER_MICRO_BATCH)
     with pytest.raises(ValueError, match="`pad_to_multiple_of=32`: .* beyond 24 tokens"):
-        trained(*sft, instructions, **below, pad_to_multiple_of=32)
+        trained("sft", "ours", **below, pad_to_multiple_of=32)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -247,31 +227,23 @@ def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reac
 def test_frequencies_of_a_reference_follow_the_longest_row_of_the_whole_micro_batch(tokenizer, kind, limits):
     """The reference's are others from 36 tokens on, the trained model's from 44 or never. Some parts have such rows."""
 
-    def trained(trainer_class, config_class, **options):
+    def trained(layout, **options):
         model, ref_model = (make_model(**(following_rotary(limit, kind) if limit else {})) for limit in limits)
-        kwargs = {"processing_class": tokenizer, "ref_model": ref_model}
-        common = {"model": model, "train_dataset": preference_data(16, SEED), "trainer_kwargs": kwargs, "steps": 2}
-        return run(trainer_class, config_class, **common, **options)
+        models = {"model": model, "ref_model": ref_model, "processing_class": tokenizer}
+        return run("dpo", layout, **models, train_dataset=preference_data(16, SEED), steps=2, **options)
 
-    ours = (PaddingFreeDPOTrainer, PaddingFreeDPOConfig)
     parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
-    padded = trained(DPOTrainer, DPOConfig)
+    padded = trained("padded")
     for options in ({}, parts):
-        same_training(padded, trained(*ours, **options))
+        assert_same(padded, trained("ours", **options), ignored=PER_MICRO_BATCH)
     with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 36 tokens the loss"):
-        trained(*ours, arrange_micro_batches="tokens")
+        trained("ours", arrange_micro_batches="tokens")
 
 
 def test_a_streaming_data_set_cannot_be_arranged(model_dir):
     stream = preference_data(8, SEED).to_iterable_dataset()
     with pytest.raises(ValueError, match="needs a data set of known length"):
-        run(
-            PaddingFreeDPOTrainer,
-            PaddingFreeDPOConfig,
-            model=model_dir,
-            train_dataset=stream,
-            arrange_micro_batches="tokens",
-        )
+        run("dpo", "ours", model=model_dir, train_dataset=stream, arrange_micro_batches="tokens")
 
 
 def test_a_streamed_example_above_the_limit_is_refused_when_it_comes(model_dir):
@@ -281,9 +253,9 @@ def test_a_streamed_example_above_the_limit_is_refused_when_it_comes(model_dir):
     with pytest.raises(
         ValueError, match="`max_tokens_per_micro_batch=10` is less than an example of the training data"
     ):
-        run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **options)
-    plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
-    same_training(plain, run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **options, oversized_examples="alone"))
+        run("dpo", "ours", **options)
+    plain = run("dpo", "ours", **common)
+    assert_same(plain, run("dpo", "ours", **options, oversized_examples="alone"), ignored=PER_MICRO_BATCH)
 
 
 def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_dir):
@@ -292,7 +264,7 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
     plugin = mock.PropertyMock(return_value=SimpleNamespace(zero_stage=2, deepspeed_config=offload))
     common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
     common["max_tokens_per_micro_batch"] = 200
-    trainer = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common).trainer
+    trainer = run("dpo", "ours", **common).trainer
     with mock.patch.object(AcceleratorState, "deepspeed_plugin", plugin):
         with pytest.raises(ValueError, match="keeps the gradients of the last part"):
             trainer.refuse_micro_batches()
@@ -301,15 +273,9 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
 
 
 def test_two_ways_to_arrange_at_once_are_refused(model_dir):
+    options = {"train_sampling_strategy": "batch_rebalance", "arrange_micro_batches": "tokens"}
     with pytest.raises(ValueError, match="both decide which examples share a micro-batch"):
-        run(
-            PaddingFreeSFTTrainer,
-            PaddingFreeSFTConfig,
-            model=model_dir,
-            train_dataset=conversations(8, SEED),
-            train_sampling_strategy="batch_rebalance",
-            arrange_micro_batches="tokens",
-        )
+        run("sft", "ours", model=model_dir, train_dataset=conversations(8, SEED), **options)
 
 
 def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
@@ -320,9 +286,9 @@ def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
 
     common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
     common["per_device_train_batch_size"] = 8
-    plain = run(PaddingFreeDPOTrainer, PaddingFreeDPOConfig, **common)
-    same_training(plain, run(Mine, PaddingFreeDPOConfig, **common), ignored=())
-    same_training(plain, run(Mine, PaddingFreeDPOConfig, **common, max_tokens_per_micro_batch=130), ignored=())
+    plain = run("dpo", "ours", **common)
+    assert_same(plain, run("dpo", "ours", trainer_class=Mine, **common), ignored=())
+    assert_same(plain, run("dpo", "ours", trainer_class=Mine, **common, max_tokens_per_micro_batch=130), ignored=())
 
 
 def test_lengths_are_those_that_a_collator_of_ones_own_leaves(tokenizer, tmp_path):

@@ -11,19 +11,10 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig
 
-from tests.helpers.dpo_runs import lora
-from tests.helpers.equivalence import TOLERANCE, assert_same, run
-from tests.helpers.head_runs import (
-    COMMON,
-    assert_layouts_agree,
-    assert_padding_on_the_left_changes_nothing,
-    prompts,
-    score,
-    ties_broken,
-    train,
-)
-from tests.helpers.tiny import WORDS, following_rotary, make_model, make_tokenizer
+from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
+from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_tokenizer, prompts, score
 from tests.helpers.versions import is_older
+from tests.runs import PER_MICRO_BATCH, assert_same, compare, run
 from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
@@ -32,6 +23,8 @@ from trl_paddingfree.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.trainers.online import OnlineTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# What TRL averages over micro-batches
+MOVED = (*PER_MICRO_BATCH, "clip_ratio", "sampling/")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +41,7 @@ def with_lora():
 
 
 def test_models_live_on_without_their_trainers_and_are_proven_beside_rows(data, monkeypatch):
-    trajectory = train("grpo", "shared", plain, data)
+    trajectory = run("grpo", "shared", **plain(), train_dataset=data)
     trainer, model = trajectory.trainer, trajectory.trainer.model
     flattened = mock.Mock(wraps=OnlineTrainer.flatten)
     monkeypatch.setattr(OnlineTrainer, "flatten", lambda *args: flattened(*args))
@@ -78,8 +71,7 @@ def test_models_live_on_without_their_trainers_and_are_proven_beside_rows(data, 
     ids=lambda options: options["loss_type"],
 )
 def test_every_loss_of_grpo_follows_padded_trl(data, options):
-    with ties_broken():
-        assert_layouts_agree("grpo", plain, data, ("shared",), **options)
+    compare("grpo", plain, data, ("shared",), **options)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +82,7 @@ def test_every_loss_of_grpo_follows_padded_trl(data, options):
     ],
 )
 def test_lora_and_its_reference_follow_padded_trl(data, task, options):
-    assert_layouts_agree(task, with_lora, data, **options)
+    compare(task, with_lora, data, **options)
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
@@ -99,36 +91,22 @@ def test_a_reference_model_and_evaluation_follow_padded_trl(data, task, model_di
         return {"model": model_dir, "reward_funcs": score, "eval_dataset": data.select(range(3))}
 
     options = {"beta": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    result = assert_layouts_agree(task, make, data, ("shared",), **options, sync_ref_model=True, ref_model_sync_steps=2)
-    assert result.trainer.ref_model is not None
+    compared = compare(task, make, data, ("shared",), **options, sync_ref_model=True, ref_model_sync_steps=2)
+    assert compared.ours.trainer.ref_model is not None
 
 
 def test_trls_own_config_is_flat(data):
-    arguments = plain()
-    model = arguments.pop("model")
-    ours = run(
-        PaddingFreeGRPOTrainer, GRPOConfig, model=model, train_dataset=data, trainer_kwargs=arguments, **COMMON["grpo"]
-    )
-    assert_same(train("grpo", "padded", plain, data), ours)
+    ours = run("grpo", "ours", **plain(), train_dataset=data, config_class=GRPOConfig)
+    assert_same(run("grpo", "padded", **plain(), train_dataset=data), ours)
     assert ours.trainer.method == "padding-free (segment, shared prefixes)"
-
-
-def assert_same_steps(scattered, together):
-    """All but the figures that TRL averages over micro-batches."""
-    for one, other in zip(scattered.log_history, together.log_history, strict=True):
-        for name in ("loss", "grad_norm", "reward", "kl", "train_loss"):
-            if name in one:
-                assert other[name] == pytest.approx(one[name], rel=TOLERANCE, abs=TOLERANCE), name
-    for name, weight in scattered.weights.items():
-        assert (together.weights[name] - weight).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
 def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, task):
     options = {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_iterations": 2}
-    scattered = train(task, "shared", with_lora, data, **options)
-    together = train(task, "shared", with_lora, data, arrange_micro_batches="prefix", **options)
-    assert_same_steps(scattered, together)
+    scattered = run(task, "shared", **with_lora(), train_dataset=data, **options)
+    together = run(task, "shared", **with_lora(), train_dataset=data, arrange_micro_batches="prefix", **options)
+    assert_same(scattered, together, ignored=MOVED)
     counts, fewer = scattered.trainer.total_counts(), together.trainer.total_counts()
     assert (fewer.real, fewer.padded) == (counts.real, counts.padded)
     assert fewer.computed < 0.9 * counts.computed
@@ -146,7 +124,7 @@ def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, t
 )
 def test_options_that_would_change_the_loss_are_refused(data, task, options, message):
     with pytest.raises(ValueError, match=message):
-        train(task, "shared", with_lora, data, **options)
+        run(task, "shared", **with_lora(), train_dataset=data, **options)
 
 
 @pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
@@ -155,10 +133,10 @@ def test_a_router_loss_follows_padded_trl_and_is_not_arranged(data):
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
         return {**plain(), "model": make_model("mixtral", output_router_logits=True, **sizes)}
 
-    result = assert_layouts_agree("grpo", make, data, ("flat",), steps=2)
-    assert any("aux_loss" in entry for entry in result.log_history)
+    compared = compare("grpo", make, data, ("flat",), steps=2)
+    assert any("aux_loss" in entry for entry in compared.ours.log_history)
     with pytest.raises(ValueError, match="with `router_aux_loss_coef=0.1` the loss"):
-        train("grpo", "shared", make, data, arrange_micro_batches="prefix")
+        run("grpo", "shared", **make(), train_dataset=data, arrange_micro_batches="prefix")
 
 
 def test_generation_is_trls_and_every_pass_is_flat(data, monkeypatch):
@@ -185,7 +163,7 @@ def test_generation_is_trls_and_every_pass_is_flat(data, monkeypatch):
         model.generate = watched
         return arguments
 
-    trained = train("grpo", "shared", make, data, beta=0.1, num_iterations=2, steps=2)
+    trained = run("grpo", "shared", **make(), train_dataset=data, beta=0.1, num_iterations=2, steps=2)
     assert {(type(name), name) for name in seen} == {(str, "sdpa")}
     assert isinstance(trained.trainer.model.config._attn_implementation, StandIn)
     # The check tries the rows six times; then one old pass and one of the reference, and two of the policy
@@ -195,7 +173,7 @@ def test_generation_is_trls_and_every_pass_is_flat(data, monkeypatch):
 def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(data):
     """TRL gives no `position_ids`: with learned positions its rows differ by the padding on their left."""
     model = make_model("gpt2")
-    trainer = train("grpo", "shared", lambda: {**plain(), "model": model}, data, steps=1).trainer
+    trainer = run("grpo", "shared", **{**plain(), "model": model}, train_dataset=data, steps=1).trainer
     assert_padding_on_the_left_changes_nothing(trainer)
 
 
@@ -210,15 +188,14 @@ def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch)
         return {**with_lora(), "model": make_model(**following_rotary(24, kind))}
 
     one, two = ({"per_device_train_batch_size": n, "gradient_accumulation_steps": 8 // n} for n in (1, 2))
-    assert_layouts_agree(task, make, rows, **one)
-    assert_layouts_agree(task, make, rows, ("shared",), **two, pad_to_multiple_of=16)
-    padded, arranged = (
-        train(task, layout, make, rows, **two, arrange_micro_batches="prefix") for layout in ("padded", "shared")
-    )
-    assert_same_steps(padded, arranged)
+    compare(task, make, rows, **one)
+    compare(task, make, rows, ("shared",), **two, pad_to_multiple_of=16)
+    padded = run(task, "padded", **make(), train_dataset=rows, **two)
+    arranged = run(task, "shared", **make(), train_dataset=rows, **two, arrange_micro_batches="prefix")
+    assert_same(padded, arranged, ignored=MOVED)
     monkeypatch.setattr(OnlineTrainer, "reach_of", lambda *_: None)
-    with pytest.raises(AssertionError, match="padded TRL has"):
-        assert_layouts_agree(task, make, rows, ("flat",), **one)
+    with pytest.raises(AssertionError, match="off from padded TRL"):
+        compare(task, make, rows, ("flat",), **one)
 
 
 @pytest.mark.parametrize(
@@ -226,31 +203,21 @@ def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch)
     [([[1, 0, 1, 1]], "Row 0 of `attention_mask` has padding between"), ([[0, 0, 1, 1]], "a completion and no prompt")],
 )
 def test_rows_that_are_no_rows_are_refused(data, mask, message):
-    trainer = train("grpo", "shared", plain, data, steps=1).trainer
+    trainer = run("grpo", "shared", **plain(), train_dataset=data, steps=1).trainer
     with pytest.raises(ValueError, match=message):
         trainer._get_per_token_logps_and_entropies(trainer.model, torch.tensor([[1, 2, 3, 4]]), torch.tensor(mask), 2)
 
 
 def test_images_are_refused(data):
     with pytest.raises(ValueError, match="The data has a column `image`"):
-        train("grpo", "shared", plain, data.add_column("image", [None] * len(data)))
-    trainer = train("grpo", "shared", plain, data, steps=1).trainer
+        run("grpo", "shared", **plain(), train_dataset=data.add_column("image", [None] * len(data)))
+    trainer = run("grpo", "shared", **plain(), train_dataset=data, steps=1).trainer
     with pytest.raises(ValueError, match="The rows come with `pixel_values`"):
         trainer._get_per_token_logps_and_entropies(trainer.model, None, None, 2, pixel_values=torch.zeros(1))
 
 
 def test_padding_free_false_is_trl(data):
-    arguments = plain()
-    model = arguments.pop("model")
-    options = {"padding_free": False, **COMMON["grpo"]}
-    trained = run(
-        PaddingFreeGRPOTrainer,
-        PaddingFreeGRPOTrainer.config_class,
-        model=model,
-        train_dataset=data,
-        trainer_kwargs=arguments,
-        **options,
-    )
+    trained = run("grpo", "ours", **plain(), train_dataset=data, padding_free=False)
     counts = trained.trainer.total_counts()
     assert trained.trainer.method == "TRL, with padding"
     assert 0 < counts.real <= counts.computed == counts.padded  # some seeds draw rows of one length
@@ -268,12 +235,12 @@ def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, mo
     monkeypatch.setattr(
         proving, "prove", lambda model, *args, **kw: checks.append(prove(model, *args, **kw)) or checks[-1]
     )
-    result = assert_layouts_agree("grpo", make, data, ("shared",), beta=0.1)
-    assert not result.trainer.flat.check.awaits_weights
+    compared = compare("grpo", make, data, ("shared",), beta=0.1)
+    assert not compared.ours.trainer.flat.check.awaits_weights
     assert len(checks) == 2
     # A model compared with itself would not differ at all
     assert all(result.error > 0 for result, _ in checks)
 
 
 def test_a_stream_of_prompts_follows_padded_trl(data):
-    assert_layouts_agree("grpo", plain, data.to_iterable_dataset(), ("shared",))
+    compare("grpo", plain, data.to_iterable_dataset(), ("shared",))

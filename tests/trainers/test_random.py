@@ -5,13 +5,14 @@ does the same, writes each draw down, and goes on where it stopped.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.helpers.equivalence import TOLERANCE, Trajectory
 from tests.helpers.random_draws import HYBRIDS, MODEL_TYPES, TASKS, draw
 from tests.helpers.random_runs import off_by, outcome, train
+from tests.runs import TOLERANCE, Run
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
@@ -39,23 +40,23 @@ def test_draws_reach_every_model_and_repeat_by_their_seed():
 @pytest.mark.parametrize("value", [1.001, float("nan"), float("inf")])
 def test_a_difference_is_seen(value):
     weights = {"w": torch.ones(3)}
-    one, other = (Trajectory([{"loss": x}], weights, None) for x in (1.0, value))
+    one, other = (Run([{"loss": x}], weights, None) for x in (1.0, value))
     assert off_by(one, one, 2e-4) == {}
     assert off_by(one, other, 2e-4)
     assert off_by(other, other, 2e-4) == {}
-    assert off_by(one, Trajectory([{"loss": 1.0}], {"w": torch.ones(3) * value}, None), 2e-4)
-    assert off_by(one, Trajectory([], weights, None), 2e-4)
+    assert off_by(one, Run([{"loss": 1.0}], {"w": torch.ones(3) * value}, None), 2e-4)
+    assert off_by(one, Run([], weights, None), 2e-4)
 
 
 @pytest.mark.parametrize(("share", "is_seen"), [(1e-7, False), (0.1, True)])
 def test_a_weight_counts_by_the_size_of_its_gradient(share, is_seen):
     """Adam moves a weight by a whole step, also where its gradient is only rounding."""
     moved = torch.tensor([0.0, 0.0, 4e-3])
-    one, other = (Trajectory([{"loss": 1.0}], {"w": torch.ones(3) + x}, None) for x in (0.0, moved))
+    one, other = (Run([{"loss": 1.0}], {"w": torch.ones(3) + x}, None) for x in (0.0, moved))
     steps = [{"w": torch.tensor([1.0, 1.0, share])}]
-    assert bool(off_by(one, other, 4e-4, gradients=(steps, steps))) == is_seen
+    assert bool(off_by(replace(one, gradients=steps), replace(other, gradients=steps), 4e-4)) == is_seen
     wrong = [{"w": torch.tensor([1.0, 1.01, share])}]
-    assert off_by(one, one, 4e-4, gradients=(steps, wrong)).keys() == {"gradient 0 of w"}
+    assert off_by(replace(one, gradients=steps), replace(one, gradients=wrong), 4e-4).keys() == {"gradient 0 of w"}
 
 
 def test_keys_of_gpt2_have_a_bias_without_a_gradient():
@@ -65,9 +66,9 @@ def test_keys_of_gpt2_have_a_bias_without_a_gradient():
     drawn["model"] = {"type": "gpt2", "seed": SEED, "attention": "sdpa", "reference": "itself"}
     drawn["data"] = {"rows": 12, "seed": SEED, "conversational": True, "format": "messages", "pad_is_eos": False}
     drawn["options"] = {"per_device_train_batch_size": 4, "optim": "adamw_torch", "adam_epsilon": 1e-8}
-    (padded, theirs), (ours, mine) = (train(drawn, is_ours, torch.float32) for is_ours in (False, True))
-    for step in theirs:
+    padded, ours = (train(drawn, is_ours, torch.float32) for is_ours in (False, True))
+    for step in padded.gradients:
         largest = max(float(gradient.abs().max()) for gradient in step.values())
         bias = step["transformer.h.0.attn.c_attn.bias"].chunk(3)  # of queries, keys and values
         assert [float(x.abs().max()) > 1e-6 * largest for x in bias] == [True, False, True]
-    assert off_by(padded, ours, TOLERANCE, gradients=(theirs, mine)) == {}
+    assert off_by(padded, ours, TOLERANCE) == {}

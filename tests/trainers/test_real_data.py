@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, load_dataset
-from trl import SFTConfig, SFTTrainer
 
-from tests.helpers.dpo_runs import assert_layouts_agree
-from tests.helpers.equivalence import assert_same, run
-from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer, split_turns
+from tests.runs import assert_same, compare, run
+from trl_paddingfree import split_turns
 from trl_paddingfree.quickstart.model import make_model, make_tokenizer
 
 DATA = Path(os.environ.get("TRL_PADDINGFREE_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -49,7 +47,7 @@ def model_of(tmp_path):
 def test_preference_data(model_of, name):
     dataset = examples(f"pref/{name}", longest=True)
     model = model_of(dataset)
-    assert_layouts_agree(lambda: {"model": model}, dataset, max_length=256)
+    compare("dpo", lambda: {"model": model}, dataset, max_length=256)
 
 
 @pytest.mark.drawn(3)
@@ -64,9 +62,9 @@ def test_instruction_data(model_of, name, per_turn):
         dataset = split_turns(dataset)
         options["train_sampling_strategy"] = "sequential"
     common = {"model": model_of(dataset), "train_dataset": dataset, **options}
-    padded = run(SFTTrainer, SFTConfig, **common)
+    padded = run("sft", "padded", **common)
     for sharing in (False, True):
-        ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, prefix_sharing=sharing, **common)
+        ours = run("sft", "ours", prefix_sharing=sharing, **common)
         assert_same(padded, ours)
     counts = ours.trainer.total_counts()
     assert counts.distinct <= counts.computed <= counts.real

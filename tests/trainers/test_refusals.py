@@ -15,8 +15,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import trl_paddingfree
 from tests.helpers.architectures import tiny_model
-from tests.helpers.dpo_runs import assert_layouts_agree, lora, train
-from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data
+from tests.helpers.tiny import conversations, lora, make_model, make_tokenizer, preference_data
+from tests.runs import compare, run
 from trl_paddingfree import (
     LanguageModelingCollator,
     PaddingFreeDPOTrainer,
@@ -247,8 +247,13 @@ def test_a_bad_row_in_a_stream_is_refused_when_it_is_read(tokenizer):
     dataset = preference_data(6, SEED, conversational=False).to_list() + [{**GOOD, "chosen": None}]
     stream = Dataset.from_list(dataset).to_iterable_dataset()
     with pytest.raises(ValueError, match="Row 6 of the train data: `chosen` is None"):
-        train(
-            "shared", lambda: {"model": make_model(), "ref_model": make_model(), "processing_class": tokenizer}, stream
+        run(
+            "dpo",
+            "shared",
+            model=make_model(),
+            ref_model=make_model(),
+            processing_class=tokenizer,
+            train_dataset=stream,
         )
 
 
@@ -288,7 +293,7 @@ def test_a_tokenizer_that_trl_can_do_with_trains_the_same(token):
     def make():
         return {"model": make_model(), "processing_class": without(token), "peft_config": lora()}
 
-    assert_layouts_agree(make, preference_data(8, SEED), steps=2)
+    compare("dpo", make, preference_data(8, SEED), steps=2)
 
 
 ODD_ROWS = [
@@ -310,7 +315,7 @@ def test_odd_pairs_are_counted_and_train_as_in_trl(tokenizer, caplog):
 
     with caplog.at_level(logging.WARNING):
         options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
-        padded = assert_layouts_agree(make, dataset, **options)
+        padded = compare("dpo", make, dataset, **options).padded
     assert len(padded.trainer.train_dataset) == len(dataset)
     # `preference_data` has one identical pair of its own
     counted = "2 with an empty prompt, 3 with an empty completion, 3 with identical chosen and rejected, of 12 pairs"
@@ -325,8 +330,11 @@ def test_odd_conversations_are_counted_and_train_as_in_trl(tokenizer, caplog):
     ]
     dataset = Dataset.from_list(odd + preference_data(6, SEED).to_list())
     with caplog.at_level(logging.WARNING):
-        assert_layouts_agree(
-            lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()}, dataset, steps=2
+        compare(
+            "dpo",
+            lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()},
+            dataset,
+            steps=2,
         )
     counted = "1 with an empty prompt, 1 with an empty completion, 2 with identical chosen and rejected, of 8 pairs"
     assert any(counted in message for message in caplog.messages)
@@ -339,7 +347,8 @@ def test_implicit_prompts_train_as_in_trl_and_only_completions_count_as_empty(to
     ]
     rows.append({"chosen": user("w1") + assistant(""), "rejected": user("w1") + assistant("w2")})
     with caplog.at_level(logging.WARNING):
-        assert_layouts_agree(
+        compare(
+            "dpo",
             lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()},
             Dataset.from_list(rows),
             steps=2,
@@ -354,7 +363,7 @@ def test_pairs_without_a_completion_left_are_dropped_as_in_trl_and_counted(token
         return {**models, "eval_dataset": preference_data(9, SEED + 1)}
 
     with caplog.at_level(logging.WARNING):
-        padded = assert_layouts_agree(make, preference_data(20, SEED), max_length=16)
+        padded = compare("dpo", make, preference_data(20, SEED), max_length=16).padded
     for name, kept, total in (
         ("train", len(padded.trainer.train_dataset), 20),
         ("eval", len(padded.trainer.eval_dataset), 9),
@@ -502,3 +511,16 @@ def test_an_output_folder_that_is_a_file_is_refused_before_anything_is_trained(u
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="`output_dir='.*file'` is a file, and checkpoints go to a folder"):
         build(tmp_path / "file", model=untouched, tokenizer=tokenizer)
+
+
+def test_lora_on_the_head_is_refused(model_dir):
+    """The fused head would ignore it."""
+    with pytest.raises(ValueError, match="lm_head"):
+        run(
+            "dpo",
+            "shared",
+            model=model_dir,
+            peft_config=LoraConfig(target_modules=["lm_head"]),
+            train_dataset=preference_data(4, SEED),
+            steps=1,
+        )

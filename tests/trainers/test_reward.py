@@ -11,10 +11,9 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
-from tests.helpers.equivalence import assert_same, run
-from tests.helpers.head_runs import COMMON, assert_layouts_agree, reward_model, train
-from tests.helpers.tiny import make_tokenizer, preference_data
-from trl_paddingfree import FlatBatch, PaddingFreeRewardTrainer, RewardCollator
+from tests.helpers.tiny import make_tokenizer, preference_data, reward_model
+from tests.runs import assert_same, compare, run
+from trl_paddingfree import FlatBatch, RewardCollator
 from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model import edits
 from trl_paddingfree.model.flat_model import FlatModel
@@ -50,7 +49,7 @@ def lora():
     ids=["accumulated", "centred-and-checkpointed", "lora", "max-length", "gpt2"],
 )
 def test_training_follows_padded_trl(data, make, options):
-    assert_layouts_agree("reward", make, data, **options)
+    compare("reward", make, data, **options)
 
 
 def test_margins_evaluation_and_trls_own_config(data):
@@ -59,12 +58,9 @@ def test_margins_evaluation_and_trls_own_config(data):
     def make():
         return {**plain()(), "eval_dataset": data.select(range(7))}
 
-    options = {**COMMON["reward"], "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
-    padded = train("reward", "padded", make, data, **options)
-    arguments = make()
-    model = arguments.pop("model")
-    kwargs = {"model": model, "train_dataset": data, "trainer_kwargs": arguments}
-    ours = run(PaddingFreeRewardTrainer, RewardConfig, **kwargs, **options)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "train_dataset": data}
+    padded = run("reward", "padded", **make(), **options)
+    ours = run("reward", "ours", **make(), **options, config_class=RewardConfig)
     assert_same(padded, ours)
     assert ours.trainer.method == "padding-free (segment, shared prefixes)"
     assert any("eval_min_reward" in entry for entry in ours.log_history)
@@ -76,20 +72,21 @@ def test_the_reward_is_read_before_the_end_where_it_is_the_padding_token(data):
         tokenizer.pad_token = tokenizer.eos_token
         return {"model": reward_model(), "processing_class": tokenizer}
 
-    assert_layouts_agree("reward", make, data)
+    compare("reward", make, data)
 
 
 def test_parts_have_the_least_and_the_greatest_reward_of_the_whole(data):
     options = {"per_device_train_batch_size": 8, "max_tokens_per_micro_batch": 70, "arrange_micro_batches": "prefix"}
-    padded = train("reward", "padded", plain(), data, per_device_train_batch_size=8)
-    parted = train("reward", "shared", plain(), data, **options)
+    padded = run("reward", "padded", **plain()(), train_dataset=data, per_device_train_batch_size=8)
+    parted = run("reward", "shared", **plain()(), train_dataset=data, **options)
     assert_same(padded, parted)
-    whole = train("reward", "shared", plain(), data, per_device_train_batch_size=8, arrange_micro_batches="prefix")
+    del options["max_tokens_per_micro_batch"]
+    whole = run("reward", "shared", **plain()(), train_dataset=data, **options)
     assert parted.trainer.total_counts().computed > whole.trainer.total_counts().computed
 
 
 def test_the_longest_row_is_what_a_pair_starts_with_and_the_longer_rest(data):
-    trainer = train("reward", "shared", plain(), data, steps=1).trainer
+    trainer = run("reward", "shared", **plain()(), train_dataset=data, steps=1).trainer
     longest = max(len(row[column]) for row in trainer.train_dataset for column in trainer.task.token_columns)
     assert trainer.exceeds(longest - 1)
     assert not trainer.exceeds(longest)
@@ -102,7 +99,7 @@ def test_a_collator_that_pads_with_another_token_is_refused(data):
         return {**plain()(), "data_collator": RewardCollator(pad_token_id=5)}
 
     with pytest.raises(ValueError, match="`data_collator` pads with token 5"):
-        train("reward", "shared", make, data)
+        run("reward", "shared", **make(), train_dataset=data)
 
 
 def test_lora_for_language_models_is_refused(data):
@@ -110,7 +107,7 @@ def test_lora_for_language_models_is_refused(data):
         return {**plain()(), "peft_config": LoraConfig(task_type="CAUSAL_LM")}
 
     with pytest.raises(ValueError, match="set `task_type='SEQ_CLS'`"):
-        train("reward", "shared", make, data)
+        run("reward", "shared", **make(), train_dataset=data)
 
 
 def test_a_row_without_tokens_is_refused():
@@ -169,7 +166,7 @@ def test_without_padding_free_the_collator_is_trls():
 
 
 def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
-    trained = train("reward", "shared", plain(), data, steps=1).trainer
+    trained = run("reward", "shared", **plain()(), train_dataset=data, steps=1).trainer
     trained.save_model(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     ids = torch.tensor([[5, 6, 7]])
@@ -179,7 +176,7 @@ def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
 
 def test_identical_sequences_have_one_reward():
     pairs = preference_data(3, SEED).select([2, 2, 2, 2])
-    trained = train("reward", "shared", plain(), pairs, steps=1)
+    trained = run("reward", "shared", **plain()(), train_dataset=pairs, steps=1)
     figures = trained.log_history[0]
     assert (figures["margin"], figures["accuracy"]) == (0, 0)
     assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -189,5 +186,5 @@ def test_a_stream_of_pairs_and_a_model_that_is_placed_late_follow_padded_trl(dat
     from trl_paddingfree.trainers import proving
 
     monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
-    result = assert_layouts_agree("reward", plain(), data.to_iterable_dataset(), ("shared",))
+    result = compare("reward", plain(), data.to_iterable_dataset(), ("shared",)).ours
     assert not result.trainer.flat.check.awaits_weights

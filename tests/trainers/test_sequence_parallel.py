@@ -319,7 +319,7 @@ def test_every_query_head_reads_its_key_head(heads, size):
 
 def counted(world):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command = [sys.executable, "-m", *torchrun, "-m", "tests.helpers.sequence_counts"]
+    command = [sys.executable, "-m", *torchrun, "-m", "tests.trainers.sequence_counts"]
     run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
     assert run.returncode == 0, "".join(run.stderr.partition("Traceback")[1:])[:6000]
 

@@ -8,12 +8,13 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
-from tests.helpers.equivalence import TOLERANCE, assert_same, run
+from tests import runs
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import conversations, make_model, prompt_completions
-from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from tests.runs import LAYOUTS, TOLERANCE, run
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.data.collate import LanguageModelingCollator
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
@@ -49,15 +50,12 @@ def tokenized(n, seed):
     return Dataset.from_list(rows)
 
 
-def compare(model_dir, dataset, *, trainer_kwargs=None, ours_kwargs=None, tolerance=TOLERANCE, **options):
-    """Train TRL with padding and ours without, and compare. Returns both trajectories."""
+def compare(model, dataset, layout="flat", **options):
+    """Train TRL with padding and ours without, and compare. Returns both runs."""
     options = {"max_length": MAX_LENGTH, **options}
-    common = {"model": model_dir, "train_dataset": dataset, "trainer_kwargs": trainer_kwargs}
-    padded = run(SFTTrainer, SFTConfig, **common, **options)
-    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **common, **options, **(ours_kwargs or {}))
-    assert_same(padded, ours, tolerance)
-    assert isinstance(ours.trainer.data_collator, LanguageModelingCollator)
-    return padded, ours
+    compared = runs.compare("sft", lambda: {"model": model}, dataset, (layout,), **options)
+    assert isinstance(compared.ours.trainer.data_collator, LanguageModelingCollator)
+    return compared
 
 
 @pytest.mark.drawn(8)
@@ -77,13 +75,13 @@ def compare(model_dir, dataset, *, trainer_kwargs=None, ours_kwargs=None, tolera
     ],
     ids=lambda x: getattr(x, "__name__", None) or "-".join(x) or "defaults",
 )
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
-def test_data_and_losses(model_dir, data, options, prefix_sharing, seed):
-    _, ours = compare(model_dir, data(24, seed), ours_kwargs={"prefix_sharing": prefix_sharing}, **options)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_and_losses(model_dir, data, options, layout, seed):
+    _, ours = compare(model_dir, data(24, seed), layout, **options)
     counts = ours.trainer.total_counts()
-    if data is turn_by_turn and prefix_sharing:
+    if data is turn_by_turn and layout == "shared":
         assert counts.computed < counts.real
-    if not prefix_sharing and "pad_to_multiple_of" not in options:
+    if layout == "flat" and "pad_to_multiple_of" not in options:
         assert counts.computed == counts.real
 
 
@@ -97,7 +95,7 @@ def test_data_and_losses(model_dir, data, options, prefix_sharing, seed):
     ids=["non-reentrant", "reentrant", "accumulation"],
 )
 def test_training_options(model_dir, options):
-    compare(model_dir, conversations(24, SEED), ours_kwargs={"prefix_sharing": True}, **options)
+    compare(model_dir, conversations(24, SEED), "shared", **options)
 
 
 @pytest.mark.parametrize(
@@ -111,24 +109,19 @@ def test_training_options(model_dir, options):
     ids=["all-linear", "embeddings", "tokens", "adapted embeddings"],
 )
 def test_lora(model_dir, lora):
-    compare(
-        model_dir,
-        conversations(24, SEED),
-        trainer_kwargs={"peft_config": lora},
-        ours_kwargs={"prefix_sharing": True},
-        gradient_checkpointing=True,
-    )
+    compare(model_dir, conversations(24, SEED), "shared", peft_config=lora, gradient_checkpointing=True)
 
 
 def test_qlora(tokenizer, tmp_path):
     # bitsandbytes quantizes blocks of 64 weights
     make_model(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    quantized = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     compare(
         str(tmp_path),
         conversations(16, SEED),
-        trainer_kwargs={**quantized, "peft_config": LoraConfig(r=4, target_modules="all-linear")},
+        quantization_config=quantization,
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
         # adapters are bfloat16 under QLoRA: an update may fall to either side of a rounding boundary (eps = 2^-8)
         tolerance=2**-7,
     )
@@ -136,7 +129,7 @@ def test_qlora(tokenizer, tmp_path):
 
 def test_activation_offloading_by_trls_own_code(model_dir):
     with offloading_on_cpu("sft") as moved:
-        compare(model_dir, conversations(24, SEED), activation_offloading=True, ours_kwargs={"prefix_sharing": True})
+        compare(model_dir, conversations(24, SEED), "shared", activation_offloading=True)
     assert sum(moved)
 
 
@@ -146,18 +139,10 @@ def test_activation_offloading(model_dir):
 
 
 def test_accumulating_eight_times_one_equals_one_batch_of_eight(model_dir):
-    dataset = conversations(16, SEED)
+    """Also trl#2615 and #5710, `model_accepts_loss_kwargs`."""
+    options = {"model": model_dir, "train_dataset": conversations(16, SEED), "steps": 2, "max_length": MAX_LENGTH}
     trajectories = [
-        run(
-            PaddingFreeSFTTrainer,
-            PaddingFreeSFTConfig,
-            model=model_dir,
-            train_dataset=dataset,
-            steps=2,
-            max_length=MAX_LENGTH,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=8 // size,
-        )
+        run("sft", "ours", **options, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size)
         for size in (1, 8)
     ]
     for a, b in zip(trajectories[0].losses, trajectories[1].losses, strict=True):
@@ -167,12 +152,13 @@ def test_accumulating_eight_times_one_equals_one_batch_of_eight(model_dir):
 
 
 def test_evaluation_and_streaming(model_dir):
+    """Also trl#3053, streaming, and ms-swift#4839, evaluation with the figures of padded TRL."""
     train, evaluation = conversations(24, SEED), conversations(10, SEED + 1)
     sets = {"a": evaluation.select(range(7)), "b": evaluation.select(range(7, 10))}
     options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    compare(model_dir, train, trainer_kwargs={"eval_dataset": sets}, **options)
+    compare(model_dir, train, eval_dataset=sets, **options)
     streams = {"eval_dataset": {name: dataset.to_iterable_dataset() for name, dataset in sets.items()}}
-    compare(model_dir, train.to_iterable_dataset(), trainer_kwargs=streams, **options)
+    compare(model_dir, train.to_iterable_dataset(), **streams, **options)
 
 
 def test_formatting_function(model_dir):
@@ -180,7 +166,7 @@ def test_formatting_function(model_dir):
         return row["prompt"] + " w0 " + row["completion"]
 
     dataset = prompt_completions(16, SEED)
-    compare(model_dir, dataset, trainer_kwargs={"formatting_func": format_row}, completion_only_loss=False)
+    compare(model_dir, dataset, formatting_func=format_row, completion_only_loss=False)
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -196,29 +182,20 @@ def test_compute_metrics_sees_the_same_predictions(model_dir, packing):
     evaluation = conversations(30 if packing else 6, SEED)
     kwargs = {"eval_dataset": evaluation, "compute_metrics": compute_metrics}
     options = {"packing": True, "max_length": 64, "per_device_eval_batch_size": 4} if packing else {}
-    for trainer_class, config_class in ((SFTTrainer, SFTConfig), (PaddingFreeSFTTrainer, PaddingFreeSFTConfig)):
-        trajectory = run(
-            trainer_class,
-            config_class,
-            model=model_dir,
-            train_dataset=evaluation,
-            trainer_kwargs=kwargs,
-            steps=1,
-            **{"max_length": MAX_LENGTH, **options},
-        )
-        trajectory.trainer.evaluate()
+    kwargs |= {"model": model_dir, "train_dataset": evaluation, "steps": 1, "max_length": MAX_LENGTH, **options}
+    for layout in ("padded", "ours"):
+        run("sft", layout, **kwargs).trainer.evaluate()
     torch.testing.assert_close(torch.tensor(seen[0]), torch.tensor(seen[1]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
-def test_moe_router_loss_counts_a_shared_token_once_per_row(tokenizer, tmp_path, prefix_sharing):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moe_router_loss_counts_a_shared_token_once_per_row(tokenizer, tmp_path, layout):
     model = make_model("mixtral", num_local_experts=4, num_experts_per_tok=2, vocab_size=len(tokenizer))
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    options = {"router_aux_loss_coef": 0.5, "ours_kwargs": {"prefix_sharing": prefix_sharing}}
-    padded, ours = compare(str(tmp_path), turn_by_turn(12, SEED), **options)
+    _, ours = compare(str(tmp_path), turn_by_turn(12, SEED), layout, router_aux_loss_coef=0.5)
     assert "aux_loss" in ours.log_history[0]
-    if prefix_sharing:
+    if layout == "shared":
         counts = ours.trainer.total_counts()
         assert counts.computed < counts.real
 
@@ -226,7 +203,7 @@ def test_moe_router_loss_counts_a_shared_token_once_per_row(tokenizer, tmp_path,
 def test_packed_rows_of_evaluation_alone_are_documents_as_in_trl(model_dir):
     """Only if training packs, too, TRL's collator reads where documents begin."""
     options = {"eval_packing": True, "max_length": 64, "eval_strategy": "steps", "eval_steps": 1}
-    compare(model_dir, conversations(16, SEED), trainer_kwargs={"eval_dataset": conversations(12, SEED)}, **options)
+    compare(model_dir, conversations(16, SEED), eval_dataset=conversations(12, SEED), **options)
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
@@ -235,15 +212,15 @@ def mean_loss(outputs, labels, num_items_in_batch=None):
 
 
 def test_a_loss_function_of_ones_own_sees_whole_micro_batches(model_dir):
-    common = {"trainer_kwargs": {"compute_loss_func": mean_loss}}
-    compare(model_dir, conversations(16, SEED), **common, ours_kwargs={"max_tokens_per_micro_batch": 4 * MAX_LENGTH})
+    common = {"compute_loss_func": mean_loss}
+    compare(model_dir, conversations(16, SEED), **common, ours={"max_tokens_per_micro_batch": 4 * MAX_LENGTH})
     arguments = {"model": model_dir, "train_dataset": conversations(16, SEED), "steps": 1, "max_length": MAX_LENGTH}
     for options, message in (
         ({"max_tokens_per_micro_batch": 2 * MAX_LENGTH}, "runs in parts beneath the loss"),
         ({"arrange_micro_batches": "tokens"}, "and with `compute_loss_func` the loss of an example"),
     ):
         with pytest.raises(ValueError, match=message):
-            run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **arguments, **common, **options)
+            run("sft", "ours", **arguments, **common, **options)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -265,7 +242,7 @@ def test_noise_of_packed_rows_ties_the_examples_of_a_micro_batch_together(model_
     arguments = {"model": model_dir, "train_dataset": conversations(16, SEED), "steps": 1, "max_length": 64}
     options = {"packing": True, "neftune_noise_alpha": 5.0, "arrange_micro_batches": "tokens"}
     with pytest.raises(ValueError, match="with `neftune_noise_alpha=5.0` and packing the loss of an example"):
-        run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **arguments, **options)
+        run("sft", "ours", **arguments, **options)
 
 
 def test_rows_that_a_transform_makes_are_not_known_before(tokenizer, model_dir):
@@ -277,14 +254,14 @@ def test_rows_that_a_transform_makes_are_not_known_before(tokenizer, model_dir):
     data = language_modeling(16, SEED).with_transform(made)
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     budget = {"max_tokens_per_micro_batch": 2 * MAX_LENGTH}
-    compare(model_dir, data, **options, ours_kwargs=budget)
+    compare(model_dir, data, **options, ours=budget)
     arguments = {"model": model_dir, "train_dataset": data, "steps": 1, **options}
     for ours, message in (
         ({"max_tokens_per_micro_batch": 2}, "`max_tokens_per_micro_batch=2` is less than"),
         ({"arrange_micro_batches": "tokens"}, "or one with a transform, has none"),
     ):
         with pytest.raises(ValueError, match=message):
-            run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, **arguments, **ours)
+            run("sft", "ours", **arguments, **ours)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -315,12 +292,7 @@ def test_truncated_away_examples_are_dropped_and_counted(model_dir, caplog):
     rows = [{"prompt": "w1 " * 30, "completion": " w2"}, *prompt_completions(8, SEED)]
     with caplog.at_level(logging.WARNING):
         ours = run(
-            PaddingFreeSFTTrainer,
-            PaddingFreeSFTConfig,
-            model=model_dir,
-            train_dataset=Dataset.from_list(rows),
-            steps=1,
-            max_length=MAX_LENGTH,
+            "sft", "ours", model=model_dir, train_dataset=Dataset.from_list(rows), steps=1, max_length=MAX_LENGTH
         )
     dropped = len(rows) - len(ours.trainer.train_dataset)
     assert dropped >= 1
@@ -329,23 +301,31 @@ def test_truncated_away_examples_are_dropped_and_counted(model_dir, caplog):
 
 def test_padding_free_false_is_trls_trainer_bit_for_bit(model_dir):
     dataset = conversations(16, SEED)
-    padded = run(SFTTrainer, SFTConfig, model=model_dir, train_dataset=dataset, max_length=MAX_LENGTH)
+    padded = run("sft", "padded", model=model_dir, train_dataset=dataset, max_length=MAX_LENGTH)
     options = {"max_length": MAX_LENGTH, "padding_free": False}
-    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, model=model_dir, train_dataset=dataset, **options)
+    ours = run("sft", "ours", model=model_dir, train_dataset=dataset, **options)
     assert padded.losses == ours.losses
     assert all(torch.equal(padded.weights[name], weight) for name, weight in ours.weights.items())
 
 
 def test_trls_own_config_turns_it_on_too(model_dir):
-    ours = run(
-        PaddingFreeSFTTrainer,
-        SFTConfig,
-        model=model_dir,
-        train_dataset=conversations(8, SEED),
-        steps=1,
-        padding_free=True,
-        max_length=MAX_LENGTH,
-    )
+    options = {"model": model_dir, "train_dataset": conversations(8, SEED), "steps": 1, "max_length": MAX_LENGTH}
+    ours = run("sft", "ours", **options, config_class=SFTConfig, padding_free=True)
     assert ours.trainer.args.padding_free
     assert not ours.trainer.flat.route.prefix_sharing
     assert ours.trainer.total_counts().computed == ours.trainer.total_counts().real
+
+
+def test_max_length_is_kept_by_the_trainer_itself(model_dir):
+    """trl#5359."""
+    _, ours = compare(model_dir, conversations(12, SEED), steps=2)
+    assert max(len(ids) for ids in ours.trainer.train_dataset["input_ids"]) == MAX_LENGTH
+
+
+def test_batches_are_not_cut_along_their_first_dimension(model_dir):
+    """accelerate#2325, also #2023, #3849: the dispatcher slices and concatenates whatever it finds."""
+    trainer = run("sft", "ours", model=model_dir, train_dataset=conversations(12, SEED), steps=1).trainer
+    assert trainer.accelerator.dataloader_config.dispatch_batches is False
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert isinstance(next(iter(batch.values())), torch.Tensor)  # what accelerate reads the batch size from
+    assert isinstance(batch["flat_batch"], FlatBatch)

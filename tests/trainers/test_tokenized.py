@@ -5,11 +5,10 @@ import random
 
 import pytest
 from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
 
-from tests.helpers.equivalence import assert_same, run
 from tests.helpers.tiny import make_model
-from trl_paddingfree import LanguageModelingCollator, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from tests.runs import compare, run
+from trl_paddingfree import LanguageModelingCollator
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -21,15 +20,7 @@ def rows(n=10, **columns):
 
 
 def train(dataset, tokenizer, **options):
-    kwargs = {"processing_class": tokenizer}
-    return run(
-        PaddingFreeSFTTrainer,
-        PaddingFreeSFTConfig,
-        model=make_model(),
-        train_dataset=dataset,
-        trainer_kwargs=kwargs,
-        **options,
-    )
+    return run("sft", "ours", model=make_model(), train_dataset=dataset, processing_class=tokenizer, **options)
 
 
 def changed(data, row, **columns):
@@ -87,8 +78,5 @@ def test_the_collator_refuses_what_only_a_stream_can_still_bring(example, messag
 def test_own_lengths_without_packing_are_ignored_as_in_trl(tokenizer, skip, max_length):
     data = Dataset.from_list(rows(labels=list, seq_lengths=lambda row: [1, len(row) - 1]))
     options = {"max_length": max_length, "dataset_kwargs": {"skip_prepare_dataset": skip}, "eval_strategy": "steps"}
-    common = {"train_dataset": data, "steps": 1, "eval_steps": 1, **options}
-    kwargs = {"processing_class": tokenizer, "eval_dataset": {"some": data}}
-    padded = run(SFTTrainer, SFTConfig, model=make_model(), trainer_kwargs=kwargs, **common)
-    ours = run(PaddingFreeSFTTrainer, PaddingFreeSFTConfig, model=make_model(), trainer_kwargs=kwargs, **common)
-    assert_same(padded, ours)
+    options |= {"steps": 1, "eval_steps": 1, "eval_dataset": {"some": data}, "processing_class": tokenizer}
+    compare("sft", lambda: {"model": make_model()}, data, ("flat",), **options)

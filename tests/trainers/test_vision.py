@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,19 +15,19 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers.utils import is_torchvision_available
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
-from tests.helpers.equivalence import assert_same
+from scripts.vision_table import refused_model
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
     ARCHITECTURES,
     WITHOUT_TORCHVISION,
     make_vision,
+    on_images,
     picture,
     vision_completions,
     vision_messages,
     vision_pairs,
 )
-from tests.helpers.vision_runs import train
-from tests.helpers.vision_table import refused_model
+from tests.runs import assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.data.images import first_with_images, images_key, images_of
 from trl_paddingfree.data.vision import CollatedImageRows, VisionPreferenceCollator, take_images
@@ -44,17 +45,9 @@ SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
 BF16 = 2e-2
 
 
-def assert_layouts_agree(kind, task, dataset, layouts=("flat", "shared"), flat_only=None, **options):
-    padded = train(kind, task, "padded", dataset, **options)
-    results = [train(kind, task, layout, dataset, **options, **(flat_only or {})) for layout in layouts]
-    for result in results:
-        assert_same(padded, result)
-    return padded, results
-
-
 def assert_architecture(kind):
-    assert_layouts_agree(kind, "dpo", vision_pairs(8, SEED))
-    assert_layouts_agree(kind, "sft", vision_messages(8, SEED), layouts=("shared",), lora=True)
+    compare("dpo", partial(on_images, kind, "dpo"), vision_pairs(8, SEED))
+    compare("sft", partial(on_images, kind, "sft", lora=True), vision_messages(8, SEED), ("shared",))
 
 
 @pytest.mark.drawn(3)
@@ -67,31 +60,36 @@ def test_an_architecture_trains_as_with_padding(kind):
 @pytest.mark.parametrize("kind", sorted(set(BUILDABLE)))
 def test_every_architecture_trains_as_with_padding(kind):
     assert_architecture(kind)
-    assert_layouts_agree(kind, "sft", vision_completions(8, SEED), gradient_checkpointing=True)
+    compare("sft", partial(on_images, kind, "sft"), vision_completions(8, SEED), gradient_checkpointing=True)
 
 
 def test_lora_gradient_checkpointing_evaluation_and_parts():
     """Rows without images among them, a reference without adapter, and micro-batches in parts."""
     dataset = vision_pairs(12, SEED)
-    kwargs = {"eval_dataset": vision_pairs(6, SEED + 1)}
-    options = {"lora": True, "gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
+    options = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
+    options["eval_dataset"] = vision_pairs(6, SEED + 1)
     parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
-    _, (whole, split) = assert_layouts_agree(
-        "llava", "dpo", dataset, layouts=("shared", "flat"), flat_only=parts, trainer_kwargs=kwargs, **options
-    )
-    assert split.trainer.total_counts().computed > whole.trainer.total_counts().computed
+    make = partial(on_images, "llava", "dpo", lora=True)
+    computed = [
+        compare("dpo", make, dataset, (layout,), **options, ours=parts).ours.trainer.total_counts().computed
+        for layout in ("shared", "flat")
+    ]
+    assert computed[0] < computed[1]
 
 
 def test_bf16_follows_padded_training():
     dataset = vision_completions(8, SEED)
-    padded, shared = (train("gemma3", "sft", layout, dataset, bf16=True) for layout in ("padded", "shared"))
+    padded, shared = (
+        run("sft", layout, **on_images("gemma3", "sft"), train_dataset=dataset, bf16=True)
+        for layout in ("padded", "shared")
+    )
     for expected, actual in zip(padded.losses, shared.losses, strict=True):
         assert abs(expected - actual) <= BF16 * abs(expected)
 
 
 def test_text_on_a_vision_model():
     rows = [{"prompt": "w1 w2", "completion": " w3"}, {"prompt": "w1", "completion": " w4 w5 w6"}] * 4
-    assert_layouts_agree("gemma3", "sft", Dataset.from_list(rows), layouts=("shared",))
+    compare("sft", partial(on_images, "gemma3", "sft"), Dataset.from_list(rows), ("shared",))
 
 
 def test_whole_batches_without_images():
@@ -99,7 +97,7 @@ def test_whole_batches_without_images():
     rows = [*vision_completions(8, SEED)]
     rows = [{**row, "images": []} if i // 4 % 2 else row for i, row in enumerate(rows)]
     options = {"train_sampling_strategy": "sequential"}
-    assert_layouts_agree("llava", "sft", Dataset.from_list(rows), layouts=("shared",), **options)
+    compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), ("shared",), **options)
 
 
 # --- each image once -------------------------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ def test_dpo_runs_the_tower_half_as_often():
     for layout in ("padded", "shared"):
         counts = []
         with patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as embed:
-            train("llava", "dpo", layout, vision_pairs(4, SEED), steps=1)
+            run("dpo", layout, **on_images("llava", "dpo"), train_dataset=vision_pairs(4, SEED), steps=1)
             counts = [call.args[1].size(0) for call in embed.call_args_list]
         seen[layout] = counts[-2:]  # the policy and the reference, after the check
     assert sum(seen["padded"]) == 2 * sum(seen["shared"])
@@ -180,7 +178,7 @@ def test_images_in_files_train_as_those_in_memory(tmp_path):
     data = vision_completions(8, SEED)
     rows = [{**row, **to_file(row, i)} for i, row in enumerate(data)]
     files = Dataset.from_list(rows)
-    assert_same(train("llava", "sft", "padded", files), train("llava", "sft", "shared", files))
+    compare("sft", partial(on_images, "llava", "sft"), files, ("shared",))
 
 
 def test_workers_send_no_processor():
@@ -255,12 +253,13 @@ def other_order(examples):
 def test_edits_of_a_collator_are_trained_on(edits, limit):
     processor = make_vision("llava", seed=SEED)[1]
     kwargs = [
-        {"trainer_kwargs": {"data_collator": editing(collator, processor, **edits)}}
+        {"data_collator": editing(collator, processor, **edits)}
         for collator in (DataCollatorForVisionPreference, VisionPreferenceCollator)
     ]
     parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
-    padded = train("llava", "dpo", "padded", vision_pairs(8, SEED), **kwargs[0])
-    assert_same(padded, train("llava", "dpo", "shared", vision_pairs(8, SEED), **kwargs[1], **parts))
+    padded = run("dpo", "padded", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED), **kwargs[0])
+    kwargs[1] |= {"train_dataset": vision_pairs(8, SEED), **parts}
+    assert_same(padded, run("dpo", "shared", **on_images("llava", "dpo"), **kwargs[1]))
 
 
 @pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
@@ -270,11 +269,9 @@ def test_later_edits_are_refused(limit):
             return super().training_step(model, more_scored(inputs), *args)
 
     parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
-    with (
-        patch.dict(TRAINERS, {"dpo": Stepping}),
-        pytest.raises(EditedRowsError, match="more or other tokens to score"),
-    ):
-        train("llava", "dpo", "shared", vision_pairs(8, SEED), **parts)
+    arguments = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED), **parts}
+    with pytest.raises(EditedRowsError, match="more or other tokens to score"):
+        run("dpo", "shared", **arguments, trainer_class=Stepping)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -376,7 +373,7 @@ def test_padding_to_a_multiple_is_refused_in_trls_words():
 def test_a_cut_image_is_laid_to_max_length():
     dataset = vision_completions(4, SEED, most_images=1)
     with pytest.raises(ValueError, match="`max_length=3` cuts an image"):
-        train("llava", "sft", "shared", dataset, max_length=3)
+        run("sft", "shared", **{**on_images("llava", "sft"), "max_length": 3}, train_dataset=dataset)
 
 
 def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):

@@ -1,0 +1,85 @@
+"""What every flat batch holds, whatever its rows: each is a bug of padding-free training elsewhere."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.flat.counts import TokenCounts
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+ROWS = [[5, 6, 7, 8, 9], [5, 6, 10], [11, 12], [5, 6, 7, 13]]
+
+
+def random_batches(**options):
+    """Flat batches of random rows over two tokens, every token of which is scored."""
+    rng = torch.Generator().manual_seed(SEED)
+    for _ in range(30):
+        sizes = torch.randint(0, 9, (5,), generator=rng).tolist()
+        rows = [torch.randint(0, 2, (n,), generator=rng).tolist() for n in sizes]
+        yield rows, FlatBatch.from_rows(rows, rows, **options)
+
+
+@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+def test_the_first_token_of_a_sequence_is_never_a_target(prefix_sharing):
+    """trl#4170, also fla#1217: a label at the boundary between two documents."""
+    for rows, batch in random_batches(prefix_sharing=prefix_sharing):
+        if sum(map(len, rows)) == 0 or batch.shift_labels[0, 0] == -100:
+            continue
+        ids, segment = batch.input_ids[0], batch.layout.seq_idx[0]
+        following = batch.scored_index + 1
+        assert torch.equal(ids[following], batch.shift_labels[0])
+        assert torch.equal(segment[following], segment[batch.scored_index])
+        assert (batch.position_ids[0][following] > 0).all()
+
+
+def test_a_flat_batch_is_one_row():
+    """transformers#39121."""
+    for _, batch in random_batches():
+        assert {len(x) for x in (batch.input_ids, batch.position_ids, batch.shift_labels)} == {1}
+
+
+@pytest.mark.parametrize("multiple", [None, 8])
+def test_boundaries_close_at_the_last_token(multiple):
+    """
+    flash-attention#2324, also pytorch#176793, #186786, #188933: gradients of tokens beyond the last boundary are not
+    initialised.
+    """
+    for _, batch in random_batches(pad_to_multiple_of=multiple):
+        layout = batch.layout
+        assert layout.cu_seqlens_q[-1] == batch.input_ids.size(1)
+        keys = batch.input_ids.size(1) if layout.kv_index is None else len(layout.kv_index)
+        assert layout.cu_seqlens_k[-1] == keys
+
+
+def test_no_segment_has_more_queries_than_keys():
+    """flash-attention#443, also #1778: such queries see nothing, and their gradients are NaN."""
+    for _, batch in random_batches():
+        segments = batch.layout.segments
+        assert all(q <= k for q, k in zip(segments.lengths, segments.key_lengths, strict=True))
+
+
+def test_padding_has_positions():
+    """
+    LLaMA-Factory#10736, also #7318, and VeOmni#746, #136, #845: padding with position 0 makes one sequence of every
+    padding token.
+    """
+    batch = FlatBatch.from_rows(ROWS, ROWS, pad_to_multiple_of=16)
+    assert batch.position_ids.shape == batch.input_ids.shape
+    without = FlatBatch.from_rows(ROWS, ROWS)
+    tail = batch.input_ids.size(1) - without.input_ids.size(1)
+    assert batch.position_ids[0, -tail:].tolist() == list(range(tail))
+    assert len(batch.layout.segments.lengths) == len(without.layout.segments.lengths) + 1
+
+
+def test_counts_are_gathered_on_the_models_device():
+    """trl#3244."""
+    devices = []
+    gather = lambda tensor: devices.append(tensor.device.type) or torch.zeros_like(tensor, device="cpu")  # noqa: E731
+    accelerator = SimpleNamespace(device=torch.device("meta"), gather=gather, num_processes=2)
+    TokenCounts().figures(accelerator, memory=0, repeats=False)
+    assert devices == ["meta"]

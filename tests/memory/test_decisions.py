@@ -1,0 +1,150 @@
+"""Which layers a memory budget has recompute changes no figure, whatever it decides."""
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.memory import (
+    HEADS,
+    KINDS,
+    LAYERS,
+    between,
+    budgeted,
+    generating,
+    generating_with_dropout,
+    ready,
+    step,
+    with_images,
+)
+from tests.helpers.tiny import conversations, lora, preference_data
+from tests.helpers.vision import vision_pairs
+from tests.runs import ROUNDED, assert_same, run
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.plan import MemoryBudget
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reentrant):
+    data = preference_data(8, SEED) if task == "dpo" else conversations(8, SEED)
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    kwargs = {"peft_config": lora(lora_dropout=0.3)} if task == "dpo" else {}
+    plain = ready(budgeted(task, folder, data, memory_budget=None, **kwargs))
+    trainer = ready(budgeted(task, folder, data, **options, **kwargs))
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = step(plain, {name: value for name, value in batch.items() if name != "rows"})
+    recomputations = []
+    for number in range(LAYERS + 1):
+        with count_calls(trainer.flat.memory.layers) as calls:
+            actual = step(trainer, batch, number)
+        recomputations.append(sum(calls))
+        assert all(map(torch.equal, expected, actual)), number
+    assert np.diff(recomputations).tolist() == [1] * LAYERS
+
+
+@contextmanager
+def count_calls(layers):
+    """A list with an entry for each time that a layer computes its MLP."""
+    calls = []
+    handles = [layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1)) for layer in layers]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("task", "make", "reentrant"),
+    [("grpo", generating, False), ("rloo", generating_with_dropout, True)],
+    ids=["grpo", "rloo"],
+)
+def test_every_number_of_recomputed_layers_computes_the_same_of_generated_rows(
+    data, task, make, reentrant, monkeypatch
+):
+    # Four passes that train, each with another number
+    options = {"gradient_accumulation_steps": 2, "num_iterations": 2}
+    expected = run(task, "shared", **make(), train_dataset=data, **options)
+    numbers = iter(range(LAYERS + 1))
+    monkeypatch.setattr(MemoryBudget, "num_recomputed", lambda *_: next(numbers))
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    result = run(task, "shared", **make(), train_dataset=data, memory_budget=8, **options, **kwargs)
+    assert_same(expected, result, tolerance=0, ignored=())
+    shares = [entry["flat/recomputed"] for entry in result.log_history if "loss" in entry]
+    assert shares == pytest.approx([(0 + 1) / 2 / LAYERS, (2 + 3) / 2 / LAYERS])
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_recomputed_layers_computes_the_same_of_images(kind):
+    data = vision_pairs(8, SEED)
+    trainer = ready(with_images(kind, "dpo", data, lora=True))
+    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.memory.layers
+    assert len(layers) == {"llava": 3, "qwen2_5_vl": 4}[kind]  # LLaVA leaves out what the last of the tower gives
+    expected = step(trainer, batch, 0)
+    for number in range(1, len(layers) + 1):
+        for one, other in zip(expected, step(trainer, batch, number), strict=True):
+            assert one is other is None or torch.equal(one, other), number
+
+
+def test_a_budget_recomputes_only_what_it_must_and_splits_what_does_not_fit(folder):
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
+    common = {"model": folder, "train_dataset": preference_data(32, SEED)}
+    plain = run("dpo", "ours", **common, **options)
+    whole = run("dpo", "ours", **common, **options, memory_budget=8)
+    assert_same(plain, whole, tolerance=0, ignored=())
+    assert {entry["flat/recomputed"] for entry in whole.log_history if "loss" in entry} == {0.0}
+    some = run("dpo", "ours", **common, **options, memory_budget=between(whole.trainer, 2))
+    assert_same(plain, some, tolerance=0, ignored=())
+    shares = [entry["flat/recomputed"] for entry in some.log_history if "loss" in entry]
+    assert 0 < sum(shares) < len(shares)
+    fixed = whole.trainer.flat.memory.needs.fixed / GIB
+    least = fixed + (between(whole.trainer, LAYERS) - fixed) / 2
+    parts = run("dpo", "ours", **common, **options, memory_budget=least)
+    assert_same(plain, parts, ignored=())
+    for entry in parts.log_history:
+        if "loss" in entry:
+            assert entry["flat/predicted_memory_gib"] <= entry["flat/memory_budget_gib"] == pytest.approx(least)
+    assert parts.trainer.total_counts().real == plain.trainer.total_counts().real
+
+
+@pytest.mark.parametrize("task", HEADS)
+def test_a_budget_changes_no_figure_of_heads(task):
+    make, data = HEADS[task]
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    options["train_dataset"] = data(32, SEED)
+    same = partial(assert_same, ignored=(*ROUNDED, "accuracy"))  # one pair of answers is equal
+    padded = run(task, "padded", **make(), **options)
+    whole = run(task, "shared", **make(), **options, memory_budget=8)
+    same(padded, whole)
+    budget = between(whole.trainer, 2)
+    some = run(task, "shared", **make(), **options, memory_budget=budget)
+    same(padded, some)
+    assert sum(entry["flat/recomputed"] for entry in some.log_history if "loss" in entry) > 0
+    fixed = whole.trainer.flat.memory.needs.fixed / GIB
+    least = fixed + (between(whole.trainer, LAYERS) - fixed) / 2
+    if task == "kto":  # its loss couples the examples of a micro-batch: gradients of parts are added up beside
+        least += whole.trainer.flat.budget.gradient_bytes / GIB
+    parts = run(task, "shared", **make(), **options, memory_budget=least)
+    same(padded, parts)
+    largest = max(entry["flat/predicted_memory_gib"] for entry in parts.log_history if "loss" in entry)
+    assert largest <= least < budget
+
+
+def test_a_resumed_run_takes_the_same_decisions(folder, tmp_path):
+    common = {"model": folder, "train_dataset": preference_data(32, SEED), "memory_budget": "auto"}
+    common |= {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "steps": 2}
+    first = run("dpo", "ours", **common).trainer
+    # As it would be after a failed allocation, and on a GPU
+    first.flat.memory.budget, first.flat.memory.has_shrunk = 12345678, True
+    first.flat.memory.needs = replace(first.flat.memory.needs, correction=1.5)
+    first._save_checkpoint(first.model, None)
+    again = budgeted("dpo", **{**common, "steps": 3})
+    again.train(resume_from_checkpoint=True)
+    assert (again.flat.memory.budget, again.flat.memory.needs.correction) == (12345678, 1.5)

@@ -1,0 +1,111 @@
+"""An allocation that fails costs a warning and nothing else."""
+
+import gc
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.memory import LAYERS, between, budgeted, fail_once_planned, failing, generating
+from tests.helpers.tiny import lora, preference_data, score
+from tests.runs import TOLERANCE, assert_same, run, train
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.plan import MemoryBudget
+from trl_paddingfree.model.architecture import recompute_first
+from trl_paddingfree.trainers.steps import Attempt
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+def without_head(memory):
+    """So small a model is all head."""
+    memory.needs = replace(memory.needs, tile=(0, 0))
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("split", [False, True], ids=["recomputes", "splits"])
+def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, split, caplog):
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3, "max_steps": 2}
+    options["disable_dropout"] = split  # what is computed again as a whole is to draw what it drew
+    data = preference_data(48, SEED)
+
+    def make(**budget):
+        return budgeted("dpo", folder, data, peft_config=lora(lora_dropout=0.3), **options, **budget)
+
+    plain = train(make(memory_budget=None))
+    trainer = make()
+    if split:
+        trainer.flat.memory.budget = int(between(trainer, LAYERS) * GIB)
+        trainer.flat.memory.needs = replace(trainer.flat.memory.needs, kept=trainer.flat.memory.needs.kept * 100)
+    else:
+        without_head(trainer.flat.memory)
+    # In the second micro-batch, when there are gradients already
+    with failing(trainer, {1}, where == "backward"):
+        result = train(trainer)
+    assert sum("An allocation failed" in message for message in caplog.messages) == 1
+    assert_same(plain, result, tolerance=TOLERANCE if split else 0, ignored=())
+
+
+@pytest.mark.parametrize(("where", "splits"), [("forward", True), ("backward", False)])
+def test_a_failed_allocation_generates_nothing_again(data, where, splits, monkeypatch, caplog):
+    options = {"gradient_accumulation_steps": 2, "use_adaptive_entropy": True, "entropy_target": 4.0}
+    options["train_dataset"] = data
+    expected = run("grpo", "shared", **generating(), **options)
+    # In the second micro-batch, when there are gradients already; or in the third, for which rows have been generated
+    prepare = {} if splits else {"prepare": without_head}
+    fail_once_planned(monkeypatch, {1} if where == "backward" else {2}, where == "backward", **prepare)
+    generated = []
+
+    def counted(completions, **_):
+        generated.append(1)
+        return score(completions)
+
+    counted.__name__ = score.__name__
+    result = run("grpo", "shared", **{**generating(), "reward_funcs": counted}, **options, memory_budget=8)
+    assert sum("An allocation failed" in message for message in caplog.messages) == 1
+    assert len(generated) == 2  # nothing is generated again
+    assert_same(expected, result)
+
+
+def test_parts_that_add_to_gradients_twice_are_not_computed_again(data, monkeypatch):
+    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
+    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    monkeypatch.setattr(MemoryBudget, "num_recomputed", lambda *_: 1)
+    fail_once_planned(monkeypatch, {0}, True)
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "memory_budget": 8}
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose\nLayers that recompute within parts"):
+        run("grpo", "shared", **generating(), train_dataset=data, **kwargs)
+
+
+def test_an_allocation_that_always_fails_ends_the_run(folder):
+    trainer = budgeted("dpo", folder, preference_data(16, SEED))
+    with failing(trainer, range(1000), False), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        trainer.train()
+    # Who trains the model next decides for himself which layers recompute
+    layers = trainer.flat.memory.layers
+    recompute_first(layers, 0)
+    trainer.flat_base(trainer.model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
+    assert not any(layer.gradient_checkpointing for layer in layers)
+
+
+def test_other_processes_wait_so_nothing_is_computed_again(folder):
+    trainer = budgeted("dpo", folder, preference_data(16, SEED))
+    trainer.flat.memory.why_not_again = lambda *_: "Lower `memory_budget`"
+    with failing(trainer, {0}, False), pytest.raises(torch.OutOfMemoryError, match="on purpose\nLower `memory_budget`"):
+        trainer.train()
+
+
+def test_gradients_that_are_computed_again_are_dropped_as_they_come():
+    gc.collect()  # an error of a test before may keep a checkpoint open, which would take what is saved here
+    layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
+    layer(x).sum().backward()
+    attempt = Attempt(layer.parameters(), torch.device("cpu"), put_back=lambda: None)
+    layer(x).sum().backward()
+    whole = [p.grad.clone() for p in layer.parameters()]
+    with attempt.undone():
+        layer(x).sum().backward()
+        assert all(p.grad is None for p in layer.parameters())
+    layer(x).mul(0).sum().backward()  # nothing is dropped any more
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), whole, strict=True))

@@ -1,0 +1,152 @@
+"""Micro-batches that a budget cannot hold run in parts, with the loss of the whole."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.memory import LAYERS, generating, generating_with_dropout, least_room, with_images
+from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
+from tests.helpers.versions import is_older
+from tests.helpers.vision import on_images, vision_pairs
+from tests.runs import assert_same, compare, run
+from trl_paddingfree.memory.budget import Budget
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.plan import MemoryBudget, adds_up_shards
+from trl_paddingfree.model import forward
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(
+    ("options", "model_type", "overrides"),
+    [
+        ({"loss_type": ["aot"]}, "llama", {}),
+        ({"loss_type": ["sigmoid", "sft"]}, "llama", {}),
+        ({"loss_type": ["aot_unpaired"]}, "llama", {}),
+        ({}, "mixtral", MOE),
+    ],
+    ids=["aot", "sft", "aot-unpaired", "routers"],
+)
+@pytest.mark.parametrize("limit", ["memory", "tokens"])
+def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(
+    tokenizer, options, model_type, overrides, limit, parts_made
+):
+    def make():
+        model = make_model(model_type, num_hidden_layers=LAYERS, **overrides)
+        return {"model": model, "processing_class": tokenizer, "peft_config": lora()}
+
+    data, options = preference_data(16, SEED), {"steps": 2, "per_device_train_batch_size": 8, **options}
+    limited = {"max_tokens_per_micro_batch": 120}
+    if limit == "memory":
+        whole = run("dpo", "ours", **make(), train_dataset=data, **options, memory_budget=8)
+        limited = {"memory_budget": least_room(whole.trainer)}
+    compare("dpo", make, data, ("ours",), ours=limited, **options)
+    assert max(parts_made) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reentrant"),
+    [
+        ({"loss_type": "grpo", "gradient_accumulation_steps": 2}, True),
+        ({"loss_type": "bnpo", "top_entropy_quantile": 0.5, "use_adaptive_entropy": True}, False),
+    ],
+    ids=["grpo", "bnpo"],
+)
+def test_parts_have_the_loss_of_the_whole(data, options, reentrant, with_room, parts_made):
+    whole = run("grpo", "shared", **generating(), train_dataset=data, **options)
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    parts = run("grpo", "shared", **generating(), train_dataset=data, memory_budget=with_room, **options, **kwargs)
+    assert max(parts_made) > 1
+    assert_same(whole, parts)
+
+
+@pytest.mark.parametrize(("task", "loss_type"), [("grpo", "bnpo"), ("rloo", None)], ids=["grpo", "rloo"])
+def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, task, loss_type, parts_made):
+    def make():
+        return {**generating(), "peft_config": lora()}
+
+    options = {} if loss_type is None else {"loss_type": loss_type}
+    options |= {"num_iterations": 2, "gradient_checkpointing_kwargs": {"use_reentrant": task == "rloo"}}
+    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
+    compare(task, make, data, ("shared",), ours=limited, **options)
+    assert max(parts_made) > 1
+    # Rows are known once they are generated: of those that may come, the longest has to fit
+    with pytest.raises(ValueError, match="=25` is less than .*, lower `max_completion_length`"):
+        run(task, "shared", **make(), train_dataset=data, max_tokens_per_micro_batch=25, max_completion_length=30)
+
+
+def test_rows_of_a_prompt_share_a_part(data, parts_made):
+    """By themselves, rows of a long prompt need many times what they need together."""
+    words = " ".join(["word"] * 40)
+    long = data.map(lambda row: {"prompt": [{"role": "user", "content": f"{words} {row['prompt'][0]['content']}"}]})
+    whole = run("grpo", "shared", **generating(), train_dataset=long, steps=1).trainer.total_counts()
+    most = {"max_tokens_per_micro_batch": int(0.9 * whole.computed), "oversized_examples": "alone"}
+    parts = run("grpo", "shared", **generating(), train_dataset=long, steps=1, **most).trainer.total_counts()
+    assert parts.computed < 2 * whole.computed < whole.real
+    assert max(parts_made) == 2
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_parts_have_the_frequencies_of_the_whole(data, kind, parts_made, monkeypatch):
+    def make():
+        return {**generating(), "model": make_model(**following_rotary(24, kind))}
+
+    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 2)
+    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    compare("grpo", make, data, ("flat",), ours={"memory_budget": 8})
+    assert max(parts_made) > 1
+
+
+def test_parts_are_computed_again_as_they_were(data, parts_made, monkeypatch):
+    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
+    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    runs = []
+    for compute in (checkpoint, lambda function, *args, use_reentrant: function(*args)):
+        monkeypatch.setattr(forward, "checkpoint", compute)
+        runs.append(run("rloo", "shared", **generating_with_dropout(), train_dataset=data, memory_budget=8, steps=1))
+    assert max(parts_made) > 1
+    assert_same(*runs, tolerance=0, ignored=())
+
+
+@pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
+def test_the_loss_of_routers_in_parts_is_that_of_the_whole(data, parts_made):
+    def make():
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+        return {**generating(), "model": make_model("mixtral", output_router_logits=True, **sizes)}
+
+    room = least_room(run("grpo", "flat", **make(), train_dataset=data, memory_budget=8, steps=1).trainer)
+    compare("grpo", make, data, ("flat",), ours={"memory_budget": room})
+    assert max(parts_made) > 1
+
+
+def test_micro_batches_in_parts_count_their_images(monkeypatch):
+    data = vision_pairs(8, SEED)
+    memory = with_images("llava", "dpo", data).flat.memory
+    least = memory.needs.fixed + 0.7 * (memory.predicted - memory.needs.fixed)
+    whole = run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data)
+    numbers, parts_of = [], Budget.batches
+
+    def watch(*args):
+        parts = parts_of(*args)
+        numbers.append(len(parts))
+        return parts
+
+    monkeypatch.setattr(Budget, "batches", watch)
+    options = {"memory_budget": least / GIB}
+    assert_same(whole, run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data, **options))
+    assert max(numbers) > 1
+
+
+@pytest.mark.parametrize(
+    ("version", "offloads", "expected"), [(1, False, True), (1, True, False), (2, False, True), (2, True, True)]
+)
+def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, offloads, expected):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload=offloads)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    assert adds_up_shards(SimpleNamespace(distributed_type=DistributedType.FSDP, state=state)) is expected
+    assert not adds_up_shards(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, state=state))

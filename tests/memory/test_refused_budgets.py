@@ -1,0 +1,89 @@
+"""Budgets that are too small, or stand beside what they cannot, are refused by name."""
+
+import os
+import re
+
+import pytest
+from datasets import concatenate_datasets
+
+from tests.helpers.memory import budgeted, generating, with_images
+from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.vision import vision_pairs
+from tests.runs import run
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+
+
+@pytest.mark.slow
+def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
+    data = preference_data(16, SEED)
+    with pytest.raises(ValueError, match=r"`memory_budget=0.0001`.* is less than example \d+ of the.* at least [\d.]+"):
+        budgeted("dpo", folder, data, memory_budget="0.0001")
+    try:
+        budgeted("dpo", folder, data, memory_budget=0.0001)
+    except ValueError as error:
+        least = float(re.search(r"at least ([\d.]+), or", str(error))[1])
+    run("dpo", "ours", model=folder, train_dataset=data, memory_budget=least, steps=1)
+    stream = data.to_iterable_dataset()
+    with pytest.raises(ValueError, match="is less than an example of the training data needs"):
+        run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=0.0001, steps=1)
+    run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=least, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation_offloading": True}, "activation_offloading=True"),
+        ({"torch_compile": True}, "torch_compile=True"),
+        ({"gradient_checkpointing_kwargs": {"selective": True}}, "'selective': True"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "'every_n_layers': 2"),
+        ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'` steps within each backward pass"),
+        (
+            {"memory_budget": None, "max_tokens_per_micro_batch": 100, "optim": "adalomo"},
+            "optim='adalomo'` steps within each backward pass",
+        ),
+        ({"memory_budget": -1}, "must be a positive number"),
+        ({"memory_budget": "much"}, "must be a positive number"),
+    ],
+)
+def test_what_a_budget_cannot_stand_beside_is_refused(folder, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        budgeted("sft", folder, conversations(8, SEED), **options)
+
+
+def test_a_row_above_the_limit_is_refused_where_prompts_were_not_known(data):
+    options = {"max_tokens_per_micro_batch": 35, "max_completion_length": 30}
+    with pytest.raises(ValueError, match=r"=35` is less than a row needs \(\d+ tokens\)"):
+        run("grpo", "shared", **generating(), train_dataset=data.to_iterable_dataset(), **options)
+
+
+def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data):
+    def least(**options):
+        with pytest.raises(ValueError, match=r"`max_completion_length=\d+` needs: .* at least [\d.]+") as error:
+            run("grpo", "shared", **generating(), train_dataset=data, memory_budget=0.0001, **options)
+        return float(re.search(r"at least ([\d.]+), or", str(error.value))[1])
+
+    assert least(max_completion_length=1000) > least()
+    run("grpo", "shared", **generating(), train_dataset=data, memory_budget=least(), steps=1)
+
+
+def test_the_memory_that_vllm_leaves_is_not_guessed(data):
+    options = {"use_vllm": True, "vllm_mode": "colocate", "memory_budget": "auto"}
+    with pytest.raises(ValueError, match="does not know what vLLM leaves"):
+        run("grpo", "shared", **generating(), train_dataset=data, **options)
+
+
+def test_a_budget_wants_to_see_images():
+    without = vision_pairs(12, SEED).filter(lambda row: not row["images"])
+    with pytest.raises(ValueError, match="has an image in its column, so what the vision tower keeps"):
+        with_images("llava", "dpo", without)
+
+
+def test_images_are_found_behind_many_examples_without_them():
+    data = vision_pairs(12, SEED)
+    without = data.filter(lambda row: not row["images"])
+    # More than are searched of a stream
+    data = concatenate_datasets([without] * (257 // len(without) + 1) + [data])
+    assert {"first", "text"} <= set(with_images("llava", "dpo", data).flat.check.images.names)
+    with pytest.raises(ValueError, match="The first examples of the train data have no images"):
+        with_images("llava", "dpo", data.to_iterable_dataset(), memory_budget=None)
