@@ -115,7 +115,7 @@ Parsed = tuple[ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]
 class ScriptParser(OneLineParser, TrlParser):
     """TRL's parser, with the options of this package in a group of their own, and short answers to wrong arguments."""
 
-    ours: argparse._ArgumentGroup | None = None
+    ours: Any = None  # an argument group, whose class is private
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         field = options.get("dest") or names[0].removeprefix("--")

@@ -131,15 +131,15 @@ class Budget:
         self._refuse_large([batch["flat_batch"] for batch in batches])
         return batches
 
-    def decide(self, whole: FlatBatch, rows: HostRows, *, splits: bool, reach: int | None = None) -> FlatBatch:
+    def decide(self, whole: FlatBatch, rows: HostRows, *, may_split: bool, reach: int | None = None) -> FlatBatch:
         """
-        The batch of a pass that begins: told how many of its layers recompute and, if it `splits`, in which parts the
-        model computes it beneath the loss. Their positions tell of `reach` tokens.
+        The batch of a pass that begins: told how many of its layers recompute and, if it `may_split`, in which parts
+        the model computes it beneath the loss. Their positions tell of `reach` tokens.
         """
         memory = self.memory
-        fits = not splits or self.fits(whole, is_alone=rows.num_items == 1)
+        fits = not may_split or self.fits(whole, is_alone=rows.num_items == 1)
         number = 0 if memory is None else memory.num_recomputed(whole)
-        if is_sharded(self.accelerator) and (splits or memory is not None):  # all processes recompute as often
+        if is_sharded(self.accelerator) and (may_split or memory is not None):  # all processes recompute as often
             number, too_large = of_all_processes([number, not fits], self.accelerator).amax(0).tolist()
             fits = not too_large
         if not fits:

@@ -232,7 +232,7 @@ class MemoryBudget:
         state |= {"observed": self.observed, "most_measured": self.most_measured, "has_shrunk": self.has_shrunk}
         (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
-    def load(self, folder: str, rank: int) -> None:
+    def restore(self, folder: str, rank: int) -> None:
         """Go on with what was saved, unless another budget was asked for since, or the process is new or in a group."""
         path = Path(folder) / STATE.format(rank=rank)
         if self.group is not None or not path.exists():

@@ -1,4 +1,4 @@
-"""What trying a model changes of it and of the random state, put back afterwards."""
+"""Attributes, modes, buffers and random state that a context changes and puts back; the local part of a tensor."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

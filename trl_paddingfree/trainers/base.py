@@ -158,18 +158,18 @@ class FlatTrainer(GroupedTrainer):
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         upstream.keep_varlen_results(self.model)
-        refusals.warn_of_dropout(flat.models[0].model, self.args)
+        refusals.warn_of_dropout(flat.trained.model, self.args)
 
     def prove_placed(self, model: torch.nn.Module) -> None:
         """The check of models that had no weights to call when the trainer was made, before they compute anything."""
         flat = self.flat
-        if not flat.models or not flat.check.is_due(model):
+        if not flat.models or not flat.check.claims(model):
             return
         models = [model]
         if self.flat_base(model) is self.flat_base(self.model):
             flat.check.awaits_weights = False
             models += self.flat_models()[1:]
-        planned, proven = flat.models[0].route, flat.check.prove_all(models)
+        planned, proven = flat.trained.route, flat.check.prove_all(models)
         if planned.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.flat_base(model)).__name__} cannot share prefixes, which was found out after the first "
@@ -182,12 +182,20 @@ class FlatTrainer(GroupedTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
         self.plan_steps()
-        step = self.flat.models[0].must_train(self)(super().training_step)
+        trl_step = super().training_step
+
+        def step(inputs: Inputs) -> torch.Tensor:
+            with self.flat.trained.must_train(self):
+                return trl_step(model, inputs, num_items_in_batch)
+
         if self.flat.steps is None:
-            return step(model, self.begin_pass(inputs), num_items_in_batch)
+            return step(self.without_budget(inputs))
         is_normalized = num_items_in_batch is not None
-        parts = self.parts_of(inputs, is_normalized)
-        return self.flat.steps.run(lambda part: step(model, part, num_items_in_batch), parts, is_normalized)
+        return self.flat.steps.run(step, self.parts_of(inputs, is_normalized), is_normalized)
+
+    def without_budget(self, inputs: Inputs) -> Inputs:
+        """What TRL's step gets of a micro-batch, which is counted here unless the model's call makes it flat."""
+        return inputs
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         """The parts of a micro-batch that are computed one after another, on all processes as many as need be."""
@@ -197,11 +205,8 @@ class FlatTrainer(GroupedTrainer):
         """The parts of a part for which memory ran out, under the budget as it is now."""
         return [part]
 
-    def begin_pass(self, inputs: Inputs) -> Inputs:
-        """
-        What TRL's step gets of a part, or of a micro-batch without a budget, whose pass begins. It is counted here, but
-        for parts above the loss, which are counted together, and for rows that are flattened where the model is called.
-        """
+    def decided(self, inputs: Inputs) -> Inputs:
+        """What TRL's step gets of a part whose pass begins, as the budget has decided."""
         return inputs
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -209,7 +214,7 @@ class FlatTrainer(GroupedTrainer):
             if self.model.training:
                 self.counts.add(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
-        self.prove_placed(model)
+        self.prove_placed(model)  # evaluation may come before any step of training
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         for flat_model in self.flat.models:  # the device has answered: TRL has read its metrics
             flat_model.edits.read()
@@ -229,7 +234,7 @@ class FlatTrainer(GroupedTrainer):
         flat.steps = TrainingSteps.planned(self)
         memory = flat.memory
         if memory is not None and flat.resumed_from is not None:
-            memory.load(flat.resumed_from, self.args.process_index)
+            memory.restore(flat.resumed_from, self.args.process_index)
         if memory is not None and not memory.has_shrunk:  # which makes it smaller than the data was measured by
             self.refuse_small_budget(memory)
 
@@ -279,13 +284,13 @@ class FlatTrainer(GroupedTrainer):
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
         counts = BatchCounts(*of_all_processes(self.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
-        return counts if self.flat.pads or self.flat.models[0].repeats else replace(counts, repeated=0)
+        return counts if self.flat.pads or self.flat.trained.repeats else replace(counts, repeated=0)
 
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and "loss" in logs:
-            memory = self.largest_of_group(self.peak_memory.highest)
-            logs |= self.counts.figures(self.accelerator, memory, self.flat.models[0].repeats)
+            peak = self.largest_of_group(self.peak_memory.highest)
+            logs |= self.counts.figures(self.accelerator, peak, self.flat.trained.repeats)
             if self.flat.memory is not None:
                 logs |= self.flat.memory.figures(self.accelerator)
         super().log(logs, *args, **kwargs)

@@ -120,7 +120,7 @@ class ResumableTrainer(Trainer):
         if checkpoint is not None:
             self.flat.resumed_from = checkpoint
             if self.flat.memory is not None:
-                self.flat.memory.load(checkpoint, self.args.process_index)
+                self.flat.memory.restore(checkpoint, self.args.process_index)
         super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result):

@@ -56,7 +56,7 @@ class CollatedTrainer(FlatTrainer):
         if self.flat.models:
             return
         super().start_flat()
-        self.data_collator = replace(self._flat_collator(), prefix_sharing=self.flat.models[0].route.prefix_sharing)
+        self.data_collator = replace(self._flat_collator(), prefix_sharing=self.flat.trained.route.prefix_sharing)
 
     @when_flat
     def _precompute_ref_logps(self, *args, **kwargs):
@@ -146,7 +146,7 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
         limit = options.most_tokens_of_example
         if limit and has_known_lengths(self.train_dataset):
-            tokens = example_tokens(self.example_lengths(), self.flat.models[0].route.prefix_sharing)
+            tokens = example_tokens(self.example_lengths(), self.flat.trained.route.prefix_sharing)
             longest = int(tokens.argmax())
             refusals.refuse_oversized(limit, tokens[longest], f"example {longest} of the training data")
 
@@ -225,10 +225,9 @@ class CollatedTrainer(FlatTrainer):
         most = int(of_all_processes([len(batches)], accelerator).max())
         # Where each backward pass is one of all processes, those with fewer parts repeat one
         in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
-        num_wanted, parts = most if in_step else len(batches), [Part(inputs)]
-        if most > 1:
-            count = self.part_sizes
-            parts = weighted_parts(batches, count, parts[0], num_wanted=num_wanted, is_normalized=is_normalized)
+        parts = [Part(inputs)]
+        if most > 1:  # on any process: all of them gather the metrics of parts
+            parts = weighted_parts(batches, self.part_sizes, parts[0], most if in_step else len(batches), is_normalized)
         self.counts.add(whole.counts.in_parts([part.inputs["flat_batch"].counts for part in parts]))
         return parts
 
@@ -236,8 +235,7 @@ class CollatedTrainer(FlatTrainer):
         batches = self._batches(part.inputs) if self._adds_up else []
         if len(batches) < 2:
             return [part]
-        wanted = len(batches)
-        return weighted_parts(batches, self.part_sizes, part, num_wanted=wanted, is_normalized=is_normalized)
+        return weighted_parts(batches, self.part_sizes, part, len(batches), is_normalized)
 
     def _batches(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which one is split by its budget; itself if it fits."""
@@ -248,21 +246,22 @@ class CollatedTrainer(FlatTrainer):
         reach = self.reach_of(whole)
         return budget.batches(whole, rows, lambda examples: rows.take(examples).batch(reach))
 
-    def begin_pass(self, inputs: Inputs) -> Inputs:
-        if self.flat.steps is None:
-            refuse_lost_batch(inputs, needs_rows=False)
-            self.counts.add(inputs["flat_batch"].counts)
-            return inputs
-        whole, splits = inputs["flat_batch"], not self._adds_up
-        batch = self.flat.budget.decide(whole, inputs["rows"], splits=splits, reach=self.reach_of(whole))
-        if splits:
+    def without_budget(self, inputs: Inputs) -> Inputs:
+        refuse_lost_batch(inputs, needs_rows=False)
+        self.counts.add(inputs["flat_batch"].counts)
+        return inputs
+
+    def decided(self, inputs: Inputs) -> Inputs:
+        whole, beneath = inputs["flat_batch"], not self._adds_up
+        batch = self.flat.budget.decide(whole, inputs["rows"], may_split=beneath, reach=self.reach_of(whole))
+        if beneath:  # parts above the loss are counted together
             self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
         return {**{name: value for name, value in inputs.items() if name != "rows"}, "flat_batch": batch}
 
     def _refuse_edits_of_whole(self, inputs: Inputs) -> None:
         """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
         rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
-        self.flat.models[0].edits.ask(inputs["flat_batch"], rows, in_parts=True)
+        self.flat.trained.edits.ask(inputs["flat_batch"], rows, in_parts=True)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         slots = inputs["input_ids"].numel()

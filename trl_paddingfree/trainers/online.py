@@ -78,7 +78,7 @@ class OnlineTrainer(FlatTrainer):
         flat = self.flat
         rows = GeneratedRows.of(
             *(input_ids, attention_mask, labels),
-            prefix_sharing=flat.models[0].route.prefix_sharing,
+            prefix_sharing=flat.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
             num_scored=int((labels != IGNORE_INDEX).sum()) if self.scores_together else None,
         )
@@ -89,7 +89,7 @@ class OnlineTrainer(FlatTrainer):
             if limit := flat.options.most_tokens_of_example:
                 refuse_oversized(limit, max(rows.lengths), *self.smallest_part)
             if flat.steps is not None:
-                batch = flat.budget.decide(batch, rows, splits=True, reach=reach)
+                batch = flat.budget.decide(batch, rows, may_split=True, reach=reach)
             self.counts.add(batch.counts.in_parts([each.batch.counts for each in batch.parts]))
         return batch.to(input_ids.device, non_blocking=True)
 
@@ -117,7 +117,7 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def _generate_single_turn(self, *args, **kwargs):
-        with self.flat.models[0].attention_as_before():
+        with self.flat.trained.attention_as_before():
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
 
     # --- budgets ----------------------------------------------------------------------------------------------------

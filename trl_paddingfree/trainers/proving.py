@@ -90,8 +90,8 @@ class StartUpCheck:
             return not is_trained
         return self._base(model).device.type == self.accelerator.device.type
 
-    def is_due(self, model: torch.nn.Module) -> bool:
-        """Whether a model, which has its weights by now, is still to be proven. Once."""
+    def claims(self, model: torch.nn.Module) -> bool:
+        """Whether a model, which has its weights by now, is still to be proven. From here on it counts as proven."""
         if not self.awaits_weights or (base := self._base(model)) in self.seen:
             return False
         self.seen.add(base)

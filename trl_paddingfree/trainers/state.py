@@ -32,9 +32,14 @@ class FlatState:
     resumed_from: str | None = None  # the checkpoint that training goes on from
 
     @property
+    def trained(self) -> FlatModel:
+        """The model that is trained, once the models are there."""
+        return self.models[0]
+
+    @property
     def route(self) -> Route | None:
         """How batches are computed: planned, and from the check on proven. `None` before the models are there."""
-        return self.models[0].route if self.models else None
+        return self.trained.route if self.models else None
 
     @property
     def budget(self) -> "Budget":

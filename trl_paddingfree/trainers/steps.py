@@ -45,7 +45,6 @@ def weighted_parts(
     batches: Sequence[Inputs],
     count: Callable[[Inputs], dict[str, int]],
     whole: Part,
-    *,
     num_wanted: int,
     is_normalized: bool,
 ) -> list[Part]:
@@ -200,7 +199,7 @@ class TrainingSteps:
             with flat.check.in_precision():
                 memory = plan_memory(
                     flat.options.memory_budget,
-                    flat.models[0],
+                    flat.trained,
                     trainer.peak_memory,
                     accelerator=trainer.accelerator,
                     models=trainer.flat_models(),
@@ -210,7 +209,7 @@ class TrainingSteps:
                     images=trainer.images_in_memory(),
                     arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
                 )
-            flat.models[0].recomputable = memory.layers
+            flat.trained.recomputable = memory.layers
         budget = Budget(
             memory,
             flat.options.max_tokens_per_micro_batch,
@@ -235,7 +234,7 @@ class TrainingSteps:
         for part in parts:
             self.remember()
             try:
-                losses.append(self._loss_of(step, part, collected))
+                losses.append(self._run_pass(step, part, collected))
                 continue
             except RuntimeError as error:
                 self.budget.shrink(error)
@@ -255,9 +254,9 @@ class TrainingSteps:
             device = self.trainer.accelerator.device
             self.attempt = Attempt(self.budget.trained, device, figures_of(self.trainer))
 
-    def _loss_of(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
+    def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
-        trainer, inputs = self.trainer, self.trainer.begin_pass(part.inputs)
+        trainer, inputs = self.trainer, self.trainer.decided(part.inputs)
         if metrics is None:
             loss = step(inputs)
         else:
