@@ -49,7 +49,7 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
         recompute, and how many do. Filled while training.
     """
     decisions: list[tuple[int, int]] = []
-    plan, start = FlatTrainer.plan_steps, MemoryBudget.decide
+    plan, start = FlatTrainer.plan_steps, MemoryBudget.start
 
     def plan_steps(trainer):
         is_new = trainer.flat.memory is None
@@ -61,11 +61,11 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
             memory.needs = MemoryNeeds(0, [one] * layers, [nothing] * layers, nothing, nothing, (0, 0), nothing)
             memory.budget = budget
 
-    def note(memory, batch, number):
-        start(memory, batch, number)
+    def note(memory, batch, number, *others):
+        start(memory, batch, number, *others)
         decisions.append((memory.num_recomputed(batch), number))
 
-    FlatTrainer.plan_steps, MemoryBudget.decide = plan_steps, note
+    FlatTrainer.plan_steps, MemoryBudget.start = plan_steps, note
     return decisions
 
 

@@ -158,7 +158,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
     memory.save(tmp_path, 0)
     resumed = made(held=0)
-    resumed.load(tmp_path, 0)
+    resumed.restore(tmp_path, 0)
     assert resumed.needs == memory.needs
 
 

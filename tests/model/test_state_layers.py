@@ -6,9 +6,11 @@ import types
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -23,9 +25,7 @@ from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.trees import random_segments
 from tests.helpers.versions import is_older
 from tests.runs import LEAST_GRADIENT, assert_same, run
-from trl_paddingfree import (
-    FlatBatch,
-)
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.check.prove import prove
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.pieces import PathRows, groups_of_like_length
@@ -165,6 +165,21 @@ def test_what_is_put_on_layers_is_of_one_model_only():
     assert not any("forward" in vars(layer) for one in (other, clone) for layer in state_layers.state_layers(one))
     for one in (model, after):
         assert_equals_padded(one, replace(choose_route(one), states="tree" if one is model else "rows"), SEED)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["put back", "wrapped"])
+def test_layers_whose_forward_others_put_back_get_ours_again(is_wrapped):
+    """Hooks of accelerate, for one, put back the forward that they found."""
+    model = make("mamba")
+    before = {layer: layer.forward for layer in state_layers.state_layers(model)}
+    first, _ = prove(model, choose_route(model))
+    for layer, forward in before.items():
+        layer.forward = add_hook_to_module(layer, ModelHook()).forward if is_wrapped else forward
+    along_tree = state_layers._along_tree
+    with mock.patch.object(state_layers, "_along_tree", side_effect=along_tree) as computed:
+        second, _ = prove(model, choose_route(model))
+    assert first.route == second.route
+    assert computed.called
 
 
 def test_states_that_do_not_go_on_are_caught_and_rows_are_tried_next(monkeypatch):

@@ -71,7 +71,9 @@ class FlatCollator(DataCollatorMixin):
             )
         options = {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
         options |= {name: getattr(self, name) for name in self.padded_by}
-        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), None, **options)
+        starts = None  # rows begin in the first column
+        labels, lengths = self.row_labels(rows), lengths[:, 0].tolist()
+        return FlatBatch.from_padded(rows["input_ids"], labels, lengths, starts, **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)

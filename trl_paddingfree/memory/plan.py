@@ -157,9 +157,16 @@ class MemoryBudget:
         A forward and backward pass begins, in which `number` layers recompute of a `batch` of `num_items`, and `beside`
         bytes are needed besides. It may be the largest of some, in which as many layers recompute as `in_parts` says.
         """
-        recomputed, expected = len(self.layers) if in_parts else number, self.peak(batch, number) + beside
-        twice = any(in_parts)
-        self.current = Pass(batch, number, num_items, beside, recomputed, twice, expected, self.device_memory.held)
+        self.current = Pass(
+            batch,
+            number,
+            num_items,
+            beside,
+            recomputed=len(self.layers) if in_parts else number,
+            recomputes_twice=any(in_parts),
+            expected=self.peak(batch, number) + beside,
+            held=self.device_memory.held,
+        )
         self.device_memory.reset()
 
     def finish(self, has_stepped: bool) -> None:

@@ -75,8 +75,14 @@ def missing_kernels(model: PreTrainedModel) -> list[str]:
 
 def _own_forward(layer: torch.nn.Module) -> Callable:
     """The forward that a layer has without ours."""
-    state: StateForward | None = vars(layer).get(ATTRIBUTE)
+    state = _installed(layer)
     return layer.forward if state is None else state.previous
+
+
+def _installed(layer: torch.nn.Module) -> "StateForward | None":
+    """What our forward knows, if the forward of a layer is ours, or has it inside: others may have put theirs back."""
+    innermost = inspect.unwrap(layer.forward, stop=lambda function: ATTRIBUTE in vars(function))
+    return vars(layer)[ATTRIBUTE] if ATTRIBUTE in vars(innermost) else None
 
 
 def _can_go_along_tree(layer: torch.nn.Module) -> bool:
@@ -101,7 +107,7 @@ def repeats_prefixes(model: PreTrainedModel) -> bool:
 
 
 def _is_along_tree(layer: torch.nn.Module) -> bool:
-    state: StateForward | None = vars(layer).get(ATTRIBUTE)
+    state = _installed(layer)
     return _can_go_along_tree(layer) if state is None else state.along_tree
 
 
@@ -135,17 +141,15 @@ class StateForward:
 def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
     """Have layers that carry state read flat layouts: `along_tree` where they can, else as rows. May be repeated."""
     for layer in state_layers(model):
-        if ATTRIBUTE not in vars(layer):
-            _install(layer)
-        state = vars(layer)[ATTRIBUTE]
+        state = _installed(layer) or _install(layer)
         missing = upstream.missing_state_kernels(state.previous)
         state.along_tree = along_tree and _can_go_along_tree(layer)
         state.kernels = frozenset(name for name, package in missing.items() if package is None)
         state.takes_boundaries = upstream.takes_state_boundaries(layer)
 
 
-def _install(layer: torch.nn.Module) -> None:
-    vars(layer)[ATTRIBUTE] = StateForward(layer.forward)
+def _install(layer: torch.nn.Module) -> StateForward:
+    installed = vars(layer)[ATTRIBUTE] = StateForward(layer.forward)
 
     @functools.wraps(type(layer).forward)
     @torch.compiler.disable(recursive=False)
@@ -157,7 +161,9 @@ def _install(layer: torch.nn.Module) -> None:
         compute = _along_tree if state.along_tree else _on_rows
         return compute(self, state, mask, args, kwargs)
 
+    vars(forward)[ATTRIBUTE] = True
     layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
+    return installed
 
 
 class _NoCache:

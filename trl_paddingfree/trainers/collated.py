@@ -71,17 +71,19 @@ class CollatedTrainer(FlatTrainer):
         collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
         if not isinstance(collator, wanted):
             collator = wanted(**vars(collator))
-        if not isinstance(collator, FlatVisionCollator):
+        if not self._is_vision_dataset:
             return replace(collator, padding_free=True)
+        assert isinstance(collator, FlatVisionCollator)
         model = self.flat_base(self.model)
         refusals.refuse_blind(model)
         return replace(collator, padding_free=True, rules=vision_rules(model))
 
     def images_to_try(self) -> ImageProbe | None:
         """The first examples with images, as the collator will get them; `None` for text."""
-        collator, data = self._flat_collator(), self.train_dataset
-        if not isinstance(collator, FlatVisionCollator):
+        if not self._is_vision_dataset:
             return None
+        collator, data = self._flat_collator(), self.train_dataset
+        assert isinstance(collator, FlatVisionCollator)
         self._set_signature_columns_if_needed()
         kept = self._signature_columns if self.args.remove_unused_columns else None
         if has_known_lengths(data):  # with the example before, which has none
@@ -107,7 +109,7 @@ class CollatedTrainer(FlatTrainer):
 
     def collated_by(self, name: str) -> Any:
         """An argument of the collator, which may be one of the user's own, or else of the trainer."""
-        return {**vars(self.args), **vars(self.data_collator)}[name]
+        return getattr(self.data_collator, name, getattr(self.args, name))
 
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""

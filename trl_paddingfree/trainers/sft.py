@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
@@ -73,9 +72,9 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
         modules = self.flat_base(self.model).get_input_embeddings().modules()  # adapters may stand around them
-        num_embeddings = next(module.num_embeddings for module in modules if isinstance(module, nn.Embedding))
-        for name, dataset in datasets:
-            refuse_unknown_tokens(dataset, name, num_embeddings)
+        sizes = [vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)]
+        for name, dataset in datasets if sizes else ():
+            refuse_unknown_tokens(dataset, name, sizes[0])
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
