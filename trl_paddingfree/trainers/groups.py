@@ -33,7 +33,7 @@ class GroupedTrainer(ResumableTrainer):
     @property
     def group_size(self) -> int:
         """How many processes get the same batch to compute."""
-        return 1 if self.flat.pads else self.flat.options.sequence_parallel_size
+        return self.flat.options.sequence_parallel_size
 
     def refuse_ungrouped(self, arguments: Arguments) -> None:
         """Refuse arguments that cannot be combined with groups of processes, if there are to be any."""
