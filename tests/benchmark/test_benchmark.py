@@ -445,6 +445,22 @@ def test_the_readme_shows_the_newest_result(tmp_path, newest):
     assert tables.headline(tmp_path).count("SFT, P3") == 1
 
 
+def test_the_readme_takes_the_stronger_baseline_from_a_result_of_the_same_settings_only(tmp_path):
+    result = json.loads((BENCHMARKS / "epyc-2-cores" / "sft.json").read_text())
+    alone, other = (json.loads(json.dumps(result)) for _ in range(2))
+    for run in alone["runs"]:
+        del run["methods"]["trl-kept"]
+    (tmp_path / "a").mkdir()
+    for name, found in {"sft": alone, "sft-kept": result}.items():
+        (tmp_path / "a" / f"{name}.json").write_text(json.dumps(found))
+    speedup = result["runs"][0]["methods"]["trl-kept"]["speedup"]
+    cell = f"[{speedup:.1f}x](docs/benchmarks/a/sft-kept.md)"
+    assert cell in tables.headline(tmp_path)
+    other["settings"]["max_length"] *= 2
+    (tmp_path / "a" / "sft-kept.json").write_text(json.dumps(other))
+    assert cell not in tables.headline(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_script_writes_what_a_study_measured_with_its_command(tmp_path):
     assert main(["--collators", str(tmp_path)]) == 0
