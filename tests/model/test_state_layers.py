@@ -161,7 +161,7 @@ def test_what_is_put_on_layers_is_of_one_model_only():
     (layer,), (copied,) = map(state_layers.state_layers, (model, after))
     assert layer.flat_state.along_tree
     assert not copied.flat_state.along_tree
-    assert layer.flat_state.previous.__self__ is layer
+    assert layer.flat_state.forward.__self__ is layer
     assert not any("forward" in vars(layer) for one in (other, clone) for layer in state_layers.state_layers(one))
     for one in (model, after):
         assert_equals_padded(one, replace(choose_route(one), states="tree" if one is model else "rows"), SEED)

@@ -49,7 +49,7 @@ class FlatModel:
 
     def __init__(self, model: PreTrainedModel, route: Route):
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
-        self.previous: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
+        self.forwards: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
         self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
@@ -94,9 +94,9 @@ class FlatModel:
 
     def _bind(self) -> None:
         """Put our forward in the place of the model's."""
-        depth, model = len(self.previous), self.model
+        depth, model = len(self.forwards), self.model
         refuse_moved_head(model.forward)
-        self.previous.append(model.forward)
+        self.forwards.append(model.forward)
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
         @torch.compiler.disable(recursive=False)
@@ -111,13 +111,13 @@ class FlatModel:
         """Whether the model's forward is ours, or has it inside."""
         # Whoever wraps it may copy its attributes too: only a wrapper that does not is looked into
         innermost = inspect.unwrap(self.model.forward, stop=lambda function: "depth" in vars(function))
-        return vars(innermost).get("depth") == len(self.previous) - 1
+        return vars(innermost).get("depth") == len(self.forwards) - 1
 
     def _called(self, depth: int, args: tuple, kwargs: Inputs) -> object:
         """Our forward, as it was put on with `depth` others beneath."""
         batch = kwargs.pop("flat_batch", None)
-        if depth < len(self.previous) - 1:  # beneath a head that TRL has added since, which has computed the batch
-            return self.previous[depth](*args, **kwargs)
+        if depth < len(self.forwards) - 1:  # beneath a head that TRL has added since, which has computed the batch
+            return self.forwards[depth](*args, **kwargs)
         if batch is not None:
             if args:
                 raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
@@ -128,7 +128,7 @@ class FlatModel:
         elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         else:
-            return self.previous[-1](*args, **kwargs)
+            return self.forwards[-1](*args, **kwargs)
         return flat_forward(self, batch, **kwargs)
 
     def hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ def scored_in_rows(flat: "FlatModel", batch: FlatBatch, beside: Inputs) -> "Scor
     apart = nullcontext() if group is None or not flat.model.training else group.drawing_apart(flat.model)
     with apart, flat_backbone(flat, own, own.scored_of) as given:
         inputs = {**flat_inputs(flat, own), "shift_labels": own.shift_labels}
-        outputs = flat.previous[-1](**beside, **inputs, fused_lm_head=True)
+        outputs = flat.forwards[-1](**beside, **inputs, fused_lm_head=True)
     values = _per_token(outputs) if group is None else group.gather_scored(_per_token(outputs), batch)
     outputs = replace(outputs, **{name: batch.scored_to_rows(x) for name, x in values.items()})
     routers = None if outputs.aux_loss is None else given[0]["router_logits"]
@@ -171,9 +171,9 @@ def _with_loss(
 
 def _model_output(flat: "FlatModel", batch: FlatBatch, labels: torch.Tensor | None, beside: Inputs) -> ModelOutput:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    given = beside if labels is None else {**beside, "labels": labels}
+    arguments = beside if labels is None else {**beside, "labels": labels}
     with flat_backbone(flat, batch, None if labels is None else batch.tokens_to_rows, calls_decoder=True):
-        outputs = flat.previous[-1](**given, **flat_inputs(flat, batch))
+        outputs = flat.forwards[-1](**arguments, **flat_inputs(flat, batch))
     if labels is None:
         logits = batch.tokens_to_rows(outputs.logits)
     else:
@@ -199,7 +199,7 @@ def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, beside
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
     with flat_backbone(flat, batch, read, swaps_inputs=True):
-        return flat.previous[-1](**beside, input_ids=input_ids.gather(1, last))
+        return flat.forwards[-1](**beside, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def flat_backbone(
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
     # By transformers' own arguments, in place of a mask. A vision tower has boundaries of its own, and would take these
-    told_boundaries = [model.get_decoder()] if takes_images(model) else backbones
+    take_boundaries = [model.get_decoder()] if takes_images(model) else backbones
     given: list[BaseModelOutput] = []
 
     def give_layout(module, args, kwargs):
@@ -255,7 +255,7 @@ def flat_backbone(
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
             hooks.enter_context(backbone.register_forward_hook(give_head))
-        for part in told_boundaries if backend == "positions" else ():
+        for part in take_boundaries if backend == "positions" else ():
             hooks.enter_context(part.register_forward_pre_hook(give_boundaries, with_kwargs=True))
         yield given
     if not given:

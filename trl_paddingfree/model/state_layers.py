@@ -76,7 +76,7 @@ def missing_kernels(model: PreTrainedModel) -> list[str]:
 def _own_forward(layer: torch.nn.Module) -> Callable:
     """The forward that a layer has without ours."""
     state = _installed(layer)
-    return layer.forward if state is None else state.previous
+    return layer.forward if state is None else state.forward
 
 
 def _installed(layer: torch.nn.Module) -> "StateForward | None":
@@ -132,7 +132,7 @@ def describe_state_layers(model: PreTrainedModel) -> str:
 class StateForward:
     """What the forward of a layer knows of flat batches."""
 
-    previous: Callable  # the forward that the layer had
+    forward: Callable  # that the layer had
     along_tree: bool = False  # if not, the layer sees rows
     kernels: frozenset[str] = frozenset()  # those of transformers' functions that it calls which have kernels
     takes_boundaries: bool = False  # whether all of them keep the rows of one long axis apart
@@ -142,7 +142,7 @@ def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
     """Have layers that carry state read flat layouts: `along_tree` where they can, else as rows. May be repeated."""
     for layer in state_layers(model):
         state = _installed(layer) or _install(layer)
-        missing = upstream.missing_state_kernels(state.previous)
+        missing = upstream.missing_state_kernels(state.forward)
         state.along_tree = along_tree and _can_go_along_tree(layer)
         state.kernels = frozenset(name for name, package in missing.items() if package is None)
         state.takes_boundaries = upstream.takes_state_boundaries(layer)
@@ -157,7 +157,7 @@ def _install(layer: torch.nn.Module) -> StateForward:
         state: StateForward = vars(self)[ATTRIBUTE]
         mask = next(filter(is_layout, (*args, *kwargs.values())), None)
         if mask is None:
-            return state.previous(*args, **kwargs)
+            return state.forward(*args, **kwargs)
         compute = _along_tree if state.along_tree else _on_rows
         return compute(self, state, mask, args, kwargs)
 
@@ -198,10 +198,10 @@ def is_layout(value: object) -> TypeGuard[FlatMask]:
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that know of the tree."""
-    functions = tree_functions(mask.flat_layout, upstream.state_functions(state.previous), state.kernels)
+    functions = tree_functions(mask.flat_layout, upstream.state_functions(state.forward), state.kernels)
     without = [None if is_layout(value) else value for value in args]
     told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
-    return with_functions(state.previous, functions)(*without, **told)
+    return with_functions(state.forward, functions)(*without, **told)
 
 
 def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
@@ -222,7 +222,7 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
             states = next(filter(torch.is_tensor, (*group_args, *group_kwargs.values())))
             window = vars(layer).get("sliding_window")
             group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, states.dtype)
-        outputs.append(state.previous(*group_args, **group_kwargs, **told))
+        outputs.append(state.forward(*group_args, **group_kwargs, **told))
     # RWKV's blocks give their second layer the state that the first gives back
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
 
