@@ -130,30 +130,30 @@ def chart(folder: Path) -> list[str]:
 def headline(folder: Path) -> str:
     """What the README shows: of each training the newest result, with the stronger baseline of that or another one."""
     newest: dict[tuple[str, str], str] = {}
-    stronger: dict[str, tuple[dict[str, Any], str]] = {}  # the newest by machine, settings and rows
-    dated = sorted(results(folder), key=lambda each: each[1].get("date", ""))
-    for path, result in dated:
-        page = f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}"
-        kept_runs = (run for run in result["runs"] if KEPT in run["methods"])
-        stronger |= {compared(path, result, run): (run, page) for run in kept_runs}
-    for path, result in dated:
-        if Path(path).stem in ("dpo", "sft"):
-            page, state = f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}", result["bytes_of_state"]
-            for run in result["runs"]:
-                if (key := (result["settings"]["task"], run["rows"])) in HEADLINE:
-                    faster, memory, budgeted, *off = newcomer_cells(run, state)
-                    kept_run, kept_page = stronger.get(compared(path, result, run), (run, page))
-                    kept = speed(kept_run, KEPT) if kept_page == page else f"[{speed(kept_run, KEPT)}]({kept_page})"
-                    cells = [f"[{HEADLINE[key]}]({page})", faster, memory, budgeted, kept, *off]
-                    newest[key] = f"| {' | '.join(cells)} |"
+    measured = [
+        (f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}", result, run)
+        for path, result in sorted(results(folder), key=lambda each: each[1].get("date", ""))
+        for run in result["runs"]
+    ]
+    # The newest by machine, settings and rows
+    stronger = {compared(*each): each for each in measured if KEPT in each[2]["methods"]}
+    for page, result, run in measured:
+        key = result["settings"]["task"], run["rows"]
+        if key not in HEADLINE or Path(page).stem not in ("dpo", "sft"):
+            continue
+        faster, memory, budgeted, *off = newcomer_cells(run, result["bytes_of_state"])
+        kept_page, _, kept_run = stronger.get(compared(page, result, run), (page, result, run))
+        kept = speed(kept_run, KEPT) if kept_page == page else f"[{speed(kept_run, KEPT)}]({kept_page})"
+        cells = [f"[{HEADLINE[key]}]({page})", faster, memory, budgeted, kept, *off]
+        newest[key] = f"| {' | '.join(cells)} |"
     lines = [newest[key] for key in HEADLINE if key in newest]
     return "\n".join([f"| {' | '.join(HEADLINE_HEADS)} |", "|-|-:|-:|-:|-:|-:|-:|", *lines])
 
 
-def compared(path: str, result: dict[str, Any], run: dict[str, Any]) -> str:
+def compared(page: str, result: dict[str, Any], run: dict[str, Any]) -> str:
     """What two runs have in common whose speeds over padded TRL can stand side by side."""
     settings = {**result["settings"], "batch_size": run["batch_size"]}
-    return repr((str(Path(path).parent), run["rows"], sorted(settings.items())))
+    return repr((str(Path(page).parent), run["rows"], sorted(settings.items())))
 
 
 def speed(run: dict[str, Any], name: str) -> str:

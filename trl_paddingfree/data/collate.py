@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
@@ -69,11 +69,9 @@ class FlatCollator(DataCollatorMixin):
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
-        options = {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
-        options |= {name: getattr(self, name) for name in self.padded_by}
-        starts = None  # rows begin in the first column
-        labels, lengths = self.row_labels(rows), lengths[:, 0].tolist()
-        return FlatBatch.from_padded(rows["input_ids"], labels, lengths, starts, **options)
+        options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
+        options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
+        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)
