@@ -51,9 +51,9 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
     decisions: list[tuple[int, int]] = []
     plan, start = FlatTrainer.plan_steps, MemoryBudget.start
 
-    def plan_steps(trainer):
+    def plan_steps(trainer, model):
         is_new = trainer.flat.memory is None
-        plan(trainer)
+        plan(trainer, model)
         if is_new and (memory := trainer.flat.memory) is not None:
             per_token = np.array(LOADS) == "tokens"
             nothing, one = 0.0 * per_token, 1.0 * per_token

@@ -76,7 +76,7 @@ def counted(trainer, batch, number):
     memory, base = trainer.flat.memory, trainer.flat_base(trainer.model)
     counter = SavedBytes(base, memory.layers)
     batch = {name: value for name, value in batch.items() if name != "rows"}
-    batch["flat_batch"] = replace(batch["flat_batch"], recomputed=number)
+    batch["flat_batch"] = replace(batch["flat_batch"], num_recomputed=number)
     trainer.model.train()
     with counter.counting():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
@@ -141,9 +141,9 @@ def fail_once_planned(monkeypatch, attempts, in_backward, prepare=lambda memory:
     """Have allocations fail as in [`failing`] for the rest of a test, in trainers whose memory is planned from now."""
     begin = FlatTrainer.plan_steps
 
-    def plan(trainer):
+    def plan(trainer, model):
         planned = trainer.flat.memory is not None
-        begin(trainer)
+        begin(trainer, model)
         if not planned and (memory := trainer.flat.memory) is not None:
             prepare(memory)
             failing(trainer, attempts, in_backward).__enter__()

@@ -53,7 +53,7 @@ class FlatBatch(HasTensors):
             Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
         num_scored (`int`, *optional*):
             How many tokens the loss scores at a time, if it does so above the model: those of all rows and parts.
-        recomputed (`int`, *optional*):
+        num_recomputed (`int`, *optional*):
             How many layers recompute their activations in a pass with gradients. By default, those that are set to.
         parts (`tuple[RowPart, ...]`, *optional*):
             The same rows in parts, if a pass with gradients is to compute one after another.
@@ -85,7 +85,7 @@ class FlatBatch(HasTensors):
     packed: int | None = None
     empty_rows: int = 0
     num_scored: int | None = None
-    recomputed: int | None = None
+    num_recomputed: int | None = None
     parts: "tuple[RowPart, ...]" = ()
 
     @classmethod

@@ -147,7 +147,7 @@ class Budget:
         if memory is None:
             return whole
         memory.start(whole, number, rows.num_items)
-        return replace(whole, recomputed=number)
+        return replace(whole, num_recomputed=number)
 
     def _in_parts(self, whole: FlatBatch, rows: HostRows, reach: int | None) -> FlatBatch:
         """A batch with the parts in which it fits, each with how many layers recompute in it on top."""
@@ -158,10 +158,10 @@ class Budget:
         if self.is_reentrant and accelerator.num_processes > 1:
             reason = "with `use_reentrant=True` processes exchange gradients of its last part only"
             raise self._cannot_split(whole, reason)
-        beside = self.gradient_bytes if rows.num_items > 1 else 0
+        extra = self.gradient_bytes if rows.num_items > 1 else 0
 
         def keeps_all(part: RowPart) -> bool:
-            in_memory = memory is None or memory.keeps_all(part.batch, beside)
+            in_memory = memory is None or memory.keeps_all(part.batch, extra)
             return in_memory and (self.limit is None or part.batch.counts.computed <= self.limit)
 
         # Items that share prefixes need fewer tokens together than by themselves
@@ -170,22 +170,22 @@ class Budget:
         parts = parts_that_fit(tokens, int(most), self.split, lambda items: rows.part(items, reach), keeps_all)
         batches = [replace(part.batch, companion=None, packed=whole.packed) for part in parts]
         if memory is not None:
-            self._refuse_large(batches, beside)
-            numbers = [memory.num_recomputed(batch, beside) for batch in batches]
-            batches = [replace(batch, recomputed=number) for batch, number in zip(batches, numbers, strict=True)]
+            self._refuse_large(batches, extra)
+            numbers = [memory.num_recomputed(batch, extra) for batch in batches]
+            batches = [replace(batch, num_recomputed=number) for batch, number in zip(batches, numbers, strict=True)]
             largest = int(np.argmax(list(map(memory.peak, batches, numbers))))
-            memory.start(batches[largest], numbers[largest], len(parts[largest].rows), beside, numbers)
+            memory.start(batches[largest], numbers[largest], len(parts[largest].rows), extra, numbers)
         parts = [replace(part, batch=batch) for part, batch in zip(parts, batches, strict=True)]
         return replace(whole, parts=tuple(parts))
 
-    def _refuse_large(self, batches: Sequence[FlatBatch], beside: int = 0) -> None:
+    def _refuse_large(self, batches: Sequence[FlatBatch], extra: int = 0) -> None:
         """Refuse a part that memory cannot hold: unless a failed allocation has made the budget smaller since."""
         memory = self.memory
         if memory is None or memory.has_shrunk:
             return
         for batch in batches:
-            if not memory.can_hold(batch, beside):
-                raise memory.too_small_for(batch, *self.smallest_part, beside)
+            if not memory.can_hold(batch, extra):
+                raise memory.too_small_for(batch, *self.smallest_part, extra)
 
     def _cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
         if self.memory is not None and not self.memory.can_hold(batch):

@@ -40,9 +40,8 @@ class Pass:
     batch: FlatBatch  # that needs most: a micro-batch, or a part of one beneath the loss
     number: int  # of its layers that recompute
     num_items: int  # in it, between which it may be split
-    beside: int  # bytes that are needed besides
-    recomputed: int  # layers that are computed again, with their parts or by themselves
-    recomputes_twice: bool  # whether layers recompute within parts that are computed again
+    extra: int  # bytes that are needed on top
+    in_parts: Sequence[int]  # layers that recompute in each part beneath the loss, all of which are computed again
     expected: int  # bytes at its peak
     held: int  # bytes before it
 
@@ -71,7 +70,7 @@ class MemoryBudget:
         self.layers, self.route, self.device_memory = layers, route, device_memory
         self.has_shrunk = False
         self.current: Pass | None = None  # the pass that is being made, from its decision on
-        self.micro_batches = self.recomputed = self.predicted = 0
+        self.micro_batches = self.layers_recomputed = self.predicted = 0
         self.observed, self.most_measured = 0, 0.0
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -81,42 +80,42 @@ class MemoryBudget:
         scored = None if self.group is None else max(scored_sizes(batch, self.group.size))
         return load(batch, self.route, self.device_memory.device, scored)
 
-    def num_recomputed(self, batch: FlatBatch, beside: int = 0) -> int:
-        """How many layers must recompute, if `beside` bytes are needed besides."""
-        return self.needs.num_recomputed(self._load(batch), self.budget - beside)
+    def num_recomputed(self, batch: FlatBatch, extra: int = 0) -> int:
+        """How many layers must recompute, if `extra` bytes are needed on top."""
+        return self.needs.num_recomputed(self._load(batch), self.budget - extra)
 
     def peak(self, batch: FlatBatch, number: int) -> int:
         """Bytes at the peak if `number` layers recompute."""
         return int(self.needs.peaks(self._load(batch))[number])
 
-    def can_hold(self, batch: FlatBatch, beside: int = 0) -> bool:
+    def can_hold(self, batch: FlatBatch, extra: int = 0) -> bool:
         """Whether a batch fits if all activations are recomputed."""
-        return self.least(batch, beside) <= self.budget
+        return self.least(batch, extra) <= self.budget
 
-    def keeps_all(self, batch: FlatBatch, beside: int = 0) -> bool:
+    def keeps_all(self, batch: FlatBatch, extra: int = 0) -> bool:
         """Whether a batch fits if nothing is recomputed."""
-        return self.peak(batch, 0) + beside <= self.budget
+        return self.peak(batch, 0) + extra <= self.budget
 
     def most_tokens(self, batch: FlatBatch) -> int:
         """The most tokens that fit, if they are scored and shared in the proportions of a batch."""
         sizes, tokens = self._load(batch), batch.counts.computed
         return self.needs.most_tokens(lambda part: np.array([1, *(sizes[1:] * part / tokens)]), self.budget)
 
-    def least(self, batch: FlatBatch, beside: int = 0) -> int:
+    def least(self, batch: FlatBatch, extra: int = 0) -> int:
         """The least bytes in which a batch can be computed."""
-        return int(self.needs.peaks(self._load(batch)).min()) + beside
+        return int(self.needs.peaks(self._load(batch)).min()) + extra
 
-    def least_gib(self, batch: FlatBatch, beside: int = 0) -> float:
+    def least_gib(self, batch: FlatBatch, extra: int = 0) -> float:
         """The least `memory_budget` for a batch, rounded up."""
-        return math.ceil(self.least(batch, beside) / GIB * 1000) / 1000
+        return math.ceil(self.least(batch, extra) / GIB * 1000) / 1000
 
-    def too_small_for(self, batch: FlatBatch, example: str, lower: str = "`max_length`", beside: int = 0) -> ValueError:
+    def too_small_for(self, batch: FlatBatch, example: str, lower: str = "`max_length`", extra: int = 0) -> ValueError:
         """The error of an example that does not fit; `lower` names what makes it smaller."""
-        least = self.least_gib(batch, beside)
+        least = self.least_gib(batch, extra)
         return ValueError(
             f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {example} needs: {least:.3f} "
             f"GiB for {batch.counts.computed} tokens with all activations recomputed, of which "
-            f"{(self.needs.fixed + beside) / GIB:.3f} GiB are weights, gradients, the optimizer and what others hold. "
+            f"{(self.needs.fixed + extra) / GIB:.3f} GiB are weights, gradients, the optimizer and what others hold. "
             f"Raise it to at least {least:.3f}, or lower {lower}."
         )
 
@@ -130,7 +129,7 @@ class MemoryBudget:
 
     def why_not_again(self, accelerator: Accelerator, is_reentrant: bool) -> str:
         """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
-        if self.current is not None and self.current.recomputes_twice and is_reentrant:
+        if self.current is not None and any(self.current.in_parts) and is_reentrant:
             return (
                 "Layers that recompute within parts of a micro-batch add to the same gradients several times with "
                 "`use_reentrant=True`, so that it cannot be computed again. Leave `use_reentrant` out."
@@ -151,45 +150,38 @@ class MemoryBudget:
     # --- account ----------------------------------------------------------------------------------------------------
 
     def start(
-        self, batch: FlatBatch, number: int, num_items: int, beside: int = 0, in_parts: Sequence[int] = ()
+        self, batch: FlatBatch, number: int, num_items: int, extra: int = 0, in_parts: Sequence[int] = ()
     ) -> None:
         """
-        A forward and backward pass begins, in which `number` layers recompute of a `batch` of `num_items`, and `beside`
-        bytes are needed besides. It may be the largest of some, in which as many layers recompute as `in_parts` says.
+        A forward and backward pass begins, in which `number` layers recompute of a `batch` of `num_items`, and `extra`
+        bytes are needed on top. It may be the largest of some, in which as many layers recompute as `in_parts` says.
         """
-        self.current = Pass(
-            batch,
-            number,
-            num_items,
-            beside,
-            recomputed=len(self.layers) if in_parts else number,
-            recomputes_twice=any(in_parts),
-            expected=self.peak(batch, number) + beside,
-            held=self.device_memory.held,
-        )
+        expected = self.peak(batch, number) + extra
+        self.current = Pass(batch, number, num_items, extra, in_parts, expected, self.device_memory.held)
         self.device_memory.reset()
 
     def finish(self, has_stepped: bool) -> None:
         """It ended well; `has_stepped` says whether the optimizer has its state by now."""
-        assert self.current is not None
+        made = self.current
+        assert made is not None
         self.micro_batches += 1
-        self.recomputed += self.current.recomputed
-        self.predicted = max(self.predicted, self.current.expected)
+        self.layers_recomputed += len(self.layers) if made.in_parts else made.number
+        self.predicted = max(self.predicted, made.expected)
         # Without gradients and moments, the peak would look as if activations needed next to nothing
         if has_stepped and self.device_memory.can_reset and self.observed < CORRECTED:
-            self._correct(self.current)
+            self._correct(made)
 
     def _correct(self, made: Pass) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""
         needs = self.needs
         self.observed += 1
-        uncorrected = (made.expected - needs.fixed - made.beside) / needs.correction
+        uncorrected = (made.expected - needs.fixed - made.extra) / needs.correction
         # What holds memory beside the models may have come since the plan was made
         held, peak = made.held, self.device_memory.current
         if self.group is not None:
             held, peak = self.group.largest([held, peak]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
-        self.most_measured = max(self.most_measured, (peak - needs.fixed - made.beside) / uncorrected)
+        self.most_measured = max(self.most_measured, (peak - needs.fixed - made.extra) / uncorrected)
         if self.most_measured > needs.correction or self.observed == CORRECTED:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
 
@@ -218,14 +210,14 @@ class MemoryBudget:
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
         """Figures since the last call: over all processes the mean share of layers, and the highest prediction."""
-        counts = [self.micro_batches * len(self.layers), self.recomputed, self.predicted / GIB, self.budget / GIB]
-        gathered = of_all_processes(counts, accelerator)
-        self.micro_batches = self.recomputed = 0
-        layers, recomputed = gathered[:, :2].sum(0).tolist()
-        if not layers:
+        layers, memory = [self.micro_batches * len(self.layers), self.layers_recomputed], [self.predicted, self.budget]
+        gathered = of_all_processes([*layers, *(size / GIB for size in memory)], accelerator)
+        self.micro_batches = self.layers_recomputed = 0
+        num_layers, recomputed = gathered[:, :2].sum(0).tolist()
+        if not num_layers:
             return {}
         return {
-            "flat/recomputed": recomputed / layers,
+            "flat/recomputed": recomputed / num_layers,
             "flat/predicted_memory_gib": gathered[:, 2].max().item(),
             "flat/memory_budget_gib": gathered[:, 3].min().item(),
         }
@@ -269,7 +261,7 @@ def adds_up_shards(accelerator: Accelerator) -> bool:
 
 def plan_memory(
     option: float | str,
-    flat: FlatModel,
+    flat_model: FlatModel,
     device_memory: PeakMemory,
     *,
     accelerator: Accelerator,
@@ -281,14 +273,16 @@ def plan_memory(
     arguments: Inputs | None = None,
 ) -> MemoryBudget:
     """
-    The plan of a run whose models have their weights, for `flat`, the one that is trained, under `memory_budget`, the
-    `option`. Refuses models without layers that can recompute.
+    The plan of a run whose models have their weights, for `flat_model`, the one that is trained, under
+    `memory_budget`, the `option`. Batches tell that one how many of the plan's layers recompute. Refuses models without
+    layers that can.
 
-    `models` are all that hold weights, `flat` first, which an engine has `wrapped`. `optimizer` is the one that trains
-    or, before there is one, its class and the arguments of that. `head` is what the loss puts on the model, `images`
-    are arguments of calls that differ in their number, and `arguments` what training gives the model beside a batch.
+    `models` are all that hold weights, the trained one first, which an engine has `wrapped`. `optimizer` is the one
+    that trains or, before there is one, its class and the arguments of that. `head` is what the loss puts on the model,
+    `images` are arguments of calls that differ in their number, and `arguments` what training gives the model beside a
+    batch.
     """
-    base = flat.model
+    base = flat_model.model
     layers = recomputable_layers(base, bool(images))
     if not layers:
         raise ValueError(
@@ -297,7 +291,7 @@ def plan_memory(
         )
     # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
     call = wrapped if is_sharded(accelerator) else None
-    kept = count_kept_bytes(base, flat.route, call, accelerator.device, images, **(arguments or {}))
+    kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **(arguments or {}))
     if images:  # a tower that nothing trains keeps nothing
         working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
         layers, kept = [layers[i] for i in working], kept.of(working)
@@ -315,7 +309,8 @@ def plan_memory(
         taken = inspect.signature(type(inner)).parameters
         made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in taken}
     fixed, budget = fixed_bytes(models, made_by, held), budget_bytes(option, accelerator.device)
-    if (group := flat.group) is not None:  # all plan for the process that needs most, and that has least
+    if (group := flat_model.group) is not None:  # all plan for the process that needs most, and that has least
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
-    return MemoryBudget(option, budget, needs_of(kept, fixed, head), layers, flat.route, device_memory, group)
+    flat_model.recomputable, needs = layers, needs_of(kept, fixed, head)
+    return MemoryBudget(option, budget, needs, layers, flat_model.route, device_memory, group)

@@ -1,7 +1,6 @@
 """A model that computes flat batches: one object holds the route, and all else that is kept of such a model."""
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, of_parts
+from .restored import mark_of
 from .routes import ATTENTION_BACKENDS, Route
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
@@ -109,9 +109,7 @@ class FlatModel:
     @property
     def _is_called(self) -> bool:
         """Whether the model's forward is ours, or has it inside."""
-        # Whoever wraps it may copy its attributes too: only a wrapper that does not is looked into
-        innermost = inspect.unwrap(self.model.forward, stop=lambda function: "depth" in vars(function))
-        return vars(innermost).get("depth") == len(self.forwards) - 1
+        return mark_of(self.model, "depth") == len(self.forwards) - 1
 
     def _called(self, depth: int, args: tuple, kwargs: Inputs) -> object:
         """Our forward, as it was put on with `depth` others beneath."""
@@ -179,8 +177,8 @@ class FlatModel:
         """Before a batch is computed: with gradients, as many layers recompute as it says, whatever TRL has set."""
         if torch.is_grad_enabled():
             self.has_trained = True
-            if batch.recomputed is not None:
-                recompute_first(self.recomputable, batch.recomputed)
+            if batch.num_recomputed is not None:
+                recompute_first(self.recomputable, batch.num_recomputed)
 
     @contextmanager
     def must_train(self, trainer: object) -> Iterator[None]:

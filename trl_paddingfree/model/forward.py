@@ -51,7 +51,7 @@ def is_pooled(model: PreTrainedModel) -> bool:
 
 
 def flat_forward(
-    flat: "FlatModel",
+    flat_model: "FlatModel",
     batch: FlatBatch,
     *,
     input_ids: torch.Tensor | None = None,
@@ -67,7 +67,7 @@ def flat_forward(
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
     `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
-    model, in_parts = flat.model, batch.parts and torch.is_grad_enabled()
+    model, in_parts = flat_model.model, batch.parts and torch.is_grad_enabled()
     if in_parts and not (fused_lm_head and labels is not None):  # whole logits would not fit in parts either
         raise ValueError(
             "A micro-batch that does not fit into its budget runs in parts beneath the loss, and there the model must "
@@ -76,49 +76,54 @@ def flat_forward(
         )
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     beside: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
-    if flat.group is not None and not fused_lm_head:
+    if flat_model.group is not None and not fused_lm_head:
         raise ValueError(
-            f"`sequence_parallel_size={flat.group.size}`: processes have slices of the tokens, and no logits of rows. "
-            "Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
+            f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "
+            "rows. Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
         )
     if is_pooled(model):
         assert input_ids is not None
-        return _pooled(flat, batch, input_ids, beside)
+        return _pooled(flat_model, batch, input_ids, beside)
     if not fused_lm_head:
-        return _model_output(flat, batch, labels, beside)
+        return _model_output(flat_model, batch, labels, beside)
     assert labels is not None
-    outputs = scored_in_parts(flat, batch, beside, labels) if in_parts else scored_in_rows(flat, batch, beside)[0]
+    if in_parts:
+        outputs = scored_in_parts(flat_model, batch, beside, labels)
+    else:
+        outputs, _ = scored_in_rows(flat_model, batch, beside)
     return _with_loss(model, outputs, labels, beside)
 
 
-def scored_in_rows(flat: "FlatModel", batch: FlatBatch, beside: Inputs) -> "Scored":
+def scored_in_rows(flat_model: "FlatModel", batch: FlatBatch, beside: Inputs) -> "Scored":
     """
     What TRL's fused head says of rows, given what is `beside` them: its [`~trl.trainer.utils.FusedCausalLMOutput`] with
     fields of shape `(R, L-1)`. And the logits of routers, of shape `(T, experts)` for each layer, or `None`.
     """
-    group = flat.group
-    own = batch if group is None else group.slice(batch, flat.model.config.get_text_config())
-    apart = nullcontext() if group is None or not flat.model.training else group.drawing_apart(flat.model)
-    with apart, flat_backbone(flat, own, own.scored_of) as given:
-        inputs = {**flat_inputs(flat, own), "shift_labels": own.shift_labels}
-        outputs = flat.forwards[-1](**beside, **inputs, fused_lm_head=True)
+    group = flat_model.group
+    own = batch if group is None else group.slice(batch, flat_model.model.config.get_text_config())
+    apart = nullcontext() if group is None or not flat_model.model.training else group.drawing_apart(flat_model.model)
+    with apart, flat_backbone(flat_model, own, own.scored_of) as given:
+        inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
+        outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
     values = _per_token(outputs) if group is None else group.gather_scored(_per_token(outputs), batch)
     outputs = replace(outputs, **{name: batch.scored_to_rows(x) for name, x in values.items()})
     routers = None if outputs.aux_loss is None else given[0]["router_logits"]
     if routers is not None and group is not None:  # their loss is one of all tokens
         routers = tuple(group.gather_tokens(x, batch.layout.segments.num_tokens) for x in routers)
-        outputs = replace(outputs, aux_loss=upstream.router_loss(flat.model, routers, batch.token_rows))
+        outputs = replace(outputs, aux_loss=upstream.router_loss(flat_model.model, routers, batch.token_rows))
     return outputs, routers
 
 
-def scored_in_parts(flat: "FlatModel", batch: FlatBatch, beside: Inputs, labels: torch.Tensor) -> "FusedCausalLMOutput":
+def scored_in_parts(
+    flat_model: "FlatModel", batch: FlatBatch, beside: Inputs, labels: torch.Tensor
+) -> "FusedCausalLMOutput":
     """
     What [`scored_in_rows`] says, of rows that the model computes in parts, one after another, with the gradients of the
     whole. The loss is the caller's, over all rows: one that couples rows is as exact as any other.
     """
 
     def answer(part: RowPart, _: torch.Tensor) -> "Scored":
-        return scored_in_rows(flat, part.batch, {**beside, **part.arguments})
+        return scored_in_rows(flat_model, part.batch, {**beside, **part.arguments})
 
     outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
     order = torch.cat([part.rows for part in batch.parts]).argsort()
@@ -128,25 +133,25 @@ def scored_in_parts(flat: "FlatModel", batch: FlatBatch, beside: Inputs, labels:
         return whole
     layers = tuple(map(torch.cat, zip(*routers, strict=True)))  # the loss of routers is one of all tokens together
     weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
-    return replace(whole, aux_loss=upstream.router_loss(flat.model, layers, weights))
+    return replace(whole, aux_loss=upstream.router_loss(flat_model.model, layers, weights))
 
 
-def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Answer], beside: torch.Tensor) -> list[Answer]:
+def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Answer], tensor: torch.Tensor) -> list[Answer]:
     """
-    What `answer` gives of each part, one after another, and of a tensor `beside` it. Each keeps nothing between its
+    What `answer` gives of each part, one after another, and of a `tensor`. Each keeps nothing between its
     forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
     what it computed.
     """
     *first, last = batch.parts
     # By the device of the tensor, what is checkpointed finds the random state to come back to
-    return [checkpoint(answer, part, beside, use_reentrant=False) for part in first] + [answer(last, beside)]
+    return [checkpoint(answer, part, tensor, use_reentrant=False) for part in first] + [answer(last, tensor)]
 
 
-def flat_inputs(flat: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
+def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
     """The arguments of a model that are flat tensors."""
     # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
     # of all rows, so a token counts once for each row that contains it
-    positions = flat_positions(flat.model, batch)
+    positions = flat_positions(flat_model.model, batch)
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
 
 
@@ -169,11 +174,13 @@ def _with_loss(
     return replace(outputs, **masked, label_mask=label_mask, loss=loss)
 
 
-def _model_output(flat: "FlatModel", batch: FlatBatch, labels: torch.Tensor | None, beside: Inputs) -> ModelOutput:
+def _model_output(
+    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor | None, beside: Inputs
+) -> ModelOutput:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
     arguments = beside if labels is None else {**beside, "labels": labels}
-    with flat_backbone(flat, batch, None if labels is None else batch.tokens_to_rows, calls_decoder=True):
-        outputs = flat.forwards[-1](**arguments, **flat_inputs(flat, batch))
+    with flat_backbone(flat_model, batch, None if labels is None else batch.tokens_to_rows, calls_decoder=True):
+        outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
     if labels is None:
         logits = batch.tokens_to_rows(outputs.logits)
     else:
@@ -182,7 +189,7 @@ def _model_output(flat: "FlatModel", batch: FlatBatch, labels: torch.Tensor | No
     return type(outputs)(logits=logits, **kept)
 
 
-def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, beside: Inputs) -> ModelOutput:
+def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, beside: Inputs) -> ModelOutput:
     """
     The output of a head that reads one token of each row.
 
@@ -191,20 +198,20 @@ def _pooled(flat: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, beside
     """
     if batch.empty_rows:
         raise ValueError(f"{batch.empty_rows} of {len(batch.row_mask)} rows have no token to read: leave them out.")
-    is_token = (input_ids != flat.model.config.get_text_config().pad_token_id) & batch.row_mask
+    is_token = (input_ids != flat_model.model.config.get_text_config().pad_token_id) & batch.row_mask
     last = (torch.arange(input_ids.size(1), device=input_ids.device) * is_token).argmax(1, keepdim=True)
     positions = batch.row_index.gather(1, last)
 
     def read(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    with flat_backbone(flat, batch, read, swaps_inputs=True):
-        return flat.forwards[-1](**beside, input_ids=input_ids.gather(1, last))
+    with flat_backbone(flat_model, batch, read, swaps_inputs=True):
+        return flat_model.forwards[-1](**beside, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
 def flat_backbone(
-    flat: "FlatModel",
+    flat_model: "FlatModel",
     batch: FlatBatch,
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     swaps_inputs: bool = False,
@@ -217,13 +224,13 @@ def flat_backbone(
     With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
     `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
     """
-    flat.prepare(batch)
-    model, layout, backend = flat.model, batch.layout, flat.route.backend
-    told = state_arguments(model.base_model, layout) if flat.carries_state else {}
+    flat_model.prepare(batch)
+    model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
+    told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
     told["use_cache"] = False
     if "attention_mask" not in told:
         config = model.config.get_text_config()
-        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat.carries_state)
+        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls

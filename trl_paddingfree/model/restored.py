@@ -1,5 +1,6 @@
-"""Attributes, modes, buffers and random state that a context changes and puts back; the local part of a tensor."""
+"""What a context changes and puts back, whether a forward is still ours, and the local part of a tensor."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -62,6 +63,13 @@ def random_state_restored(model: torch.nn.Module) -> Iterator[None]:
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == accelerator.type}
     with torch.random.fork_rng(sorted(devices), device_type=accelerator.type):
         yield
+
+
+def mark_of(module: torch.nn.Module, name: str) -> object:
+    """What our forward of a module has under `name`; `None` if the module has another by now, or never had ours."""
+    # Whoever wraps it may copy its attributes too: only a wrapper that does not is looked into
+    innermost = inspect.unwrap(module.forward, stop=lambda function: name in vars(function))
+    return vars(innermost).get(name)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

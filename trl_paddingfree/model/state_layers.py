@@ -25,6 +25,7 @@ from ..flat.layout import FlatLayout, GatherRows, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
 from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
+from .restored import mark_of
 from .state_tree import step_cost, tree_functions, with_functions
 
 # Where a layer keeps its [`StateForward`]: copies of the layer come with copies of it
@@ -81,8 +82,7 @@ def _own_forward(layer: torch.nn.Module) -> Callable:
 
 def _installed(layer: torch.nn.Module) -> "StateForward | None":
     """What our forward knows, if the forward of a layer is ours, or has it inside: others may have put theirs back."""
-    innermost = inspect.unwrap(layer.forward, stop=lambda function: ATTRIBUTE in vars(function))
-    return vars(layer)[ATTRIBUTE] if ATTRIBUTE in vars(innermost) else None
+    return vars(layer)[ATTRIBUTE] if mark_of(layer, ATTRIBUTE) else None
 
 
 def _can_go_along_tree(layer: torch.nn.Module) -> bool:

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,18 +176,6 @@ def draw(runs: dict[str, Trajectory], summary: Summary, path: Path) -> None:
     plot_runs(losses, figures, summary["task"].upper(), path)
 
 
-def sample(trainer: Any, data: Dataset, max_new_tokens: int = 48) -> dict[str, str]:
-    """The last message before an answer in the data as the question, and what the trained model answers."""
-    tokenizer, row = trainer.processing_class, data[0]
-    prompt = row.get("prompt") or row.get("messages", [])[:1] or next(texts(data))[:200]
-    chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
-    inputs = (tokenizer if isinstance(prompt, str) else chat)(prompt, return_tensors="pt")
-    model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
-    answer = tokenizer.decode(output[0, inputs["input_ids"].size(1) :], skip_special_tokens=True).strip()
-    return {"question": prompt if isinstance(prompt, str) else prompt[-1]["content"], "answer": answer}
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the quick start with options of the command line. Exit code 0 if the losses are equal up to rounding."""
     console, output_dir = Console(stderr=args.json), Path(args.output_dir)
@@ -206,14 +193,10 @@ def run(args: argparse.Namespace) -> int:
     runs = compare(task, model, data, args, console)
     summary = summarize(task, runs)
     (output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    # A model from scratch, minutes old, has no answer worth reading
-    shown = {} if args.model is None else {"sample": sample(runs[OURS].trainer, data)}
     if args.json:
-        sys.stdout.write(json.dumps({**summary, **shown}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(summary, indent=2) + "\n")
     else:
         print_summary(summary, console)
-        for said in shown.values():
-            console.print(f"\nAsked:    {said['question']}\nAnswered: {said['answer']}\n", markup=False)
     drawn(lambda: draw(runs, summary, output_dir / "chart.png"), output_dir / "chart.png", console)
     if not summary["equal"]:
         console.print(

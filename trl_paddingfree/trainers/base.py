@@ -88,9 +88,8 @@ class FlatTrainer(GroupedTrainer):
         self.counts = TokenCounts()
         arguments["args"] = config = config_of(type(self), arguments)
         options = options_of(type(self), config)
-        self.flat = FlatState(
-            options, pads=not vars(config).get("padding_free", True)
-        )  # not all of TRL's have the flag
+        pads = not vars(config).get("padding_free", True)  # not all of TRL's have the flag
+        self.flat = FlatState(options, pads)
         self.refuse_ungrouped(arguments)
         if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
@@ -115,7 +114,7 @@ class FlatTrainer(GroupedTrainer):
         self.refuse_data(refusals.given_datasets(arguments))
         self.refuse_micro_batches()
         if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
-            self.plan_steps()
+            self.plan_steps(self.model)
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
@@ -180,8 +179,7 @@ class FlatTrainer(GroupedTrainer):
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.prove_placed(model)  # if it still had to wait for the weights, so had the plan
-        self.plan_steps()
+        self.plan_steps(model)  # if it still had to wait for the weights
         trl_step = super().training_step
 
         def step(inputs: Inputs) -> torch.Tensor:
@@ -226,8 +224,9 @@ class FlatTrainer(GroupedTrainer):
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
-    def plan_steps(self) -> None:
-        """Plan for the budgets that were asked for, and refuse what no example fits into. Once."""
+    def plan_steps(self, model: torch.nn.Module) -> None:
+        """Plan for the budgets, once a `model` is proven, and refuse what no example fits into. Once."""
+        self.prove_placed(model)
         flat = self.flat
         if flat.steps is not None or not flat.options.has_budget:
             return

@@ -131,9 +131,9 @@ class OnlineTrainer(FlatTrainer):
         num_scored = rows * self.max_completion_length if self.scores_together else None
         labels = [IGNORE_INDEX] * prompt + row[prompt:]
         batch = FlatBatch.from_rows([row], [labels], prefix_sharing=False, num_scored=num_scored)
-        beside = self.flat.budget.gradient_bytes if rows > 1 else 0
-        if not memory.can_hold(batch, beside):
-            raise memory.too_small_for(batch, name, self.smallest_part[1], beside)
+        extra = self.flat.budget.gradient_bytes if rows > 1 else 0
+        if not memory.can_hold(batch, extra):
+            raise memory.too_small_for(batch, name, self.smallest_part[1], extra)
 
     def longest_row(self) -> tuple[int, str]:
         """Tokens of the longest prompt, by its characters, or 1 where none is known before; and what its row is."""

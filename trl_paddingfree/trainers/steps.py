@@ -209,7 +209,6 @@ class TrainingSteps:
                     images=trainer.images_in_memory(),
                     arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
                 )
-            flat.trained.recomputable = memory.layers
         budget = Budget(
             memory,
             flat.options.max_tokens_per_micro_batch,
