@@ -8,6 +8,7 @@ import os
 import pkgutil
 import re
 import shlex
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import get_args
@@ -18,8 +19,9 @@ from trl import TrlParser
 import trl_paddingfree
 from scripts.benchmark.__main__ import make_parser as make_benchmark_parser
 from tests.helpers.pages import ROOT, blocks, short_and_local
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import conversations, lora, make_model, preference_data
 from tests.helpers.vision import vision_completions
+from tests.runs import make_trainer
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.model.routes import BACKENDS
@@ -221,6 +223,32 @@ def test_every_option_is_documented_with_its_default():
 def test_every_backend_is_documented():
     documented = [backend.strip("`") for backend, *_ in table("backend")]
     assert documented == [*BACKENDS]
+
+
+@pytest.mark.parametrize(("head", "budget"), [("in a step", None), ("under a budget", 60)])
+def test_a_step_calls_the_functions_of_the_page_in_its_order(head, budget, tokenizer):
+    data, given = preference_data(8, 0), {"peft_config": lora(), "processing_class": tokenizer}
+    options = {"max_tokens_per_micro_batch": budget, "oversized_examples": "alone"}
+    trainer = make_trainer("dpo", "shared", model=make_model(), train_dataset=data, **given, **options)
+    training_step, called = trainer.training_step, dict[tuple[str, str], None]()
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+            called[code.co_qualname, str(Path(code.co_filename).relative_to(PACKAGE))] = None
+
+    def watched(*args, **kwargs):
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            return training_step(*args, **kwargs)
+        finally:
+            sys.setprofile(before)
+
+    trainer.training_step = watched
+    trainer.train()
+    named = [(function.strip("`"), file.strip("`")) for function, file, _ in table(head)]
+    assert named == sorted(named, key=[*called].index)
 
 
 def test_every_logged_figure_is_documented():
