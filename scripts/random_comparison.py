@@ -21,7 +21,15 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-TASKS = {"dpo": "DPO", "sft": "SFT", "reward": "Reward", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO"}
+TASKS = {
+    "dpo": "DPO",
+    "sft": "SFT",
+    "reward": "Reward",
+    "kto": "KTO",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "distillation": "Distillation",
+}
 VERDICTS = ("same", "same in float64", "different", "failed", "refused", "TRL refuses")
 
 

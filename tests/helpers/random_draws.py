@@ -30,7 +30,8 @@ NO_ADAPTER = ("falcon_h1", "mamba2", "zamba2")  # PEFT refuses to adapt all of t
 EAGER_ONLY = ("gemma2", "gpt_oss", "mamba2")
 # Those with positions of their own: padding on the left, which TRL puts before prompts, moves them in padded TRL
 ABSOLUTE = ("gpt2", "opt")
-TASKS = ["dpo", "sft", "reward", "kto", "grpo", "rloo"]
+ONLINE = ("grpo", "rloo", "distillation")  # those that generate their rows
+TASKS = ["dpo", "sft", "reward", "kto", *ONLINE]
 # Where TRL itself keeps packed documents apart, so that there is something to compare with
 PACKABLE = ("llama", "qwen3", "olmo2", "starcoder2", "granite", "gpt2")
 LOSSES = [
@@ -59,7 +60,7 @@ def draw(seed: int) -> dict[str, Any]:
 
 def _model_type(rng: random.Random, task: str) -> str:
     known = [name for name in MODEL_TYPES + HYBRIDS if task != "reward" or name in CLASSIFIERS]
-    return rng.choice([name for name in known if task not in ("grpo", "rloo") or name not in ABSOLUTE])
+    return rng.choice([name for name in known if task not in ONLINE or name not in ABSOLUTE])
 
 
 def _common_options(rng: random.Random) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _common_options(rng: random.Random) -> dict[str, Any]:
 
 
 def _our_options(rng: random.Random, task: str, model_type: str) -> dict[str, Any]:
-    is_online = task in ("grpo", "rloo")  # the lengths of rows are not known beforehand
+    is_online = task in ONLINE  # the lengths of rows are not known beforehand
     ours: dict[str, Any] = {
         "prefix_sharing": rng.random() < 0.7,
         "flat_attention": rng.choice(["auto", "auto", "auto" if model_type == "falcon" else "segment", "mask"]),
@@ -206,6 +207,17 @@ def _rloo_options(rng: random.Random, model: dict, options: dict, data: dict) ->
     return {**_online_options(rng, model, options, data), "normalize_advantages": rng.random() < 0.5}
 
 
+def _distillation_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+    model["reference"] = _reference(rng, model, ["itself", "lora"])
+    model["teacher"] = rng.choice([model["type"], "llama", "gpt_neox"])
+    return {
+        "beta": rng.choice([0.0, 0.0, 0.3, 1.0]),
+        "temperature": rng.choice([1.0, 0.7]),
+        "max_completion_length": rng.choice([1, 5, 9]),
+        "shuffle_dataset": rng.random() < 0.7,
+    }
+
+
 _SPECIFIC: dict[str, Any] = {
     "dpo": _dpo_options,
     "sft": _sft_options,
@@ -213,4 +225,5 @@ _SPECIFIC: dict[str, Any] = {
     "kto": _kto_options,
     "grpo": _grpo_options,
     "rloo": _rloo_options,
+    "distillation": _distillation_options,
 }

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers.architectures import tiny_config
-from tests.helpers.random_draws import draw
+from tests.helpers.random_draws import EAGER_ONLY, draw
 from tests.helpers.tiny import WORDS, lora, make_tokenizer, score, text
 from tests.runs import TOLERANCE, Run, off_by, run
 from trl_paddingfree import UnprovenModelError
@@ -114,6 +114,7 @@ _ROWS: dict[str, Any] = {
     "kto": _unpaired,
     "grpo": _prompt,
     "rloo": _prompt,
+    "distillation": _prompt,
 }
 
 
@@ -128,11 +129,12 @@ def _arguments(drawn: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     dropout = {"attention_dropout": 0.0, "dropout": 0.0}  # padded runs draw other masks
 
-    def make(seed: int) -> Any:
+    def make(seed: int, model_type: str = model["type"]) -> Any:
         auto = AutoModelForSequenceClassification if drawn["task"] == "reward" else AutoModelForCausalLM
-        config = tiny_config(model["type"], **({"num_labels": 1} if drawn["task"] == "reward" else {}))
+        config = tiny_config(model_type, **({"num_labels": 1} if drawn["task"] == "reward" else {}))
         torch.manual_seed(seed)
-        made = auto.from_config(config, attn_implementation=model["attention"]).to(dtype)
+        attention = "eager" if model_type in EAGER_ONLY else model["attention"]
+        made = auto.from_config(config, attn_implementation=attention).to(dtype)
         if made.base_model is made:  # Llama 4, whose prefix is that of the model with images
             made.base_model_prefix = "model"
         for name, value in dropout.items():
@@ -150,6 +152,8 @@ def _arguments(drawn: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         given["ref_model"] = make(model["seed"] + (reference == "given"))
     if drawn["task"] in ("grpo", "rloo"):
         given["reward_funcs"] = score
+    if drawn["task"] == "distillation":
+        given["teacher_model"] = make(model["seed"] + 1, model["teacher"])
     return given
 
 
