@@ -3,6 +3,7 @@
 import gc
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -79,10 +80,25 @@ def test_parts_that_add_to_gradients_twice_are_not_computed_again(data, monkeypa
         run("grpo", "shared", **generating(), train_dataset=data, **kwargs)
 
 
-def test_an_allocation_that_always_fails_ends_the_run(folder):
-    trainer = budgeted("dpo", folder, preference_data(16, SEED))
+@pytest.mark.parametrize("loss_type", ["sigmoid", "aot"], ids=["above the loss", "beneath it"])
+def test_an_allocation_that_always_fails_ends_the_run(folder, loss_type, monkeypatch):
+    trainer = budgeted("dpo", folder, preference_data(16, SEED), loss_type=loss_type)
+    memory, tried = trainer.flat.memory, []
+
+    def lower(memory):
+        made = memory.current
+        tried.append(made.expected)
+        is_lower = type(memory).lower(memory)
+        assert not is_lower or memory.budget > memory.needs.fixed + made.extra  # which no activations need
+        return is_lower
+
+    monkeypatch.setattr(memory, "lower", partial(lower, memory))
     with failing(trainer, range(1000), False), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         trainer.train()
+    # Each attempt needs less than the one before, down to one example; 8 examples and 3 layers leave few
+    assert sorted(set(tried), reverse=True) == tried
+    assert 2 < len(tried) < 20
+    assert memory.current.num_items == 1
     # Who trains the model next decides for himself which layers recompute
     layers = trainer.flat.memory.layers
     recompute_first(layers, 0)

@@ -90,7 +90,7 @@ class Budget:
     """
     The budget of each pass that trains: the plan under `memory_budget`, a `limit` of tokens, or both.
 
-    `trained` are the parameters that get gradients. `split` says which items share a part beneath the loss or above it,
+    `parameters` are those that get gradients. `split` says which items share a part beneath the loss or above it,
     and `smallest_part` what the smallest is called, and what makes it smaller. `is_reentrant` is whether layers
     recompute as reentrant checkpoints do.
     """
@@ -100,46 +100,48 @@ class Budget:
         memory: MemoryBudget | None,
         limit: int | None,
         accelerator: Accelerator,
-        trained: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
         *,
         split: Split,
         is_reentrant: bool,
         smallest_part: tuple[str, str],
     ):
-        self.memory, self.limit, self.accelerator, self.trained = memory, limit, accelerator, trained
+        self.memory, self.limit, self.accelerator, self.parameters = memory, limit, accelerator, parameters
         self.split, self.is_reentrant, self.smallest_part = split, is_reentrant, smallest_part
 
     @cached_property
     def gradient_bytes(self) -> int:
         """Bytes that parts beneath a loss need on top: gradients are added up over them before they reach `grad`."""
-        return tensor_bytes(self.trained)
+        return tensor_bytes(self.parameters)
 
     def fits(self, batch: FlatBatch, is_alone: bool = False) -> bool:
         """Whether a batch need not be split. One item alone may be above the limit of tokens, but not above memory."""
         in_memory = self.memory is None or self.memory.can_hold(batch)
         return in_memory and (is_alone or self.limit is None or batch.counts.computed <= self.limit)
 
-    def _most_tokens(self, batch: FlatBatch) -> int:
-        """Tokens of a part to begin with."""
-        limits = [self.limit, None if self.memory is None else self.memory.most_tokens(batch)]
-        return min(limit for limit in limits if limit is not None)
+    def _most_tokens(self, whole: FlatBatch, tokens: Sequence[int]) -> int:
+        """Tokens of a part to begin with, as the sum of its items' own `tokens`: together, they may share prefixes."""
+        limits = [self.limit, None if self.memory is None else self.memory.most_tokens(whole)]
+        most = min(limit for limit in limits if limit is not None)
+        return int(most * max(sum(tokens) / whole.counts.computed, 1))
 
     def batches(self, whole: FlatBatch, rows: HostRows, make: Callable[[list[int]], Inputs]) -> list[Inputs]:
         """The batches, with a `"flat_batch"` each, that `make` gives of the items of `whole`, which does not fit."""
         fits = lambda batch: self.fits(batch["flat_batch"])  # noqa: E731
-        batches = parts_that_fit(rows.tokens(), self._most_tokens(whole), self.split, make, fits)
+        tokens = rows.tokens()
+        batches = parts_that_fit(tokens, self._most_tokens(whole, tokens), self.split, make, fits)
         self._refuse_large([batch["flat_batch"] for batch in batches])
         return batches
 
-    def decide(self, whole: FlatBatch, rows: HostRows, *, may_split: bool, reach: int | None = None) -> FlatBatch:
+    def decide(self, whole: FlatBatch, rows: HostRows, *, splits_beneath: bool, reach: int | None = None) -> FlatBatch:
         """
-        The batch of a pass that begins: told how many of its layers recompute and, if it `may_split`, in which parts
-        the model computes it beneath the loss. Their positions tell of `reach` tokens.
+        The batch of a pass that begins: told how many of its layers recompute and, if it `splits_beneath`
+        the loss, in which parts the model computes it there. Their positions tell of `reach` tokens.
         """
         memory = self.memory
-        fits = not may_split or self.fits(whole, is_alone=rows.num_items == 1)
+        fits = not splits_beneath or self.fits(whole, is_alone=rows.num_items == 1)
         number = 0 if memory is None else memory.num_recomputed(whole)
-        if is_sharded(self.accelerator) and (may_split or memory is not None):  # all processes recompute as often
+        if is_sharded(self.accelerator) and (splits_beneath or memory is not None):  # all processes recompute as often
             number, too_large = of_all_processes([number, not fits], self.accelerator).amax(0).tolist()
             fits = not too_large
         if not fits:
@@ -164,17 +166,17 @@ class Budget:
             in_memory = memory is None or memory.keeps_all(part.batch, extra)
             return in_memory and (self.limit is None or part.batch.counts.computed <= self.limit)
 
-        # Items that share prefixes need fewer tokens together than by themselves
         tokens = rows.tokens()
-        most = self._most_tokens(whole) * max(sum(tokens) / whole.counts.computed, 1)
-        parts = parts_that_fit(tokens, int(most), self.split, lambda items: rows.part(items, reach), keeps_all)
+        most = self._most_tokens(whole, tokens)
+        parts = parts_that_fit(tokens, most, self.split, lambda items: rows.part(items, reach), keeps_all)
         batches = [replace(part.batch, companion=None, packed=whole.packed) for part in parts]
         if memory is not None:
             self._refuse_large(batches, extra)
             numbers = [memory.num_recomputed(batch, extra) for batch in batches]
             batches = [replace(batch, num_recomputed=number) for batch, number in zip(batches, numbers, strict=True)]
             largest = int(np.argmax(list(map(memory.peak, batches, numbers))))
-            memory.start(batches[largest], numbers[largest], len(parts[largest].rows), extra, numbers)
+            num_items = len(parts[largest].rows) * rows.num_items // len(whole.row_mask)
+            memory.start(batches[largest], numbers[largest], num_items, extra, numbers)
         parts = [replace(part, batch=batch) for part, batch in zip(parts, batches, strict=True)]
         return replace(whole, parts=tuple(parts))
 
@@ -198,11 +200,11 @@ class Budget:
         )
 
     def shrink(self, error: RuntimeError) -> None:
-        """Lower the budget, if `error` says that memory ran out in a pass and another decision follows; or raise it."""
-        # Generation and the reference have memory of their own
+        """Lower the budget if `error` says that memory ran out in a pass, and another decision follows. Else raise."""
+        # Before the decision, there is no current pass: where a trainer generates its rows, with memory of its own
         if self.memory is None or self.memory.current is None or not is_allocation_failure(error):
             raise error
         if advice := self.memory.why_not_again(self.accelerator, self.is_reentrant):
             raise type(error)(f"{error}\n{advice}") from error
-        if not self.memory.shrink():
+        if not self.memory.lower():
             raise error

@@ -185,26 +185,26 @@ class MemoryBudget:
         if self.most_measured > needs.correction or self.observed == CORRECTED:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
 
-    def shrink(self) -> bool:
+    def lower(self) -> bool:
         """
         Lower the budget after a failed allocation, until another decision follows: not if nothing is left to recompute
         or to split.
         """
         assert self.current is not None
-        batch, number, before = self.current.batch, self.current.number, self.budget
-        sizes = self._load(batch)
-        peaks, changed = self.needs.peaks(sizes), False
-        budget = min(before, int(peaks[number]))
-        while not changed and budget > self.needs.fixed:
-            budget = int(self.needs.fixed + AFTER_FAILURE * (budget - self.needs.fixed))
-            splits = self.current.num_items > 1 and budget < peaks.min()
-            changed = splits or self.needs.num_recomputed(sizes, budget) > number
+        failed, before, changed = self.current, self.budget, False
+        sizes, held = self._load(failed.batch), self.needs.fixed + failed.extra
+        least, budget = int(self.needs.peaks(sizes).min()) + failed.extra, min(before, failed.expected)
+        while not changed and budget > held:
+            budget = int(held + AFTER_FAILURE * (budget - held))
+            splits = failed.num_items > 1 and budget < least
+            changed = splits or self.needs.num_recomputed(sizes, budget - failed.extra) > failed.number
         if changed:
             self.budget, self.has_shrunk = budget, True
             logger.warning(
-                f"An allocation failed with {number} of {len(self.layers)} layers recomputed ({batch.counts.computed} "
-                f"tokens, {peaks[number] / GIB:.3f} GiB predicted). The micro-batch is computed again, and the memory "
-                f"budget is {self.budget / GIB:.3f} GiB from here on, not {before / GIB:.3f}."
+                f"An allocation failed with {failed.number} of {len(self.layers)} layers recomputed "
+                f"({failed.batch.counts.computed} tokens, {failed.expected / GIB:.3f} GiB predicted). The micro-batch "
+                f"is computed again, and the memory budget is {self.budget / GIB:.3f} GiB from here on, not "
+                f"{before / GIB:.3f}."
             )
         return changed
 
@@ -312,5 +312,5 @@ def plan_memory(
     if (group := flat_model.group) is not None:  # all plan for the process that needs most, and that has least
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
-    flat_model.recomputable, needs = layers, needs_of(kept, fixed, head)
-    return MemoryBudget(option, budget, needs, layers, flat_model.route, device_memory, group)
+    flat_model.recomputable = layers
+    return MemoryBudget(option, budget, needs_of(kept, fixed, head), layers, flat_model.route, device_memory, group)

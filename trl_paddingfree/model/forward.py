@@ -235,8 +235,6 @@ def flat_backbone(
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
-    # By transformers' own arguments, in place of a mask. A vision tower has boundaries of its own, and would take these
-    take_boundaries = [model.get_decoder()] if takes_images(model) else backbones
     given: list[BaseModelOutput] = []
 
     def give_layout(module, args, kwargs):
@@ -262,8 +260,10 @@ def flat_backbone(
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
             hooks.enter_context(backbone.register_forward_hook(give_head))
-        for part in take_boundaries if backend == "positions" else ():
-            hooks.enter_context(part.register_forward_pre_hook(give_boundaries, with_kwargs=True))
+        if backend == "positions":  # by transformers' own arguments, in place of a mask
+            # A vision tower has boundaries of its own, and would take these
+            for module in [model.get_decoder()] if takes_images(model) else backbones:
+                hooks.enter_context(module.register_forward_pre_hook(give_boundaries, with_kwargs=True))
         yield given
     if not given:
         raise ValueError(

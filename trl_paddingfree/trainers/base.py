@@ -182,24 +182,27 @@ class FlatTrainer(GroupedTrainer):
         self.plan_steps(model)  # if it still had to wait for the weights
         trl_step = super().training_step
 
-        def step(inputs: Inputs) -> torch.Tensor:
+        def step(given: Inputs) -> torch.Tensor:
             with self.flat.trained.must_train(self):
-                return trl_step(model, inputs, num_items_in_batch)
+                return trl_step(model, given, num_items_in_batch)
 
         if self.flat.steps is None:
             return step(self.without_budget(inputs))
-        is_normalized = num_items_in_batch is not None
-        return self.flat.steps.run(step, self.parts_of(inputs, is_normalized), is_normalized)
+        whole = Part(inputs, is_normalized=num_items_in_batch is not None)
+        return self.flat.steps.run(step, self.parts_of(whole))
 
     def without_budget(self, inputs: Inputs) -> Inputs:
-        """What TRL's step gets of a micro-batch, which is counted here unless the model's call makes it flat."""
+        """What TRL's step gets of a micro-batch. Trainers with a collator count its tokens here."""
         return inputs
 
-    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
-        """The parts of a micro-batch that are computed one after another, on all processes as many as need be."""
-        return [Part(inputs)]
+    def parts_of(self, whole: Part) -> list[Part]:
+        """
+        The parts of a micro-batch, which are computed one after another. Where each backward pass is one of all
+        processes, they all get equally many.
+        """
+        return [whole]
 
-    def parts_again(self, part: Part, is_normalized: bool) -> list[Part]:
+    def parts_again(self, part: Part) -> list[Part]:
         """The parts of a part for which memory ran out, under the budget as it is now."""
         return [part]
 
@@ -208,7 +211,7 @@ class FlatTrainer(GroupedTrainer):
         return inputs
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.flat.pads:
+        if self.flat.pads:  # not by `when_flat`: padded tokens are counted, too
             if self.model.training:
                 self.counts.add(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)

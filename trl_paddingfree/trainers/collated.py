@@ -213,36 +213,36 @@ class CollatedTrainer(FlatTrainer):
         if not memory.can_hold(batches[worst]):
             raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
 
-    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
-        refuse_lost_batch(inputs, needs_rows=True)
+    def parts_of(self, whole: Part) -> list[Part]:
+        refuse_lost_batch(whole.inputs, needs_rows=True)
         # A worker sends them without the collator
-        inputs = {**inputs, "rows": replace(inputs["rows"], collator=self.data_collator)}
-        whole, rows, budget = inputs["flat_batch"], inputs["rows"], self.flat.budget
-        is_known = has_known_lengths(self.train_dataset) or budget.fits(whole)
-        if (limit := self.flat.options.most_tokens_of_example) and not is_known:  # a stream's, looked at as it comes
+        rows = replace(whole.inputs["rows"], collator=self.data_collator)
+        whole, batch = replace(whole, inputs={**whole.inputs, "rows": rows}), whole.inputs["flat_batch"]
+        is_checked = has_known_lengths(self.train_dataset) or self.flat.budget.fits(batch)
+        if (limit := self.flat.options.most_tokens_of_example) and not is_checked:  # a stream's, looked at as it comes
             refusals.refuse_oversized(limit, max(rows.tokens()), *self.smallest_part)
         if not self._adds_up:
-            return [Part(inputs)]
-        batches, accelerator = self._batches(inputs), self.accelerator
+            return [whole]
+        batches, accelerator = self._batches(whole.inputs), self.accelerator
         most = int(of_all_processes([len(batches)], accelerator).max())
         # Where each backward pass is one of all processes, those with fewer parts repeat one
         in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
-        parts = [Part(inputs)]
+        parts = [whole]
         if most > 1:  # on any process: all of them gather the metrics of parts
-            parts = weighted_parts(batches, self.part_sizes, parts[0], most if in_step else len(batches), is_normalized)
-        self.counts.add(whole.counts.in_parts([part.inputs["flat_batch"].counts for part in parts]))
+            parts = weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))
+        self.counts.add(batch.counts.in_parts([part.inputs["flat_batch"].counts for part in parts]))
         return parts
 
-    def parts_again(self, part: Part, is_normalized: bool) -> list[Part]:
+    def parts_again(self, part: Part) -> list[Part]:
         batches = self._batches(part.inputs) if self._adds_up else []
         if len(batches) < 2:
             return [part]
-        return weighted_parts(batches, self.part_sizes, part, len(batches), is_normalized)
+        return weighted_parts(batches, self.part_sizes, part, len(batches))
 
     def _batches(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which one is split by its budget; itself if it fits."""
         whole, rows, budget = inputs["flat_batch"], inputs["rows"], self.flat.budget
-        if budget.fits(whole):
+        if budget.fits(whole, is_alone=rows.num_items == 1):
             return [inputs]
         self._refuse_edits_of_whole(inputs)
         reach = self.reach_of(whole)
@@ -255,7 +255,7 @@ class CollatedTrainer(FlatTrainer):
 
     def decided(self, inputs: Inputs) -> Inputs:
         whole, beneath = inputs["flat_batch"], not self._adds_up
-        batch = self.flat.budget.decide(whole, inputs["rows"], may_split=beneath, reach=self.reach_of(whole))
+        batch = self.flat.budget.decide(whole, inputs["rows"], splits_beneath=beneath, reach=self.reach_of(whole))
         if beneath:  # parts above the loss are counted together
             self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
         return {**{name: value for name, value in inputs.items() if name != "rows"}, "flat_batch": batch}

@@ -89,7 +89,7 @@ class OnlineTrainer(FlatTrainer):
             if limit := flat.options.most_tokens_of_example:
                 refuse_oversized(limit, max(rows.lengths), *self.smallest_part)
             if flat.steps is not None:
-                batch = flat.budget.decide(batch, rows, may_split=True, reach=reach)
+                batch = flat.budget.decide(batch, rows, splits_beneath=True, reach=reach)
             self.counts.add(batch.counts.in_parts([each.batch.counts for each in batch.parts]))
         return batch.to(input_ids.device, non_blocking=True)
 
@@ -144,7 +144,7 @@ class OnlineTrainer(FlatTrainer):
         limit = f"`max_completion_length={self.max_completion_length}`"
         return prompt, f"a prompt of {prompt} tokens with a completion of {limit}"
 
-    def parts_again(self, part: Part, is_normalized: bool) -> list[Part]:
+    def parts_again(self, part: Part) -> list[Part]:
         assert self._generated is not None
         return [replace(part, inputs=self._generated)]
 

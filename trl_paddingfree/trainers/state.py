@@ -72,7 +72,7 @@ class _WhenFlat:
 
 def when_flat(method: Method) -> Method:
     """
-    Decorate an override of one of TRL's methods that is not called, but TRL's is, while the trainer pads.
+    Decorate an override of one of TRL's methods: while the trainer pads, TRL's own is called in its place.
 
     >>> from types import SimpleNamespace
     >>> from trl_paddingfree import when_flat

@@ -34,38 +34,34 @@ class Part:
     """A part of a micro-batch, or all of it."""
 
     inputs: Inputs
-    # How many its loss, under the name "loss", and each of its metrics is a mean over: all 0 if it is computed only to
-    # keep step with other processes. `None` if the micro-batch is one part on all processes
+    # By name, over how many items the loss ("loss") and each metric is a mean. All are 0 if the part is computed only
+    # because other processes compute one; `None` if no process has divided the micro-batch
     sizes: dict[str, int] | None = None
     weight: float = 1.0  # by what its loss is multiplied, so that the losses of all parts add up to the micro-batch's
     is_last: bool = True  # gradients are synchronized after it
+    is_normalized: bool = False  # by the tokens of the whole step: the losses of parts add up by themselves
 
 
 def weighted_parts(
-    batches: Sequence[Inputs],
-    count: Callable[[Inputs], dict[str, int]],
-    whole: Part,
-    num_wanted: int,
-    is_normalized: bool,
+    batches: Sequence[Inputs], count: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
 ) -> list[Part]:
     """
     The batches of the `whole`, a micro-batch or a part of one, with their weights; `count` gives their sizes, see
     [`Part`].
 
     `num_wanted` is how many parts there have to be: where processes gather weights, or reduce gradients, in each pass,
-    those with fewer parts than others repeat one for nothing. With `is_normalized`, the loss is normalized by the
-    tokens of the whole step, and adds up by itself.
+    those with fewer parts than others repeat one for nothing.
     """
     sizes, last = [count(batch) for batch in batches], num_wanted - 1
     total, ends = max(sum(size["loss"] for size in sizes), 1), whole.is_last  # the last part of the last part
-    parts = [
-        Part(batch, size, 1.0 if is_normalized else whole.weight * size["loss"] / total, ends and i == last)
-        for i, (batch, size) in enumerate(zip(batches, sizes, strict=True))
-    ]
-    for i in range(len(batches), num_wanted):
+    weights = [1.0 if whole.is_normalized else whole.weight * size["loss"] / total for size in sizes]
+    for _ in range(len(batches), num_wanted):
         nothing = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
-        parts.append(Part(nothing, dict.fromkeys(sizes[-1], 0), 0.0, ends and i == last))
-    return parts
+        batches, sizes, weights = [*batches, nothing], [*sizes, dict.fromkeys(sizes[-1], 0)], [*weights, 0.0]
+    return [
+        Part(batch, size, weight, ends and i == last, whole.is_normalized)
+        for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
+    ]
 
 
 @contextmanager
@@ -74,10 +70,10 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
     state, sync_gradients = accelerator.gradient_state, accelerator.sync_gradients
     # DeepSpeed goes by the flag below: its `no_sync` refuses some of its stages. FSDP's keeps gradients whole
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    holds = is_last or is_deepspeed or adds_up_shards(accelerator)
+    keeps_whole = not (is_last or is_deepspeed or adds_up_shards(accelerator))
     state._set_sync_gradients(sync_gradients and is_last)
     try:
-        with nullcontext() if holds else accelerator.no_sync(model):
+        with accelerator.no_sync(model) if keeps_whole else nullcontext():
             yield
     finally:
         state._set_sync_gradients(sync_gradients)
@@ -193,7 +189,7 @@ class TrainingSteps:
     @classmethod
     def planned(cls, trainer: "FlatTrainer") -> "TrainingSteps":
         """Those of a trainer whose models have their weights, under the budgets that its options ask for."""
-        flat, args, trained, memory = trainer.flat, trainer.args, trainer.model, None
+        flat, args, model, memory = trainer.flat, trainer.args, trainer.model, None
         if flat.options.memory_budget is not None:
             optimizer = trainer.optimizer
             with flat.check.in_precision():
@@ -204,7 +200,7 @@ class TrainingSteps:
                     accelerator=trainer.accelerator,
                     models=trainer.flat_models(),
                     wrapped=trainer.model_wrapped,
-                    optimizer=trainer.get_optimizer_cls_and_kwargs(args, trained) if optimizer is None else optimizer,
+                    optimizer=trainer.get_optimizer_cls_and_kwargs(args, model) if optimizer is None else optimizer,
                     head=type(trainer).head_bytes(*(each.model for each in flat.models)),
                     images=trainer.images_in_memory(),
                     arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
@@ -213,20 +209,17 @@ class TrainingSteps:
             memory,
             flat.options.max_tokens_per_micro_batch,
             trainer.accelerator,
-            [parameter for parameter in trained.parameters() if parameter.requires_grad],
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             split=type(trainer).split,
             is_reentrant=bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
             smallest_part=trainer.smallest_part,
         )
         return cls(trainer, budget)
 
-    def run(
-        self, step: Step, parts: Sequence[Part], is_normalized: bool, metrics: PartMetrics | None = None
-    ) -> torch.Tensor:
+    def run(self, step: Step, parts: Sequence[Part], metrics: PartMetrics | None = None) -> torch.Tensor:
         """
         Forward and backward passes of the parts of a micro-batch, of which TRL's `step` makes one: the sum of their
-        losses. `is_normalized` says whether the loss is normalized by the tokens of the whole step. Their metrics are
-        logged together, or with the `metrics` of the part that they are of.
+        losses. Their metrics are logged together, or with the `metrics` of the part that they are of.
         """
         collected = PartMetrics(self.trainer) if metrics is None and parts[0].sizes is not None else metrics
         losses = []
@@ -240,18 +233,17 @@ class TrainingSteps:
             # Here the error is gone, and with it all that its frames held
             assert self.attempt is not None
             with self.attempt.undone():
-                again = self.trainer.parts_again(part, is_normalized)
-                losses.append(self.run(step, again, is_normalized, collected))
+                losses.append(self.run(step, self.trainer.parts_again(part), collected))
         if collected is not None and metrics is None:
             collected.log()
         return torch.stack(losses).sum()
 
     def remember(self) -> None:
-        """What a pass changes from here on can be taken back, if memory runs out in it."""
+        """A pass begins, of which nothing is decided yet: what it changes from here on can be taken back."""
         if (memory := self.budget.memory) is not None:
             memory.current = None
             device = self.trainer.accelerator.device
-            self.attempt = Attempt(self.budget.trained, device, figures_of(self.trainer))
+            self.attempt = Attempt(self.budget.parameters, device, figures_of(self.trainer))
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
