@@ -1,18 +1,20 @@
 """Micro-batches that a budget cannot hold run in parts, with the loss of the whole."""
 
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import is_torchvision_available
 
 from tests.helpers.memory import LAYERS, generating, generating_with_dropout, least_room, with_images
 from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
 from tests.helpers.versions import is_older
-from tests.helpers.vision import on_images, vision_pairs
+from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, run
-from trl_paddingfree.memory.budget import Budget
+from trl_paddingfree.memory.budget import Budget, parts_that_fit
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.plan import MemoryBudget, adds_up_shards
 from trl_paddingfree.model import forward
@@ -140,6 +142,25 @@ def test_micro_batches_in_parts_count_their_images(monkeypatch):
     options = {"memory_budget": least / GIB}
     assert_same(whole, run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data, **options))
     assert max(numbers) > 1
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("loss_type", [["sigmoid"], ["sigmoid", "sft"]], ids=["above the loss", "beneath it"])
+def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, monkeypatch):
+    """Positions that a model counts by grids, and parts in which no row has an image while others have."""
+    if kind not in WITHOUT_TORCHVISION and not is_torchvision_available():
+        pytest.skip("its processor needs torchvision")
+    made = []
+
+    def watch(*args):
+        made.append(parts_that_fit(*args))
+        return made[-1]
+
+    monkeypatch.setattr("trl_paddingfree.memory.budget.parts_that_fit", watch)
+    parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+    options = {"loss_type": loss_type, "per_device_train_batch_size": 8, "ours": parts}
+    compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), ("shared",), **options)
+    assert max(map(len, made)) > 1
 
 
 @pytest.mark.parametrize(

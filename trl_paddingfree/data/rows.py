@@ -52,7 +52,8 @@ class CollatedRows:
     def part(self, items: Sequence[int], reach: int | None) -> RowPart:
         """The part of a batch that some examples make, with positions that tell of `reach` tokens."""
         taken = self.take(items)
-        return RowPart(torch.tensor(self.row_numbers(items)), taken.with_flat(reach)["flat_batch"], taken.images())
+        images: Inputs = {**dict.fromkeys(self.images()), **taken.images()}  # of rows without: none
+        return RowPart(torch.tensor(self.row_numbers(items)), taken.with_flat(reach)["flat_batch"], images)
 
     def images(self) -> Inputs:
         """What belongs to images, of those of these rows."""

@@ -146,8 +146,11 @@ class CollatedImageRows(CollatedRows):
         return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, keys)
 
     def tokens(self) -> list[int]:
-        text = {name: x for name, x in self.rows.items() if name in _ROWS}
-        return CollatedRows.tokens(replace(self, rows=text))
+        text, rules = {name: x for name, x in self.rows.items() if name in _ROWS}, self.collator.rules
+        assert rules is not None
+        # Grids are left out: they say where tokens are, and not how many there are
+        collator = replace(self.collator, rules=replace(rules, counts_grids=False))
+        return CollatedRows.tokens(replace(self, rows=text, collator=collator))
 
     def with_flat(self, reach: int | None = None) -> Inputs:
         batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.keys))

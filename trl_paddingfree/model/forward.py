@@ -127,6 +127,7 @@ def scored_in_parts(
 
     outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
     order = torch.cat([part.rows for part in batch.parts]).argsort()
+    order = order.to(outputs[0].log_probs.device)  # a model on several devices answers on that of its head
     joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
     whole = replace(outputs[0], **joined)
     if routers[0] is None:
@@ -138,7 +139,7 @@ def scored_in_parts(
 
 def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Answer], tensor: torch.Tensor) -> list[Answer]:
     """
-    What `answer` gives of each part, one after another, and of a `tensor`. Each keeps nothing between its
+    What `answer` gives of each part, with the `tensor`, one part after another. Each keeps nothing between its
     forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
     what it computed.
     """
