@@ -14,12 +14,13 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import tree
 from tests.helpers.random_draws import MODEL_TYPES
-from tests.helpers.tiny import make_model, preference_data, prompt_completions
+from tests.helpers.tiny import make_model, preference_data, prompt_completions, unpaired
 from tests.runs import assert_same, run
 from trl_paddingfree import (
     FlatBatch,
     LanguageModelingCollator,
     PaddingFreeDPOTrainer,
+    PaddingFreeKTOTrainer,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
@@ -151,6 +152,19 @@ def test_fewer_scored_tokens_of_a_whole_whose_parts_are_computed_are_refused(mod
 
     with pytest.raises(EditedRowsError, match="or fewer where it runs in parts"):
         run(task, "ours", trainer_class=Stepping, **common(task, model_dir, **IN_PARTS))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("label", lambda inputs: ~inputs["label"]), ("own", lambda inputs: torch.ones(8))]
+)
+def test_values_beside_rows_whose_parts_are_computed_are_changed_in_the_collator(model_dir, name, change):
+    class Stepping(PaddingFreeKTOTrainer):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, {**inputs, name: change(inputs)}, *args)
+
+    options = {"model": model_dir, "train_dataset": unpaired(16, SEED), "loss_type": "apo_zero_unpaired", "steps": 1}
+    with pytest.raises(EditedRowsError, match=f"`{name}` of a micro-batch was added or changed after the collator"):
+        run("kto", "ours", trainer_class=Stepping, **options, **IN_PARTS)
 
 
 def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):

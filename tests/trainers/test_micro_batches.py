@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler
 
 from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
-from tests.runs import PER_MICRO_BATCH, assert_same, run
+from tests.runs import PER_MICRO_BATCH, assert_same, make_trainer, run
 from trl_paddingfree import (
     PaddingFreeDPOConfig,
     PaddingFreeDPOTrainer,
@@ -175,6 +175,12 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
     trainer.flat.options.arrange_micro_batches = "tokens"
     with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
         trainer.refuse_micro_batches()
+
+
+def test_what_neither_collator_nor_configuration_has_is_left_out(model_dir):
+    trainer = make_trainer("dpo", "ours", model=model_dir, train_dataset=preference_data(8, SEED))
+    assert trainer.collated_by("max_length") == trainer.args.max_length
+    assert trainer.collated_by("nothing of this name") is None
 
 
 def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):

@@ -10,11 +10,12 @@ import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOConfig
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
 from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_tokenizer, prompts, score
 from tests.helpers.versions import is_older
-from tests.runs import PER_MICRO_BATCH, assert_same, compare, run
+from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
@@ -54,6 +55,15 @@ def test_models_live_on_without_their_trainers_and_are_proven_beside_rows(data, 
     gc.collect()
     assert gone() is None
     assert FlatModel.of(model) is not None
+
+
+def test_a_forward_that_another_trainer_has_replaced_is_named(data):
+    trainer = make_trainer("grpo", "shared", **plain(), train_dataset=data)
+    add_fused_lm_head(trainer.model)  # as TRL's trainers do when they are made
+    with pytest.raises(
+        RuntimeError, match="Another trainer has replaced the forward of LlamaForCausalLM since this Pad"
+    ):
+        trainer.train()
 
 
 @pytest.mark.drawn(3)

@@ -16,6 +16,7 @@ from tests.helpers.tiny import conversations, make_model, prompt_completions
 from tests.runs import LAYOUTS, TOLERANCE, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.data.collate import LanguageModelingCollator
+from trl_paddingfree.memory.device import GIB
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 MAX_LENGTH = 24
@@ -236,6 +237,24 @@ def test_packed_documents_weigh_as_in_trl_where_labels_are_counted_before_they_s
     make_model("gpt2", vocab_size=len(tokenizer), **drops).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     compare(str(tmp_path), conversations(30, SEED), packing=True, packing_strategy=strategy, max_length=64)
+
+
+@pytest.mark.parametrize("limit", ["tokens", "memory"])
+def test_packed_rows_above_a_budget_run_document_by_document(model_dir, limit):
+    """No document has 40 tokens, and rows of 64 are packed: more full ones than are looked at."""
+    dataset = conversations(400, SEED).filter(lambda row: len(str(row["messages"]).split()) < 30)
+    arguments = {"model": model_dir, "train_dataset": dataset, "packing": True, "max_length": 64}
+    whole = run("sft", "flat", **arguments, memory_budget=8)
+    trainer, memory = whole.trainer, whole.trainer.flat.memory
+    assert int(trainer.item_lengths().max()) < 40 < int(trainer.example_lengths().max())
+    budget, too_small = {"max_tokens_per_micro_batch": 40}, {"max_tokens_per_micro_batch": 9}
+    if limit == "memory":
+        longest = int(trainer.item_lengths().max())
+        least = memory.least(FlatBatch.from_rows([[5] * longest], [[-100] + [5] * (longest - 1)]))
+        budget, too_small = ({"memory_budget": share * least / GIB} for share in (1.0001, 0.999))
+    runs.assert_same(whole, run("sft", "flat", **arguments, **budget))
+    with pytest.raises(ValueError, match=r"is less than example \d+ of the training data needs"):
+        runs.make_trainer("sft", "flat", **arguments, **too_small)
 
 
 def test_noise_of_packed_rows_ties_the_examples_of_a_micro_batch_together(model_dir):

@@ -97,6 +97,26 @@ def refuse_lost_batch(inputs: Inputs, needs_rows: bool) -> None:
         )
 
 
+def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
+    """
+    Refuse what stands beside the rows of a micro-batch, and was added or changed since the collator has `made` it: its
+    parts would not have it. Waits for the device, if the collator gives one number per row.
+    """
+    for name, value in inputs.items():
+        if name in ("flat_batch", "rows"):
+            continue
+        is_lost = name not in made
+        if not is_lost and isinstance(value, torch.Tensor) and value.ndim == 1 and value is not made[name]:
+            now, before = value.cpu().double(), torch.as_tensor(made[name]).double()
+            is_lost = now.shape != before.shape or not torch.allclose(now, before, 0, 0, equal_nan=True)
+        if is_lost:
+            raise EditedRowsError(
+                f"`{name}` of a micro-batch was added or changed after the collator. This micro-batch runs in parts, "
+                "which are made of what the collator gave: make the change in `torch_call` of a subclass of this "
+                "package's collator, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
+            )
+
+
 @dataclass
 class EditsFound:
     """What the device says of edited rows: asked as a forward begins, read once it has answered. Nothing waits."""

@@ -18,7 +18,7 @@ from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..memory.budget import Split, split_by_tokens
 from ..memory.plan import MemoryBudget, is_sharded
-from ..model.edits import refuse_lost_batch
+from ..model.edits import refuse_lost_batch, refuse_lost_values
 from ..model.vision import vision_rules
 from . import refusals
 from .base import FlatTrainer
@@ -109,7 +109,7 @@ class CollatedTrainer(FlatTrainer):
 
     def collated_by(self, name: str) -> Any:
         """An argument of the collator, which may be one of the user's own, or else of the trainer."""
-        return getattr(self.data_collator, name, getattr(self.args, name))
+        return getattr(self.data_collator, name, getattr(self.args, name, None))  # not every one has every argument
 
     def exceeds(self, length: int) -> bool:
         """Whether a row of training may be longer than `length`."""
@@ -117,7 +117,7 @@ class CollatedTrainer(FlatTrainer):
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
             is_cut = "max_length" in vars(self.data_collator) or not isinstance(self.train_dataset, Dataset)
             return limit is None or limit > length or not is_cut  # TRL cuts nothing that a transform makes
-        return bool((row_lengths(self.example_lengths()) > length).any())
+        return bool((row_lengths(self.item_lengths()) > length).any())
 
     def weighed_by_micro_batch(self) -> list[str]:
         """Options under which the weight of an example in a step depends on its micro-batch, or on its process."""
@@ -129,6 +129,10 @@ class CollatedTrainer(FlatTrainer):
         completion, `(examples, 1 + completions)`; or of each row, `(examples, 1)`.
         """
         return token_lengths(self.train_dataset, self.task.token_columns)
+
+    def item_lengths(self) -> np.ndarray:
+        """The same of the largest item, where a budget divides examples. By default, it does not."""
+        return self.example_lengths()
 
     def refuse_micro_batches(self) -> None:
         options, limits = self.flat.options, self.rotary_limits()
@@ -148,7 +152,7 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
         limit = options.most_tokens_of_example
         if limit and has_known_lengths(self.train_dataset):
-            tokens = example_tokens(self.example_lengths(), self.flat.trained.route.prefix_sharing)
+            tokens = example_tokens(self.item_lengths(), self.flat.trained.route.prefix_sharing)
             longest = int(tokens.argmax())
             refusals.refuse_oversized(limit, tokens[longest], f"example {longest} of the training data")
 
@@ -202,13 +206,17 @@ class CollatedTrainer(FlatTrainer):
         """Refuse a budget that the most demanding example does not fit into."""
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
             return  # lengths are not known before an example comes, and then it is refused
-        lengths = self.example_lengths()
+        lengths = self.item_lengths()
         # Layers need most for the most tokens, attention for the longest row, the head for the longest completions, and
         # all together for an example that is among the largest by one of these
-        tokens, rows = example_tokens(lengths, memory.route.prefix_sharing), row_lengths(lengths).max(1)
-        measures = (tokens, rows, lengths[:, -2:].sum(1))
+        tokens, longest = example_tokens(lengths, memory.route.prefix_sharing), row_lengths(lengths).max(1)
+        measures = (tokens, longest, lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
-        batches = {index: self.data_collator([self.train_dataset[index]])["flat_batch"] for index in candidates}
+        collator, batches = replace(self.data_collator, keeps_rows=True), {}
+        for index in candidates:
+            rows = collator([self.train_dataset[index]])["rows"]
+            items = [rows.take([item]).with_flat()["flat_batch"] for item in range(rows.num_items)]
+            batches[index] = max(items, key=memory.least)
         worst = max(batches, key=lambda index: memory.least(batches[index]))
         if not memory.can_hold(batches[worst]):
             raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
@@ -261,7 +269,8 @@ class CollatedTrainer(FlatTrainer):
         return {**{name: value for name, value in inputs.items() if name != "rows"}, "flat_batch": batch}
 
     def _refuse_edits_of_whole(self, inputs: Inputs) -> None:
-        """Refuse edits of the rows of a micro-batch that runs in parts: no call of the model will see them."""
+        """Refuse edits of a micro-batch that runs in parts: no call of the model will see them."""
+        refuse_lost_values(inputs, inputs["rows"].rows)
         rows = {**inputs, "labels": self.data_collator.row_labels(inputs)}
         self.flat.trained.edits.ask(inputs["flat_batch"], rows, in_parts=True)
 

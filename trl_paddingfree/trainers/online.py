@@ -98,7 +98,11 @@ class OnlineTrainer(FlatTrainer):
             return
         super().prove_placed(model)
         flat_model = FlatModel.of(model)
-        assert flat_model is not None
+        if flat_model is None:
+            raise RuntimeError(
+                f"Another trainer has replaced the forward of {type(self.flat_base(model)).__name__} since this "
+                f"{type(self).__name__} was made: make it again."
+            )
         flat_model.flattener = WeakMethod(self.flatten)  # models live on without their trainers
 
     @when_flat

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
 from ..data.lengths import AnyDataset
 from ..data.task import Task
-from ..data.validate import column_names, log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread
+from ..data.validate import log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread_instructions
 from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX, Inputs
 from .collated import CollatedTrainer
@@ -63,6 +64,13 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         """Whether rows are documents that TRL has packed."""
         return isinstance(self.data_collator, LanguageModelingCollator) and self.data_collator.cuts_packed
 
+    def item_lengths(self) -> np.ndarray:
+        """Of packed rows, the lengths of their longest documents: a budget divides such rows."""
+        if not self._cuts_packed or "seq_lengths" not in self.train_dataset.column_names:
+            return super().item_lengths()
+        rows = self.train_dataset.with_format(None)["seq_lengths"]
+        return np.array([[max(documents)] for documents in rows], dtype=np.int64)
+
     def coupled_by(self) -> list[str]:
         # What a function of the user's own makes of the rows of a micro-batch is not known
         reasons = [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
@@ -90,10 +98,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         refuse_bad_messages(dataset, dataset_name)
         if formatting_func is None:
-            formats = [("prompt", "completion"), ("input_ids",)]
-            if "prompt" not in column_names(dataset):  # for TRL, a prompt needs a completion
-                formats += [("messages",), (args.dataset_text_field,), ("conversations",)]
-            refuse_unread(dataset, dataset_name, "SFT", *formats)
+            refuse_unread_instructions(dataset, dataset_name, args.dataset_text_field)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if not packing:
             log_dropped(dataset_name, dataset, prepared, args.max_length)
