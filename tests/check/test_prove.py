@@ -241,6 +241,26 @@ def test_one_token_of_context_too_many_or_too_few_is_caught_in_32_layers(by, dty
         assert result.leak > LEAK_FRACTION * result.effect
 
 
+def test_a_process_on_which_a_model_raises_asks_the_others_as_often_as_one_on_which_it_answers(monkeypatch):
+    """Each question waits for the answers of all: one that is not asked pairs with another one."""
+    model, asked = make(), []
+
+    def agree(verdict):
+        asked[-1].append(verdict)
+        return False  # it raises on one of them
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("a kernel that this device has not")
+
+    for attend in (attention.segment_attention, fail):
+        monkeypatch.setitem(attention.ATTENTION, "segment", attend)
+        asked.append([])
+        with pytest.raises(UnprovenModelError):
+            prove(model, SEGMENT, fallback=False, agree=agree)
+    answered, raised = asked
+    assert len(answered) == len(raised) > 2
+
+
 # --- Nothing else --------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """The start-up check by hand: every backend that this machine offers, and how exact each is on a model."""
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,13 +106,16 @@ def check_model(
     except UnprovenModelError as error:
         refusal = str(error)
     backends = try_backends(model, tell)
-    for flash in flash_implementations() if attn_implementation is None and model.device.type != "cpu" else ():
+    kind, device, precision = type(model).__name__, model.device, str(model.dtype).removeprefix("torch.")
+    del model  # which might leave no room for itself, loaded again
+    for flash in flash_implementations() if attn_implementation is None and device.type != "cpu" else ():
+        gc.collect()  # a model and its flat model hold each other
         found = try_backends(load_model(name, dtype, flash), tell)
         backends |= {backend: report for backend, report in found.items() if not backends[backend][0]}
     return ModelReport(
-        model=type(model).__name__,
-        device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
+        model=kind,
+        device=str(device),
+        dtype=precision,
         attn_implementation=loaded_with,
         backends=backends,
         chosen=chosen,

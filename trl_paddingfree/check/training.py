@@ -185,7 +185,7 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
             # Quantized weights may be buffers. Those in floating point may be tables: no gradient comes through them
             packed = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
             own = [*module.parameters(recurse=False), *packed]
-            if any(x.ndim > 1 for x in own) and not any(x.requires_grad for x in own):
+            if any(x.ndim > 1 and not _is_zero(x) for x in own) and not any(x.requires_grad for x in own):
                 hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
                 hooks.enter_context(module.register_forward_hook(partial(after, name)))
         yield lambda: [layer for layer, name in given.items() if name not in passed]
@@ -193,6 +193,12 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
 
 def _gets_gradient(x: object) -> bool:
     return torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _is_zero(weight: torch.Tensor) -> bool:
+    """Whether a plain weight is all zeros, as in blocks that a model was expanded by: no gradient comes through it."""
+    is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
+    return is_plain and weight.dtype.itemsize > 1 and not weight.any()
 
 
 def _is_some(gradient: torch.Tensor | None) -> bool:
