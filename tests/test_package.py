@@ -91,7 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"flat"},
     "charts": {"data"},
     "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data"},
-    "quickstart": {"charts", "data", "trainers"},
+    "quickstart": {"charts", "data", "memory", "trainers"},
     "cli": {"flat", "upstream", "versions", "model", "memory", "check", "charts", "data", "trainers", "quickstart"},
     "__main__": {"cli"},
     "__init__": {"flat", "versions", "model", "check", "data", "trainers"},

@@ -36,7 +36,7 @@ def drawn(draw: Callable[[], None], path: str | Path, console: Console) -> None:
     try:
         draw()
         console.print(f"Chart: {path}", soft_wrap=True)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         console.print(f"No chart: {error}", markup=False, soft_wrap=True)
 
 

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DatasetMixtureConfig, DPOConfig, DPOTrainer, ScriptArguments, SFTConfig, SFTTrainer
 
 import trl_paddingfree
 from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data, prompt_completions, text
@@ -21,6 +22,7 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.train import main as run_script
+from trl_paddingfree.data.load import load_data
 
 TRAINING = ["dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation"]
 COMMANDS = ["inspect", "check", *TRAINING, "env", "quickstart"]
@@ -198,6 +200,8 @@ WRONG = {
         ["inspect", "PAIRS", "--tokenizer", "MODEL", "--dataset_train_split", "dev"],
         "it has ['train']: name one with `--dataset_train_split`",
     ),
+    "a prompt without completion": (["inspect", "PROMPTS", "--tokenizer", "MODEL"], "no columns that SFT reads"),
+    "no text": (["inspect", "NULLS", "--tokenizer", "MODEL"], "Row 1 of the inspected data: `text` is None"),
     "no batch": (["inspect", "PAIRS", "--tokenizer", "MODEL", "--batch_size", "0"], "`--batch_size 0` must be"),
     "nothing left": (["inspect", "PAIRS", "--tokenizer", "MODEL", "--max_length", "1"], "Raise `max_length`"),
     "no kind of file": (["inspect", "TEXT", "--tokenizer", "MODEL"], "name a file that does"),
@@ -211,6 +215,9 @@ def test_what_cannot_be_done_exits_2_with_one_message(capsys, tmp_path, pairs_fi
     files = {"PAIRS": pairs_file, "MODEL": model_dir}
     files["ODD"] = str(tmp_path / "ODD.jsonl")
     Dataset.from_dict({"a": ["b"]}).to_json(files["ODD"])
+    files |= {name: str(tmp_path / f"{name}.jsonl") for name in ("PROMPTS", "NULLS")}
+    Dataset.from_dict({"prompt": ["b"], "text": ["c"]}).to_json(files["PROMPTS"])
+    Dataset.from_dict({"text": ["c", None]}).to_json(files["NULLS"])
     files["TEXT"] = str(tmp_path / "notes.txt")
     (tmp_path / "notes.txt").write_text("a")
     assert main([files.get(x, x) for x in argv]) == 2
@@ -303,6 +310,28 @@ def test_accelerate_config_names_one_of_trls(launched):
     (args,) = launched
     assert args.config_file.endswith("zero2.yaml")
     assert args.training_script_args == ["dpo", "--beta", "0.2", *NAMED, *ON_CPU]
+
+
+def test_files_are_named_in_every_spelling_and_the_command_line_has_the_last_word(launched, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("accelerate_config: zero2\nmodel_name_or_path: org/model\ndataset_name: org/data\n")
+    assert main(["dpo", f"--config={config}", "--accelerate-config=fsdp2", *ON_CPU]) == 0
+    (args,) = launched
+    assert args.config_file.endswith("fsdp2.yaml")
+    assert args.training_script_args == ["dpo", "--config", str(config), *ON_CPU]
+
+
+def test_a_mixture_is_split_alike_in_every_process(tmp_path):
+    """TRL splits without a seed of its own, and nothing seeds numpy before a trainer is made."""
+    prompt_completions(40, seed=5).to_json(tmp_path / "rows.jsonl")
+    splits = []
+    for state in range(2):
+        np.random.seed(state)
+        source = {"path": "json", "data_files": str(tmp_path / "rows.jsonl")}
+        mixture = DatasetMixtureConfig([source], test_split_size=0.25)
+        splits.append([*load_data(ScriptArguments(), mixture, seed=3)["test"]["prompt"]])
+    assert len(splits[0]) == 10
+    assert splits[0] == splits[1]
 
 
 def test_options_that_a_script_refuses_exit_2_with_one_message(capsys, launched):

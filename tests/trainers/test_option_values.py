@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from trl import DPOConfig, TrlParser
 
 from tests.helpers.tiny import make_model, preference_data
@@ -121,11 +122,12 @@ def test_every_loss_of_trl_is_accepted(task):
 
 
 @pytest.mark.parametrize("task", TRAINERS)
-@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(("found", "is_there"), [(None, False), ("mps", False), ("cuda", True)])
 def test_without_an_accelerator_training_is_on_the_cpu_unless_something_else_was_asked_for(
-    monkeypatch, task, is_there, tmp_path
+    monkeypatch, task, found, is_there, tmp_path
 ):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: is_there)
+    device = None if found is None else torch.device(found)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: device)
     chosen = SimpleNamespace(bf16=None, fp16=False, use_cpu=False)
     train_where_one_can(chosen)
     assert (chosen.use_cpu, chosen.bf16) == ((False, None) if is_there else (True, False))

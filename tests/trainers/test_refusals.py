@@ -223,6 +223,13 @@ def test_data_without_the_columns_of_a_trainer_is_refused(name, as_stream, untou
         )
 
 
+@pytest.mark.parametrize("rows", [[{"text": "w1"}, {"text": None}], [{"messages": user("w1")}, {"messages": None}]])
+def test_instructions_that_are_not_there_are_named_by_their_row(rows, untouched, tokenizer, tmp_path):
+    args = PaddingFreeSFTConfig(output_dir=str(tmp_path), **COMMON)
+    with pytest.raises(ValueError, match=f"Row 1 of the train data: `{[*rows[0]][0]}` is None"):
+        PaddingFreeSFTTrainer(untouched, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
 def test_text_by_another_name_is_read(tokenizer, tmp_path):
     data = Dataset.from_list([{"words": "w1 w2 w3"}] * 2)
     args = PaddingFreeSFTConfig(output_dir=str(tmp_path), dataset_text_field="words", **COMMON)

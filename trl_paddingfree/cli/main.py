@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ..data.load import NAME_THE_DATA, refuse_missing
 from ..versions import naming_versions
-from .options import LOADING, NO, OK, TRAINING, make_parser, refuse, refuse_broken, spelled
+from .options import LOADING, NO, OK, TRAINING, make_parser, refuse, refuse_broken, separated, spelled
 
 # As shells report processes that SIGINT or SIGPIPE ended
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -220,6 +220,7 @@ def train(task: str, argv: list[str]) -> int:
     Options that the script does not know are those of `accelerate launch`, on the command line and in the YAML file of
     `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
     """
+    argv = separated(argv)
     refuse_broken(argv)
 
     from accelerate.commands import launch
@@ -234,6 +235,9 @@ def train(task: str, argv: list[str]) -> int:
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
     parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
+    if (name := "--accelerate_config") in from_config and name in from_command_line:  # which has the last word
+        at = from_config.index(name)
+        from_config = from_config[:at] + from_config[at + 2 :]
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
     refuse_wrong_options(training_args, TRAINERS[task])
     script.check_names((script_args, training_args, model_args, dataset_args))

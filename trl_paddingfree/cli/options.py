@@ -72,6 +72,20 @@ def spelled(argv: Sequence[str]) -> list[str]:
     return [re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), word) for word in argv]
 
 
+def separated(argv: Sequence[str]) -> list[str]:
+    """
+    The arguments, with options that TRL looks for by their words as words of their own.
+
+    >>> separated(["--config=dpo.yaml", "--accelerate-config=zero2", "--beta=0.1"])
+    ['--config', 'dpo.yaml', '--accelerate_config', 'zero2', '--beta=0.1']
+    """
+    words: list[str] = []
+    for word, name in zip(argv, spelled(argv), strict=True):
+        is_looked_for = name.partition("=")[0] in ("--config", "--accelerate_config")
+        words += name.split("=", 1) if is_looked_for else [word]
+    return words
+
+
 def refuse_broken(argv: Sequence[str]) -> None:
     """Refuse JSON that is none, in an option, in its file, or in the YAML file of `--config`, and YAML that is none."""
     given = [part for argument in spelled(argv) for part in argument.split("=", argument.startswith("--"))]

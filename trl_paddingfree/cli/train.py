@@ -33,11 +33,11 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
-from ..memory.device import GIB
+from ..memory.device import GIB, has_accelerator
 from ..trainers import TRAINERS
 from ..trainers.base import FlatTrainer
 from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
-from .options import LOADING, TRACEBACK, OneLineParser, refuse, refuse_broken
+from .options import LOADING, TRACEBACK, OneLineParser, refuse, refuse_broken, separated
 
 
 @dataclass
@@ -137,14 +137,14 @@ def make_parser(task: str, prog: str | None = None) -> ScriptParser:
     parser = ScriptParser(types, prog=prog)
     if task == "reward":  # the adapters that its head goes with; TRL's default is that of a language model
         parser.set_defaults(lora_task_type="SEQ_CLS")
-    if not torch.accelerator.is_available():  # what transformers asks for there, one error after the other
+    if not has_accelerator():  # what transformers asks for there, one error after the other
         parser.set_defaults(use_cpu=True, bf16=False)
     return parser
 
 
 def say_where(training_args: TrainingArguments) -> None:
     """Say that training runs on the CPU, where that was not asked for: no accelerator is there."""
-    if training_args.use_cpu and not torch.accelerator.is_available():
+    if training_args.use_cpu and not has_accelerator():
         precision = "true" if training_args.bf16 else "false"
         sys.stderr.write(f"No accelerator: training on the CPU (`--use_cpu true --bf16 {precision}`).\n")
 
@@ -152,7 +152,7 @@ def say_where(training_args: TrainingArguments) -> None:
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
     """Run the script of a task; if the command `launched` it, unknown options are for `accelerate launch`."""
     silence()
-    given = sys.argv[1:] if args is None else args
+    given = separated(sys.argv[1:] if args is None else args)
     try:
         refuse_broken(given)
         parser = make_parser(task)
@@ -186,6 +186,7 @@ def check_names(parsed: Parsed) -> None:
 def load_rewards(script_args: GRPOScriptArguments | RLOOScriptArguments) -> list[str | Callable]:
     """The rewards of `--reward_model_name_or_path` and `--reward_funcs`, as `trl grpo` and `trl rloo` take them."""
     model, names = script_args.reward_model_name_or_path, script_args.reward_funcs or []
+    names = [names] if isinstance(names, str) else names  # as a YAML file may have it
     found: list[str | Callable] = [*([model] if model else []), *map(_load_function, names)]
     if not found:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Loading data: a mixture, a hub data set, a local folder or a local file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,15 +51,16 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
     latter's `test_split_size` also splits, by `seed`, a data set that has no test split of its own.
     """
     from datasets import DatasetDict, load_dataset
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
     from trl import get_dataset
 
-    if dataset_args.datasets:
-        return get_dataset(dataset_args)
     name, streaming = script_args.dataset_name, script_args.dataset_streaming
-    refuse_missing(name, NAME_THE_DATA)
+    if not dataset_args.datasets:
+        refuse_missing(name, NAME_THE_DATA)
     file = Path(str(name))
-    if file.is_file():
+    if dataset_args.datasets:  # TRL would split without a seed: in each process and each resumed run in another way
+        dataset, streaming = get_dataset(replace(dataset_args, test_split_size=None)), dataset_args.streaming
+    elif file.is_file():
         loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
         if loader is None:
             raise ValueError(f"`--dataset_name {name}` ends in none of {', '.join(LOADERS)}: name a file that does.")
@@ -70,13 +72,16 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
             reason = (broken_json(str(name)) if loader == "json" else "") or f"{error}. {error.__cause__ or ''}"
             raise ValueError(f"`--dataset_name {name}` cannot be read: {reason}") from error
     else:
-        dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
+        try:
+            dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
+        except DatasetGenerationError as error:
+            raise ValueError(f"`--dataset_name {name}` cannot be read: {error}. {error.__cause__ or ''}") from error
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if dataset_args.test_split_size is not None and train in dataset and test not in dataset:
         if streaming:
             raise ValueError(
-                f"`--test_split_size {dataset_args.test_split_size}` cannot split a stream: leave out "
-                "`--dataset_streaming`, or name data with a test split."
+                f"`--test_split_size {dataset_args.test_split_size}` cannot split a stream: do not stream, or "
+                "name data with a test split."
             )
         split = dataset[train].train_test_split(test_size=dataset_args.test_split_size, seed=seed)
         dataset = DatasetDict({train: split["train"], test: split["test"]})

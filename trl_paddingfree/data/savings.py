@@ -15,6 +15,7 @@ from ..flat.counts import BatchCounts
 from ..flat.images import RowImages
 from .images import images_key
 from .task import Task
+from .validate import refuse_bad_messages, refuse_unread_instructions
 
 # How many rows TRL keeps, lengths before truncation of shape `(rows, sequences)`, and what counts a batch of kept rows
 Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
@@ -133,6 +134,9 @@ def _text_counts(
     """
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
+    if task.name == "sft":
+        refuse_bad_messages(dataset, "inspected")
+        refuse_unread_instructions(dataset, "inspected")
     max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)
     lengths = task.sequence_lengths(rows)

@@ -25,14 +25,31 @@ def column_names(dataset: AnyDataset) -> list[str]:
 
 
 def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[str]) -> None:
-    """Refuse data that has the columns of none of the `formats` that `task` reads."""
+    """Refuse data that has the columns of none of the `formats` that `task` reads, and rows with nothing in one."""
     columns = column_names(dataset)
-    if not any(set(needed) <= set(columns) for needed in formats):
+    read = next((needed for needed in formats if set(needed) <= set(columns)), None)
+    if read is None:
         reads = ", or ".join(" and ".join(f"`{column}`" for column in needed) for needed in formats)
         raise ValueError(
             f"The {name} data has no columns that {task} reads, only {columns}. It reads {reads}. Rename yours with "
             "`dataset.rename_column`."
         )
+    for column in read if has_known_lengths(dataset) else ():
+        tables = dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000)
+        nulls = np.concatenate([np.zeros(0, bool), *(table[column].is_null().to_numpy() for table in tables)])
+        if nulls.any():
+            raise ValueError(f"Row {nulls.argmax()} of the {name} data: `{column}` is None. {_FIX}")
+
+
+def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str = "text") -> None:
+    """Refuse data that SFT does not read: `input_ids` come first and, for TRL, a prompt needs a completion."""
+    columns = column_names(dataset)
+    if "input_ids" in columns:
+        return
+    formats: list[Sequence[str]] = [("prompt", "completion"), ("input_ids",)]
+    if "prompt" not in columns:
+        formats += [("messages",), (text_field,), ("conversations",)]
+    refuse_unread(dataset, name, "SFT", *formats)
 
 
 def check_preferences(

@@ -135,8 +135,8 @@ class Budget:
 
     def decide(self, whole: FlatBatch, rows: HostRows, *, splits_beneath: bool, reach: int | None = None) -> FlatBatch:
         """
-        The batch of a pass that begins: told how many of its layers recompute and, if it `splits_beneath`
-        the loss, in which parts the model computes it there. Their positions tell of `reach` tokens.
+        The batch of a pass that begins: told how many of its layers recompute and, if it `splits_beneath` the loss, in
+        which parts the model computes it there. Their positions tell of `reach` tokens.
         """
         memory = self.memory
         fits = not splits_beneath or self.fits(whole, is_alone=rows.num_items == 1)

@@ -12,6 +12,12 @@ GIB = 2**30
 MARGIN = 0.1
 
 
+def has_accelerator() -> bool:
+    """Whether there is a device to train on in TRL's default precision: that of Macs is left out."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type != "mps"
+
+
 def budget_bytes(option: float | str, device: torch.device) -> int:
     """
     The bytes that `memory_budget` stands for: GiB, or with `"auto"` what the device that trains has, less a margin and

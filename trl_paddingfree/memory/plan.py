@@ -274,8 +274,8 @@ def plan_memory(
 ) -> MemoryBudget:
     """
     The plan of a run whose models have their weights, for `flat_model`, the one that is trained, under
-    `memory_budget`, the `option`. Batches tell that one how many of the plan's layers recompute. Refuses models without
-    layers that can.
+    `memory_budget`, the `option`. It sets the layers that a batch tells to recompute, and refuses models that have
+    none.
 
     `models` are all that hold weights, the trained one first, which an engine has `wrapped`. `optimizer` is the one
     that trains or, before there is one, its class and the arguments of that. `head` is what the loss puts on the model,

@@ -17,9 +17,10 @@ from trl import extract_prompt
 from ..charts import drawn, plot_runs
 from ..data.load import load_rows
 from ..data.task import Task, task_of
+from ..memory.device import has_accelerator
 from ..trainers import TRAINERS
 from .model import instruction_data, make_model, make_tokenizer, preference_data
-from .side_by_side import Trajectory, differences, has_accelerator, train_watched
+from .side_by_side import Trajectory, differences, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
@@ -42,7 +43,8 @@ def texts(dataset: Dataset) -> Iterator[str]:
             if isinstance(value, str):
                 yield value
             elif isinstance(value, list):
-                yield from (turn["content"] for turn in value if isinstance(turn, dict) and "content" in turn)
+                contents = (turn.get("content") for turn in value if isinstance(turn, dict))
+                yield from (content for content in contents if isinstance(content, str))
 
 
 def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, console: Console) -> str:

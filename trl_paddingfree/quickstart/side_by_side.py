@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from ..memory.device import has_accelerator
 from ..trainers import TRAINERS
 
 # Figures that only one side has, or that are times
@@ -50,12 +51,6 @@ class Trajectory:
     def seconds(self) -> float:
         """Time to train."""
         return self.log_history[-1]["train_runtime"]
-
-
-def has_accelerator() -> bool:
-    """Whether there is a device to train on in TRL's default precision: that of Macs is left out."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found is not None and found.type != "mps"
 
 
 def classes_of(task: str, ours: bool) -> tuple[AnyTrainer, AnyConfig]:

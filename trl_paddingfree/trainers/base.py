@@ -179,7 +179,7 @@ class FlatTrainer(GroupedTrainer):
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.plan_steps(model)  # if it still had to wait for the weights
+        self.plan_steps(model)  # if the plan still had to wait for the weights
         trl_step = super().training_step
 
         def step(given: Inputs) -> torch.Tensor:

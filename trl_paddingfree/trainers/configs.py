@@ -8,13 +8,13 @@ from numbers import Integral
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available, logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
 from .. import upstream
+from ..memory.device import has_accelerator
 from ..model.routes import BackendName
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def train_where_one_can(config: TrainingArguments) -> None:
     set: TRL's default, bfloat16, is refused there until `use_cpu` is.
     """
     is_open = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
-    if is_open and not torch.accelerator.is_available() and not is_torch_xla_available():
+    if is_open and not has_accelerator() and not is_torch_xla_available():
         config.use_cpu, config.bf16 = True, False
         logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
 
