@@ -81,6 +81,19 @@ def test_an_incomplete_last_step_stays_as_it_is():
     assert len(sampler) == 10
 
 
+@pytest.mark.parametrize(("number", "expected"), [(10, [0, 1, 2, 3, 7, 6, 5, 4, 8, 9]), (8, [3, 2, 1, 0, 7, 6, 5, 4])])
+def test_the_first_step_stays_where_the_last_is_filled_with_it(number, expected):
+    assert [*StepSampler(range(number), 4, arrange=lambda step: step[::-1], keeps_first=True)] == expected
+
+
+def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_dir):
+    options = {"model": model_dir, "train_dataset": preference_data(8, SEED), "max_tokens_per_micro_batch": 200}
+    trainer = make_trainer("dpo", "ours", **options)
+    trainer.flat.steps, trainer.is_distributed_loading_by_transformers = None, True
+    with pytest.raises(ValueError, match="`distributed_config` shards the model as it is loaded"):
+        trainer.plan_steps(trainer.model)
+
+
 def test_balancing_lowers_the_waiting_of_eight_processes():
     work = np.random.default_rng(SEED).lognormal(5, 1, 4096)
     order = list(StepSampler(range(4096), 128, by_tokens(work, 4, 8)))

@@ -27,15 +27,18 @@ from tests.helpers.vision import (
     vision_messages,
     vision_pairs,
 )
-from tests.runs import assert_same, compare, run
+from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree.check import vision as check_vision
+from trl_paddingfree.check.vision import check_images
 from trl_paddingfree.data.images import first_with_images, images_key, images_of
 from trl_paddingfree.data.vision import CollatedImageRows, VisionPreferenceCollator, take_images
 from trl_paddingfree.flat.images import VisionRules
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.model.vision import vision_rules, why_no_images
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers import TRAINERS, collated
 from trl_paddingfree.trainers.refusals import refuse_blind
+from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
@@ -75,6 +78,36 @@ def test_lora_gradient_checkpointing_evaluation_and_parts():
         for layout in ("shared", "flat")
     ]
     assert computed[0] < computed[1]
+
+
+@pytest.mark.parametrize("engine", [None, "FSDP"])
+def test_parts_with_images_come_last_and_not_beside_others_under_fsdp(engine, monkeypatch):
+    """DDP waits in the last part for gradients of the tower, and FSDP in each."""
+    options = {"max_tokens_per_micro_batch": 1, "oversized_examples": "alone", "per_device_train_batch_size": 8}
+    options["train_sampling_strategy"] = "sequential"
+    trainer = make_trainer("dpo", "shared", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED), **options)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    if engine is None:
+        has_images = [part.inputs["flat_batch"].images is not None for part in trainer.parts_of(Part(inputs))]
+        assert has_images == sorted(has_images)
+        assert len(set(has_images)) == 2
+        return
+    monkeypatch.setattr(collated, "is_sharded", lambda accelerator: True)
+    monkeypatch.setattr(collated, "of_all_processes", lambda values, _: torch.tensor([values] * 2))
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ValueError, match="parts with images and parts without"):
+        trainer.parts_of(Part(inputs))
+
+
+def test_images_with_which_no_prefix_can_be_shared_are_said_to_be_so(monkeypatch, caplog):
+    def check(model, route, reference):
+        found = check_images(model, route, reference)
+        return replace(found, failure="off") if route.prefix_sharing else found
+
+    monkeypatch.setattr(check_vision, "check_images", check)
+    trainer = make_trainer("dpo", "shared", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED))
+    assert not trainer.flat.route.prefix_sharing
+    assert "trains without shared prefixes: with the images of this data, they are inexact" in caplog.text
 
 
 def test_bf16_follows_padded_training():

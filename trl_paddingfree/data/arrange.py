@@ -19,19 +19,27 @@ class StepSampler(Sampler[int]):
     """
     The order of another sampler of example indices, rearranged within each optimizer step of `step_size` examples, over
     all processes and accumulation steps. An incomplete last step stays as it is: its micro-batches differ in size, so
-    moving examples would change their weights.
+    moving examples would change their weights. Where there is one, and `keeps_first`, the first step stays, too: with
+    several processes, accelerate fills the last batches with the examples that came first.
     """
 
-    def __init__(self, sampler: Sampler | Sequence[int], step_size: int, arrange: Callable[[list[int]], list[int]]):
-        self.sampler, self.step_size, self.arrange = sampler, step_size, arrange
+    def __init__(
+        self,
+        sampler: Sampler | Sequence[int],
+        step_size: int,
+        arrange: Callable[[list[int]], list[int]],
+        keeps_first: bool = False,
+    ):
+        self.sampler, self.step_size, self.arrange, self.keeps_first = sampler, step_size, arrange, keeps_first
 
     def __iter__(self) -> Iterator[int]:
         step: list[int] = []
+        stays = self.keeps_first and len(self) % self.step_size > 0
         for index in self.sampler:
             step.append(index)
             if len(step) == self.step_size:
-                yield from self.arrange(step)
-                step = []
+                yield from step if stays else self.arrange(step)
+                step, stays = [], False
         yield from step
 
     def __len__(self) -> int:

@@ -174,7 +174,8 @@ class CollatedTrainer(FlatTrainer):
             work = example_work(self.example_lengths(), flat.route.prefix_sharing, hidden_size)
             arrange = by_tokens(work, batch_size, processes)
         step_size = batch_size * processes * self.args.gradient_accumulation_steps
-        flat.sampler = StepSampler(sampler, step_size, arrange)
+        wraps = processes > 1 and not self.args.dataloader_drop_last
+        flat.sampler = StepSampler(sampler, step_size, arrange, keeps_first=wraps)
         return flat.sampler
 
     @when_flat
@@ -231,10 +232,14 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_oversized(limit, max(rows.tokens()), *self.smallest_part)
         if not self._adds_up:
             return [whole]
-        batches, accelerator = self._batches(whole.inputs), self.accelerator
-        most = int(of_all_processes([len(batches)], accelerator).max())
+        # Those with images come last: DDP waits in the last part for gradients of all weights, the tower's too
+        batches = sorted(self._batches(whole.inputs), key=lambda part: part["flat_batch"].images is not None)
+        is_mixed, accelerator = len({part["flat_batch"].images is None for part in batches}) > 1, self.accelerator
+        most, is_mixed = of_all_processes([len(batches), is_mixed], accelerator).amax(0).tolist()
         # Where each backward pass is one of all processes, those with fewer parts repeat one
         in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
+        if is_mixed and in_step and accelerator.num_processes > 1:
+            raise ValueError(refusals.PARTS_WITHOUT_IMAGES)
         parts = [whole]
         if most > 1:  # on any process: all of them gather the metrics of parts
             parts = weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))

@@ -63,7 +63,8 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         super().refuse_arguments(arguments)
         if arguments.get("teacher_model") is None:
             raise ValueError(
-                "`teacher_model` is missing, whose predictions the student learns: give a model, or the name of one."
+                "`teacher_model` is missing, whose predictions the student learns: give the trainer a model, or the "
+                "name of one."
             )
 
     def flat_models(self) -> list[torch.nn.Module]:

@@ -205,6 +205,9 @@ class StartUpCheck:
         found = prove_each([result.route for result in results])
         if len({result.prefix_sharing for result in found}) > 1:
             found = prove_each([result.route.without_sharing() for result in found])
+        if results[0].prefix_sharing > found[0].prefix_sharing and self.accelerator.is_main_process:
+            name = type(self._base(models[0])).__name__
+            logger.warning(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
         # Gradients are compared on text: again, where images have changed the route
         texts = [
             text if text.route == image.route else self._prove(model, image.route)

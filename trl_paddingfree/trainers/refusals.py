@@ -259,6 +259,11 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
         )
 
 
+PARTS_WITHOUT_IMAGES = (
+    "A micro-batch above its budget has parts with images and parts without, and under FSDP and DeepSpeed all "
+    "processes compute the vision tower together: raise `memory_budget` or `max_tokens_per_micro_batch`, leave it out, "
+    "or train on examples that all have images."
+)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
