@@ -185,7 +185,7 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
             # Quantized weights may be buffers. Those in floating point may be tables: no gradient comes through them
             packed = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
             own = [*module.parameters(recurse=False), *packed]
-            if any(x.ndim > 1 and not _is_zero(x) for x in own) and not any(x.requires_grad for x in own):
+            if not any(x.requires_grad for x in own) and any(x.ndim > 1 and not _is_zero(x) for x in own):
                 hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
                 hooks.enter_context(module.register_forward_hook(partial(after, name)))
         yield lambda: [layer for layer, name in given.items() if name not in passed]

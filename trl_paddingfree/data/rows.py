@@ -45,9 +45,13 @@ class CollatedRows:
 
         return replace(self, rows={name: taken(x) for name, x in self.rows.items()}, num_items=len(examples))
 
+    def alone(self) -> list[FlatBatch]:
+        """The flat batch of each example alone."""
+        return [self.take([i]).with_flat()["flat_batch"] for i in range(self.num_items)]
+
     def tokens(self) -> list[int]:
         """Tokens to compute of each example alone."""
-        return [self.take([i]).with_flat()["flat_batch"].counts.computed for i in range(self.num_items)]
+        return [batch.counts.computed for batch in self.alone()]
 
     def part(self, items: Sequence[int], reach: int | None) -> RowPart:
         """The part of a batch that some examples make, with positions that tell of `reach` tokens."""

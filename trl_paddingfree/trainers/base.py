@@ -233,7 +233,7 @@ class FlatTrainer(GroupedTrainer):
         flat = self.flat
         if flat.steps is not None or not flat.options.has_budget:
             return
-        if vars(self).get("is_distributed_loading_by_transformers"):  # before 5.20, transformers does not do that
+        if vars(self).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
             raise ValueError(
                 "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
                 "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."

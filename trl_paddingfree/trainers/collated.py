@@ -216,8 +216,7 @@ class CollatedTrainer(FlatTrainer):
         collator, batches = replace(self.data_collator, keeps_rows=True), {}
         for index in candidates:
             rows = collator([self.train_dataset[index]])["rows"]
-            items = [rows.take([item]).with_flat()["flat_batch"] for item in range(rows.num_items)]
-            batches[index] = max(items, key=memory.least)
+            batches[index] = max(rows.alone(), key=memory.least)
         worst = max(batches, key=lambda index: memory.least(batches[index]))
         if not memory.can_hold(batches[worst]):
             raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
