@@ -11,20 +11,20 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from .. import upstream
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .edits import refuse_unanswerable
 from .masks import boundaries
 from .restored import attributes_set
 from .routes import backbone_mask
+from .slices import in_slices
 from .state_layers import state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
 
     from .flat_model import FlatModel
-
-    Scored = tuple[FusedCausalLMOutput, tuple[torch.Tensor, ...] | None]
-
-Answer = TypeVar("Answer")
 
 # What TRL's head may say of each scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -67,13 +63,7 @@ def flat_forward(
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
     `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
-    model, in_parts = flat_model.model, batch.parts and torch.is_grad_enabled()
-    if in_parts and not (fused_lm_head and labels is not None):  # whole logits would not fit in parts either
-        raise ValueError(
-            "A micro-batch that does not fit into its budget runs in parts beneath the loss, and there the model must "
-            "be called with `labels` and `fused_lm_head=True`: do so, or leave `memory_budget` and "
-            "`max_tokens_per_micro_batch` out."
-        )
+    model = flat_model.model
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     beside: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if flat_model.group is not None and not fused_lm_head:
@@ -87,17 +77,13 @@ def flat_forward(
     if not fused_lm_head:
         return _model_output(flat_model, batch, labels, beside)
     assert labels is not None
-    if in_parts:
-        outputs = scored_in_parts(flat_model, batch, beside, labels)
-    else:
-        outputs, _ = scored_in_rows(flat_model, batch, beside)
-    return _with_loss(model, outputs, labels, beside)
+    return _with_loss(model, scored_in_rows(flat_model, batch, beside), labels, beside)
 
 
-def scored_in_rows(flat_model: "FlatModel", batch: FlatBatch, beside: Inputs) -> "Scored":
+def scored_in_rows(flat_model: "FlatModel", batch: FlatBatch, beside: Inputs) -> "FusedCausalLMOutput":
     """
     What TRL's fused head says of rows, given what is `beside` them: its [`~trl.trainer.utils.FusedCausalLMOutput`] with
-    fields of shape `(R, L-1)`. And the logits of routers, of shape `(T, experts)` for each layer, or `None`.
+    fields of shape `(R, L-1)`.
     """
     group = flat_model.group
     own = batch if group is None else group.slice(batch, flat_model.model.config.get_text_config())
@@ -107,45 +93,11 @@ def scored_in_rows(flat_model: "FlatModel", batch: FlatBatch, beside: Inputs) ->
         outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
     values = _per_token(outputs) if group is None else group.gather_scored(_per_token(outputs), batch)
     outputs = replace(outputs, **{name: batch.scored_to_rows(x) for name, x in values.items()})
-    routers = None if outputs.aux_loss is None else given[0]["router_logits"]
-    if routers is not None and group is not None:  # their loss is one of all tokens
-        routers = tuple(group.gather_tokens(x, batch.layout.segments.num_tokens) for x in routers)
+    if outputs.aux_loss is not None and group is not None:  # their loss is one of all tokens
+        total = batch.layout.segments.num_tokens
+        routers = tuple(group.gather_tokens(x, total) for x in given[0]["router_logits"])
         outputs = replace(outputs, aux_loss=upstream.router_loss(flat_model.model, routers, batch.token_rows))
-    return outputs, routers
-
-
-def scored_in_parts(
-    flat_model: "FlatModel", batch: FlatBatch, beside: Inputs, labels: torch.Tensor
-) -> "FusedCausalLMOutput":
-    """
-    What [`scored_in_rows`] says, of rows that the model computes in parts, one after another, with the gradients of the
-    whole. The loss is the caller's, over all rows: one that couples rows is as exact as any other.
-    """
-
-    def answer(part: RowPart, _: torch.Tensor) -> "Scored":
-        return scored_in_rows(flat_model, part.batch, {**beside, **part.arguments})
-
-    outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
-    order = torch.cat([part.rows for part in batch.parts]).argsort()
-    order = order.to(outputs[0].log_probs.device)  # a model on several devices answers on that of its head
-    joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
-    whole = replace(outputs[0], **joined)
-    if routers[0] is None:
-        return whole
-    layers = tuple(map(torch.cat, zip(*routers, strict=True)))  # the loss of routers is one of all tokens together
-    weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
-    return replace(whole, aux_loss=upstream.router_loss(flat_model.model, layers, weights))
-
-
-def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Answer], tensor: torch.Tensor) -> list[Answer]:
-    """
-    What `answer` gives of each part, with the `tensor`, one part after another. Each keeps nothing between its
-    forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
-    what it computed.
-    """
-    *first, last = batch.parts
-    # By the device of the tensor, what is checkpointed finds the random state to come back to
-    return [checkpoint(answer, part, tensor, use_reentrant=False) for part in first] + [answer(last, tensor)]
+    return outputs
 
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
@@ -225,13 +177,14 @@ def flat_backbone(
     With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
     `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
     """
-    flat_model.prepare(batch)
+    decision = flat_model.prepare(batch)
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
     told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
     told["use_cache"] = False
     if "attention_mask" not in told:
         config = model.config.get_text_config()
         told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
+    told["attention_mask"] = flat_model.told_of_exchanges(told["attention_mask"])
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
@@ -258,6 +211,8 @@ def flat_backbone(
         _noise_of_rows(model, batch),
         ExitStack() as hooks,
     ):
+        if decision.cuts:
+            hooks.enter_context(in_slices(model, batch, decision.cuts))
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
             hooks.enter_context(backbone.register_forward_hook(give_head))

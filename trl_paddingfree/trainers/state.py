@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..data.arrange import StepSampler
-from ..memory.plan import MemoryBudget
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
 from .proving import StartUpCheck
 
 if TYPE_CHECKING:
-    from ..memory.budget import Budget
+    from ..memory.plan import Plan
     from .steps import TrainingSteps
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -42,15 +41,9 @@ class FlatState:
         return self.trained.route if self.models else None
 
     @property
-    def budget(self) -> "Budget":
-        """What each pass that trains may take, once there are `steps`."""
-        assert self.steps is not None
-        return self.steps.budget
-
-    @property
-    def memory(self) -> MemoryBudget | None:
-        """The plan under `memory_budget`."""
-        return None if self.steps is None else self.steps.budget.memory
+    def plan(self) -> "Plan | None":
+        """How passes keep within budgets; `None` without one, and before the weights."""
+        return None if self.steps is None else self.steps.plan
 
 
 class _WhenFlat:
