@@ -148,11 +148,11 @@ def _forward(
 
 def _joined(slices: Sequence[Slice], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
     """What a decoder says of all tokens, of what it says of those of each slice."""
-    hidden = [output.last_hidden_state[:, : part.num_tokens] for part, output in zip(slices, outputs, strict=True)]
+    sizes = [part.num_tokens for part in slices]  # without what stands for no token of the batch
+    hidden = [output["last_hidden_state"][:, :n] for output, n in zip(outputs, sizes, strict=True)]
     joined = type(outputs[0])(last_hidden_state=torch.cat(hidden, 1))
     if outputs[0].get("router_logits") is not None:
         layers = zip(*(output["router_logits"] for output in outputs), strict=True)
-        sizes = [part.num_tokens for part in slices]
         joined["router_logits"] = tuple(torch.cat([x[:n] for x, n in zip(y, sizes, strict=True)]) for y in layers)
     return joined
 
