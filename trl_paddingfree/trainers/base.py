@@ -218,7 +218,7 @@ class FlatTrainer(GroupedTrainer):
             self.plan_steps(self.model)
 
     def plan_steps(self, model: torch.nn.Module) -> None:
-        """Plan for the budgets, once a `model` is proven, and refuse what no example fits into. Once."""
+        """Plan for the budgets, once a `model` is proven, prove slices, and refuse what no example fits into. Once."""
         self.prove_placed(model)
         flat = self.flat
         if flat.steps is not None or not flat.options.has_budget:
@@ -231,8 +231,10 @@ class FlatTrainer(GroupedTrainer):
         plan = self._plan()
         flat.steps = TrainingSteps(self, plan)
         for each in flat.models:  # others may have layers that the one which is trained has not
-            if each is flat.trained or not why_not_in_slices(each.model, each.route, each.group):
+            if not why_not_in_slices(each.model, each.route, each.group):
                 each.decide = plan.decide
+        flat.check.prove_slices([model, *self.flat_models()[1:]])
+        flat.trained.decide = plan.decide  # of layers that recompute, too
         if flat.resumed_from is not None:
             plan.restore(flat.resumed_from, self.args.process_index)
         if not plan.has_shrunk:  # which makes it smaller than the data was measured by
