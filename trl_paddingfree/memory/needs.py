@@ -44,8 +44,8 @@ class MemoryNeeds:
     >>> needs = MemoryNeeds(100, [[10]] * layers, [[2]] * layers, [1], [3], (1, 2), [4])
     >>> needs.peaks(np.array([5])).tolist()
     [325, 285, 245, 205, 215]
-    >>> needs.num_recomputed(np.array([5]), 250), needs.num_recomputed(np.array([5]), 1000)
-    (2, 0)
+    >>> needs.fewest_recomputed(np.array([5]), 250), needs.fewest_recomputed(np.array([5]), 1000)
+    ((2, 245), (0, 325))
     >>> needs.offloaded(np.array([5]))
     (225, 45)
     """
@@ -97,10 +97,14 @@ class MemoryNeeds:
         host = self.correction * (recomputed.sum() + outside)  # moved too, but used right after the last layer
         return self.fixed + round(self.correction * on_device), round(host)
 
-    def num_recomputed(self, load: np.ndarray, budget: int) -> int:
-        """The fewest layers that must recompute for a micro-batch to fit; if it never does, those that need least."""
+    def fewest_recomputed(self, load: np.ndarray, budget: int) -> tuple[int, int]:
+        """
+        The fewest layers that must recompute for a micro-batch to fit, or if it never does, those with which it needs
+        least; and the bytes at its peak then.
+        """
         peaks = self.peaks(load)
-        return int((peaks <= budget).argmax() if peaks.min() <= budget else peaks.argmin())
+        number = int((peaks <= budget).argmax() if peaks.min() <= budget else peaks.argmin())
+        return number, int(peaks[number])
 
     def most_tokens(self, load_of: Callable[[int], np.ndarray], budget: int, number: int | None = None) -> int:
         """The most tokens that fit, 0 if none do, loaded by `load_of`, if `number` layers recompute (default: any)."""

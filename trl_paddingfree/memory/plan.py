@@ -72,6 +72,7 @@ class Plan:
         self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
         self.is_reentrant = is_reentrant  # whether layers recompute as reentrant checkpoints do
         self.route, self.group = flat_model.route, flat_model.group
+        self.is_sharded = is_sharded(accelerator)
         self.why_whole = why_not_in_slices(flat_model.model, self.route, self.group)
         self.has_shrunk = False
         self.current: Pass | None = None  # the pass that is being made, from its decision on
@@ -83,48 +84,39 @@ class Plan:
 
     def decide(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch. Those of one batch are computed alike, with gradients or without."""
-        key = ("decision", self.budget, self.limit)
-        decision = batch.layout.derived(key, lambda: self._decision(batch))
+        decision = self.own_decision(batch)
+        if self.is_sharded:
+            key = ("agreed", self.budget, self.limit)
+            decision = batch.layout.derived(key, lambda: self._agreed(batch, decision))
         if torch.is_grad_enabled():
-            if self.needs is not None and decision.expected > self.budget and not self.has_shrunk:
+            if decision.expected > self.budget and not self.has_shrunk and self.needs is not None:
                 raise self.too_small_for(batch)
-            self.current = Pass(batch, decision, self.device_memory.held)
-            self.device_memory.reset()
+            self.current = Pass(batch, decision, self.device_memory.begin())
         return decision
 
-    def _decision(self, batch: FlatBatch) -> Decision:
-        decision = self._own_decision(batch)
-        if not is_sharded(self.accelerator):
-            return decision
-        # All processes gather weights together: they compute as many slices, and recompute as many layers
-        own = [decision.num_slices, decision.num_recomputed or 0]
-        number, layers = map(int, of_all_processes(own, self.accelerator).amax(0).tolist())
-        if number == 1:
-            return decision if self.needs is None else replace(decision, num_recomputed=layers)
-        if number == decision.num_slices:
-            return decision
-        self._refuse_whole(batch)
-        cuts = cut_by_number(batch.layout.segments.num_tokens, number, batch.layout.host_blocks)
-        return replace(decision, cuts=cuts, num_recomputed=None)
+    def own_decision(self, batch: FlatBatch) -> Decision:
+        """What this process decides by itself: the whole with as few layers recomputed as fit, or else slices."""
+        return batch.layout.derived(("decision", self.budget, self.limit), lambda: self._own_decision(batch))
 
     def _own_decision(self, batch: FlatBatch) -> Decision:
-        """What this process decides by itself: the whole with as few layers recomputed as fit, or else in slices."""
-        segments, sizes = batch.layout.segments, self.load(batch)
-        number, expected = self._whole(sizes)
-        if self._within_limit(segments.num_tokens) and (self.needs is None or expected <= self.budget):
-            return Decision((), number, expected)
-        if self.needs is not None and self._within_limit(segments.num_tokens) and self.why_whole:
-            return Decision((), number, expected)  # which is refused, if it trains
+        tokens, number, expected, sizes = batch.counts.computed, None, 0, np.zeros(0)
+        if self.needs is not None:
+            sizes = self.load(batch)
+            number, expected = self.needs.fewest_recomputed(sizes, self.budget)
+        is_few = self.limit is None or tokens <= self.limit
+        if is_few and (expected <= self.budget or self.why_whole or self.needs is None):
+            return Decision((), number, expected)  # which is refused, if it trains and does not fit
         self._refuse_whole(batch)
-        most = segments.num_tokens if self.limit is None else min(self.limit, segments.num_tokens)
+        most = tokens if self.limit is None else min(self.limit, tokens)
 
         def cut(size: int) -> Decision:
-            cuts = cut_by_size(segments, size, batch.layout.host_blocks)
+            cuts = cut_by_size(batch.layout.segments, size, batch.layout.host_blocks)
             return Decision(cuts, None, self._peak_of_slices(batch, cuts, sizes))
 
+        best = cut(most)
+        if self.needs is None or best.expected <= self.budget:
+            return best
         low, high = min(LEAST_SLICE, most), most
-        if self.needs is None or (best := cut(high)).expected <= self.budget:
-            return cut(high)
         best = cut(low)
         while high - low > max(1, low // 8) and best.expected <= self.budget:
             middle = (low + high) // 2
@@ -134,15 +126,17 @@ class Plan:
                 high = middle
         return best
 
-    def _within_limit(self, tokens: int) -> bool:
-        return self.limit is None or tokens <= self.limit
-
-    def _whole(self, sizes: np.ndarray) -> tuple[int | None, int]:
-        """How many layers recompute in a batch that is computed whole, and the bytes at its peak."""
-        if self.needs is None:
-            return None, 0
-        number = self.needs.num_recomputed(sizes, self.budget)
-        return number, int(self.needs.peaks(sizes)[number])
+    def _agreed(self, batch: FlatBatch, own: Decision) -> Decision:
+        """What all processes do, which gather weights together: as many slices, and as many layers recomputed."""
+        counts = [own.num_slices, own.num_recomputed or 0]
+        number, layers = map(int, of_all_processes(counts, self.accelerator).amax(0).tolist())
+        if number == 1 and self.needs is not None:
+            return replace(own, num_recomputed=layers)
+        if number == own.num_slices:
+            return own
+        self._refuse_whole(batch)
+        cuts = cut_by_number(batch.counts.computed, number, batch.layout.host_blocks)
+        return replace(own, cuts=cuts, num_recomputed=None)
 
     def load(self, batch: FlatBatch) -> np.ndarray:
         """The load of a batch."""
@@ -159,9 +153,8 @@ class Plan:
     def _refuse_whole(self, batch: FlatBatch) -> None:
         """Refuse a batch above its budget of a model that cannot compute slices."""
         if self.why_whole:
-            budget = f"max_tokens_per_micro_batch={self.limit}"
-            if self.needs is not None and self._within_limit(batch.counts.computed):
-                budget = f"memory_budget={self.option}"
+            above = self.limit is not None and batch.counts.computed > self.limit
+            budget = f"max_tokens_per_micro_batch={self.limit}" if above else f"memory_budget={self.option}"
             raise ValueError(
                 f"`{budget}` is less than a micro-batch of {batch.counts.computed} tokens needs, and it cannot be "
                 f"computed in slices: {self.why_whole}. Raise it, or lower `per_device_train_batch_size` or "
@@ -187,13 +180,14 @@ class Plan:
                 sums[found[0]] = found[1]
         return [sorted(part) for part in parts]
 
-    def fits(self, batch: FlatBatch) -> bool:
-        """Whether a batch can be computed whole."""
-        return self._fits(self.load(batch))
-
     def _fits(self, sizes: np.ndarray) -> bool:
         in_memory = self.needs is None or int(self.needs.peaks(sizes).min()) <= self.budget
-        return in_memory and self._within_limit(int(sizes[LOADS.index("tokens")]))
+        return in_memory and (self.limit is None or sizes[LOADS.index("tokens")] <= self.limit)
+
+    def is_whole(self, batch: FlatBatch) -> bool:
+        """Whether a batch is computed whole, and fits."""
+        decision = self.own_decision(batch)
+        return not decision.cuts and (self.needs is None or decision.expected <= self.budget)
 
     # --- what no budget can hold ------------------------------------------------------------------------------------
 
@@ -224,9 +218,9 @@ class Plan:
         """A pass ended well; `has_stepped` says whether the optimizer has its state by now."""
         if (made := self.current) is None:  # nothing that trains was computed
             return
-        tokens, decision = made.batch.layout.segments.num_tokens, made.decision
+        tokens, decision = made.batch.counts.computed, made.decision
         self.micro_batches += 1
-        self.slices += decision.num_slices
+        self.slices += max(len(decision.cuts) - 1, 1)
         again = decision.cuts[-2] / tokens if decision.cuts else 0.0  # all slices but the last are computed again
         self.layers_recomputed += (decision.num_recomputed or 0) + again * len(self.layers)
         self.predicted = max(self.predicted, decision.expected)

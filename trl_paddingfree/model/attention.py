@@ -136,10 +136,8 @@ ATTENTION: dict[BackendName, Attention] = {
 
 def _scaled_in_rows(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
     """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
-    held = vars(module)  # of some layers of Llama 4
-    if not held.get("attn_temperature_tuning") or held["use_rope"]:
-        return query
-    if max(query.size(2), layout.segments.max_seqlen_k) < held["floor_scale"]:
+    held = vars(module)
+    if held["use_rope"] or max(query.size(2), layout.segments.max_seqlen_k) < held["floor_scale"]:
         return query
     return (query * scale_of_rows(layout, held["floor_scale"], held["attn_scale"])[:, None]).to(query.dtype)
 
@@ -157,7 +155,9 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        query, call = _scaled_in_rows(query, module, layout), partial(attend, layout, previous)
+        if vars(module).get("attn_temperature_tuning"):  # Llama 4
+            query = _scaled_in_rows(query, module, layout)
+        call = partial(attend, layout, previous)
         for exchange in attention_mask.exchanges:
             call = partial(exchange, call, layout)
         return call(module, query, key, value, **kwargs)

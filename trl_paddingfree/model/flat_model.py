@@ -18,8 +18,8 @@ from ..versions import refuse_moved_head
 from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
-from .forward import flat_backbone, flat_forward, flat_inputs
-from .masks import Exchange, FlatMask, Masks, map_masks
+from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
+from .masks import Exchange
 from .restored import attributes_set, mark_of
 from .routes import ATTENTION_BACKENDS, Route
 from .sequence import SequenceGroup
@@ -61,19 +61,25 @@ class FlatModel:
         self.flattener: WeakMethod[Flattener] | None = None
         self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers of which a budget decides
         self.num_recomputed: int | None = None  # how many of them recompute; `None`, if nothing was decided
+        self.is_pooled = is_pooled(model)
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
-        self.exchanges: tuple[Exchange, ...] = ()  # what else goes around attention, next to the backend
+        self.exchanges: tuple[Exchange, ...] = ()  # what goes around attention
         self.decide: Callable[[FlatBatch], Decision] | None = None  # by a budget, if there is one
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
-        return {**vars(self), "flattener": None, "group": None, "decide": None, "edits": EditsFound()}
+        return {**vars(self), "flattener": None, "group": None, "exchanges": (), "decide": None, "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
         """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat is not None and flat._is_called else None
+
+    def divide_among(self, group: SequenceGroup | None) -> None:
+        """Have the processes of a group, if there is one, compute slices of each batch."""
+        self.group = group
+        self.exchanges = () if group is None else (group.attend,)
 
     @classmethod
     def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
@@ -166,11 +172,14 @@ class FlatModel:
         with flat_backbone(self, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
             return self.model.base_model(**flat_inputs(self, batch)).last_hidden_state
 
-    def prepare(self, batch: FlatBatch) -> Decision:
+    def decision(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch."""
-        decision = Decision() if self.decide is None else self.decide(batch)
+        self.has_trained |= torch.is_grad_enabled()
+        if self.decide is None:
+            return Decision()
+        decision = self.decide(batch)
         if torch.is_grad_enabled():
-            self.has_trained, self.num_recomputed = True, decision.num_recomputed
+            self.num_recomputed = decision.num_recomputed
             self.set_layers()
         return decision
 
@@ -190,14 +199,6 @@ class FlatModel:
                 f"called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers that "
                 "generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
             )
-
-    def told_of_exchanges(self, masks: Masks) -> Masks:
-        """What a backbone gets as its mask, which tells attention what goes around it."""
-        exchanges = self.exchanges if self.group is None else (*self.exchanges, self.group.attend)
-        if not exchanges:
-            return masks
-        carrying = lambda x: FlatMask.carrying(x.flat_layout, x.ndim == 2, exchanges)  # noqa: E731
-        return map_masks(carrying, masks)
 
     @contextmanager
     def attention_as_before(self) -> Iterator[None]:
@@ -221,5 +222,5 @@ def keys_noted(model: PreTrainedModel) -> Iterator[list[int]]:
         found.append(key.nbytes + value.nbytes)
         return attend(module, query, key, value, **kwargs)
 
-    with attributes_set([(flat, "exchanges", (note,))]):
+    with attributes_set([(flat, "exchanges", (note, *flat.exchanges))]):
         yield found

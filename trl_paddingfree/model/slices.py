@@ -28,7 +28,7 @@ from .restored import attributes_set
 Tensors = tuple[torch.Tensor, ...]
 # Features of image tokens that layers of a decoder (Qwen3-VL) add to their own, one tensor `(image tokens, H)` a layer
 _DEEPSTACK = "deepstack_visual_embeds"
-_NOISE = "neftune_noise_alpha"
+NOISE = "neftune_noise_alpha"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _forward(
 ) -> BaseModelOutput:
     """What the own `forward` of a decoder says of all slices, of the arguments that it gets of the whole."""
     reach, embeddings = reach_of(model, batch), model.get_input_embeddings()
-    slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(_NOISE)
+    slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
     layers = checkpointing_layers(model.get_decoder())
@@ -125,7 +125,7 @@ def _forward(
         fixed: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
             share = part.layout.segments.num_tokens / batch.input_ids.size(1)
-            fixed.append((embeddings, _NOISE, noise * math.sqrt(share)))
+            fixed.append((embeddings, NOISE, noise * math.sqrt(share)))
         with attributes_set(fixed):
             try:
                 return forward(**own, attention_mask=mask), tuple(keys.kept)

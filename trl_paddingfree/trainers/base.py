@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -154,6 +154,7 @@ class FlatTrainer(GroupedTrainer):
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
+        flat.trained = flat.models[0]
         upstream.keep_varlen_results(self.model)
         refusals.warn_of_dropout(flat.trained.model, self.args)
 
@@ -177,15 +178,12 @@ class FlatTrainer(GroupedTrainer):
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.plan_steps(model)  # if the plan still had to wait for the weights
-        trl_step = super().training_step
-
-        def step(given: Inputs) -> torch.Tensor:
-            with self.flat.trained.must_train(self):
-                return trl_step(model, given, num_items_in_batch)
-
+        if not self.flat.is_planned:  # what had to wait for the weights
+            self.plan_steps(model)
+        step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         parts = self.parts_of(Part(inputs, is_normalized=num_items_in_batch is not None))
-        return step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
+        with self.flat.trained.must_train(self):
+            return step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
 
     def parts_of(self, whole: Part) -> list[Part]:
         """
@@ -197,14 +195,18 @@ class FlatTrainer(GroupedTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.flat.pads:  # not by `when_flat`: padded tokens are counted, too
             if self.model.training:
-                self.counts.add(self.padded_counts(inputs))
+                self.counts.new.append(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
-        self.prove_placed(model)  # evaluation may come before any step of training
+        if self.flat.check.awaits_weights:  # evaluation may come before any step of training
+            self.prove_placed(model)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         for flat_model in self.flat.models:  # the device has answered: TRL has read its metrics
-            flat_model.edits.read()
+            if flat_model.edits.pending:
+                flat_model.edits.read()
+        if (steps := self.flat.steps) is None:
+            return loss
         self.flat.trained.set_layers()  # again: TRL's pass of the reference sets them all
-        return loss if self.flat.steps is None else self.flat.steps.weighted(loss)
+        return loss if steps.part is None else steps.weighted(loss)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """What TRL computes of a padded micro-batch."""
@@ -221,14 +223,17 @@ class FlatTrainer(GroupedTrainer):
         """Plan for the budgets, once a `model` is proven, prove slices, and refuse what no example fits into. Once."""
         self.prove_placed(model)
         flat = self.flat
-        if flat.steps is not None or not flat.options.has_budget:
+        if flat.is_planned:
+            return
+        flat.is_planned = True
+        if not flat.options.has_budget:
             return
         if vars(self).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
             raise ValueError(
                 "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
                 "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
             )
-        plan = self._plan()
+        flat.plan = plan = self._plan()
         flat.steps = TrainingSteps(self, plan)
         for each in flat.models:  # others may have layers that the one which is trained has not
             if not why_not_in_slices(each.model, each.route, each.group):
@@ -275,12 +280,6 @@ class FlatTrainer(GroupedTrainer):
     def rotary_limits(self) -> dict[str, int]:
         """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
         return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
-
-    def _prepare_input(self, data: object) -> object:
-        # transformers moves tensors and what holds them; batches in parts are made after the data loader has moved all
-        if isinstance(data, FlatBatch):
-            return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
 
     # --- figures ----------------------------------------------------------------------------------------------------
 

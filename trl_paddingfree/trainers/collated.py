@@ -1,6 +1,7 @@
 """The base of the trainers whose batches come from a collator: flat batches, arranged, and within a budget."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,7 @@ class CollatedTrainer(FlatTrainer):
         """What the loss, under the name "loss", and each metric of a part of a micro-batch is a mean over: how many."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def _adds_up(self) -> bool:
         """Whether the losses of parts of a micro-batch add up to that of the whole, and it is known how."""
         return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
@@ -222,12 +223,15 @@ class CollatedTrainer(FlatTrainer):
             raise plan.too_small_for(batches[worst], f"example {worst} of the training data")
 
     def parts_of(self, whole: Part) -> list[Part]:
-        has_budget = self.flat.steps is not None
-        refuse_lost_batch(whole.inputs, needs_rows=has_budget)
-        batch, parts = whole.inputs["flat_batch"], [whole]
-        if has_budget and self._adds_up:
+        inputs, plan = whole.inputs, self.flat.plan
+        if "flat_batch" not in inputs or (plan is not None and "rows" not in inputs):
+            refuse_lost_batch(inputs)
+        batch, parts = inputs["flat_batch"], [whole]
+        is_alone = self.accelerator.num_processes == 1
+        if plan is not None and self._adds_up and not (is_alone and plan.is_whole(batch)):
             parts = self._weighted_parts(whole)
-        self.counts.add(batch.counts.in_parts([part.inputs["flat_batch"].counts for part in parts]))
+        counts = [part.inputs["flat_batch"].counts for part in parts]
+        self.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
     def _weighted_parts(self, whole: Part) -> list[Part]:
@@ -249,11 +253,14 @@ class CollatedTrainer(FlatTrainer):
         whole, plan = inputs["flat_batch"], self.flat.plan
         assert plan is not None
         rows = replace(inputs["rows"], collator=self.data_collator)  # a worker sends them without the collator
-        if rows.num_items == 1 or plan.fits(whole):
+        if rows.num_items == 1 or plan.is_whole(whole):
             return [inputs]
         self._refuse_edits_of_whole(inputs)
         reach = self.reach_of(whole)
-        return [rows.take(items).with_flat(reach) for items in plan.parts(rows.loads(plan.load))]
+        parts = [rows.take(items).with_flat(reach) for items in plan.parts(rows.loads(plan.load))]
+        # transformers moves tensors, and the data loader has moved flat batches before there were parts
+        device = self.args.device
+        return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]
 
     def _refuse_edits_of_whole(self, inputs: Inputs) -> None:
         """Refuse edits of a micro-batch that runs in parts: no call of the model will see them."""

@@ -78,7 +78,7 @@ class OnlineTrainer(FlatTrainer):
         if reach := self.reach_of(batch):
             batch = rows.batch(reach=reach)
         if torch.is_grad_enabled():  # the policy's pass, which trains
-            self.counts.add(batch.counts)
+            self.counts.new.append(batch.counts)
         return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: torch.nn.Module) -> None:

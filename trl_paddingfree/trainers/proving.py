@@ -81,7 +81,7 @@ class StartUpCheck:
 
     def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
         flat = FlatModel.install(base, route)
-        flat.group = self.group
+        flat.divide_among(self.group)
         return flat
 
     def can_call(self, model: torch.nn.Module, is_trained: bool) -> bool:
@@ -163,7 +163,8 @@ class StartUpCheck:
         base = self._base(model)
         trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
-            flat.flattener, flat.group = None, None  # the check compares with rows, and slices are those of this run
+            flat.flattener = None  # the check compares with rows
+            flat.divide_among(None)  # by this run, if at all
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):

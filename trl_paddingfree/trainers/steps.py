@@ -170,7 +170,7 @@ class Attempt:
 def figures_of(trainer: "FlatTrainer") -> Callable[[], None]:
     """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-    tokens, counted = trainer._total_train_tokens, trainer.counts.new
+    tokens, counted = trainer._total_train_tokens, [*trainer.counts.new]
     state = {name: vars(trainer)[name] for name in trainer.changed_by_loss}
 
     def put_back() -> None:
@@ -211,8 +211,9 @@ class TrainingSteps:
                 # Here the error is gone, and with it all that its frames held
                 self.is_again = True
                 self.attempt.undo()
-            self.is_again = False
-            self.attempt.finish()
+            if self.is_again:
+                self.attempt.finish()
+                self.is_again = False
         if metrics is not None:
             metrics.log()
         return torch.stack(losses).sum()
@@ -245,7 +246,6 @@ class TrainingSteps:
 
     def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of the part that is being computed, alone or before other outputs, with its weight."""
-        if self.part is None:
-            return loss
+        assert self.part is not None
         self.is_weighted = True
         return (self.part.weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else self.part.weight * loss
