@@ -10,6 +10,7 @@
     python -m scripts.benchmark --agreement reward=pairs.jsonl --model FOLDER  # TRL's commands and ours: every figure
     python -m scripts.benchmark --vision results            # a small model learns to read pictures
     python -m scripts.benchmark --parts results             # a memory budget that splits micro-batches
+    python -m scripts.benchmark --slices results            # operations and bytes of slices, and the lengths that fit
     python -m scripts.benchmark --render results/dpo.json   # write the table and draw the chart again
     python -m scripts.benchmark --beside REVISION           # print results beside those of an earlier revision
     python -m scripts.benchmark --readme [--check]          # write the documentation's tables from docs/benchmarks
@@ -50,7 +51,7 @@ COMMAND = ("python", "-m", "scripts.benchmark")
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 # The studies, by what they take: a folder to write to, lengths, or tasks with their data and a model
 OF_MACHINE, OF_LENGTHS, OF_MODEL = (
-    ("casts", "collators", "parts", "vision"),
+    ("casts", "collators", "parts", "slices", "vision"),
     ("arranging", "hybrids", "packing"),
     ("heads", "agreement"),
 )

@@ -65,10 +65,19 @@ class FlatModel:
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
         self.exchanges: tuple[Exchange, ...] = ()  # what goes around attention
         self.decide: Callable[[FlatBatch], Decision] | None = None  # by a budget, if there is one
+        self.latest = Decision()  # of the pass that is being computed
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
-        return {**vars(self), "flattener": None, "group": None, "exchanges": (), "decide": None, "edits": EditsFound()}
+        return {
+            **vars(self),
+            "flattener": None,
+            "group": None,
+            "exchanges": (),
+            "decide": None,
+            "latest": Decision(),
+            "edits": EditsFound(),
+        }
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
@@ -176,8 +185,8 @@ class FlatModel:
         """How a pass that begins computes a batch."""
         self.has_trained |= torch.is_grad_enabled()
         if self.decide is None:
-            return Decision()
-        decision = self.decide(batch)
+            return self.latest
+        self.latest = decision = self.decide(batch)
         if torch.is_grad_enabled():
             self.num_recomputed = decision.num_recomputed
             self.set_layers()

@@ -92,7 +92,10 @@ def scored_in_rows(
     apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with apart, flat_backbone(flat_model, own, own.scored_of) as given:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
-        outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
+        if (size := flat_model.latest.num_scored) is None:
+            outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
+        else:
+            outputs = _scored_by_and_by(flat_model, inputs, beside, size)
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
     if group is not None:
         values = group.gather_scored(values, batch)
@@ -109,6 +112,28 @@ def scored_in_rows(
         share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
         loss = loss + (share or 0.0) * aux_loss
     return replace(outputs, **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
+
+
+def _scored_by_and_by(flat_model: "FlatModel", inputs: Inputs, beside: Inputs, size: int) -> "FusedCausalLMOutput":
+    """What TRL's head says of all scored tokens, given `size` of them at a time: it works on as many logits at once."""
+    model, labels = flat_model.model, inputs.pop("shift_labels")
+    taken = inspect.signature(model.base_model.forward).parameters
+    asked = {name: x for name, x in beside.items() if name in taken or name.startswith("output_")}
+    if architecture.config_value(model.config.get_text_config(), "output_router_logits"):
+        asked.setdefault("output_router_logits", True)
+    states = model.base_model(**inputs, **{**asked, "use_cache": False})
+    outputs: list[FusedCausalLMOutput] = []
+    for hidden, targets in zip(states.last_hidden_state.split(size, 1), labels.split(size, 1), strict=True):
+        given = BaseModelOutput(last_hidden_state=hidden)
+        told = {**inputs, **beside}
+        if outputs:
+            told["output_router_logits"] = False  # whose loss is one of all tokens
+        else:
+            given["router_logits"] = states.get("router_logits")
+        with attributes_set([(model.base_model, "forward", lambda given=given, **_: given)]):
+            outputs.append(flat_model.forwards[-1](**told, shift_labels=targets, fused_lm_head=True))
+    joined = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
+    return replace(outputs[0], **joined)
 
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
