@@ -1,9 +1,10 @@
 """What attention needs to know of a flat batch, as tensors on one device. Shape legend: see `segments`."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from math import prod
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from torch.nn.functional import embedding_bag
 
 from .segments import Segments
 from .transfer import HasTensors, on_device
+
+if TYPE_CHECKING:
+    from .pieces import Context
 
 # Attention of states, as transformers' layers call it
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -59,15 +63,53 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
-        ctx.rows = rows
+        ctx.rows, ctx.width = rows, prod(states.shape[1:])
         copies = states.index_select(0, rows.index)
         return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        rows, copies = ctx.rows, grad.reshape(len(grad), -1)
+        rows, copies = ctx.rows, grad.reshape(len(grad), ctx.width)
         total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
         return total.reshape(-1, *grad.shape[1:]), None
+
+
+class Exchange(Protocol):
+    """
+    What a slice of the flat axis needs of the others. The three functions that look along the axis ask it: attention,
+    convolutions and scans. All else is computed for the tokens of the slice alone.
+    """
+
+    def span(self, num_tokens: int) -> range:
+        """The flat tokens of this slice, of `num_tokens` in all."""
+
+    def attend(
+        self, attend: Attention, module: torch.nn.Module, query, key, value, num_tokens: int, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention `(1, t, H, D)` of states `(1, heads, t, D)` of the slice, by a function of the same arguments."""
+
+    def context(self, layout: "FlatLayout", states: torch.Tensor, size: int) -> "tuple[torch.Tensor, Context]":
+        """
+        States `(t, C)` of the slice, followed by those `(O, C)` of tokens of others among the `size` tokens before each
+        of its own on its path; and where all of them stand on the axis of a convolution.
+        """
+
+    def scan(
+        self,
+        layout: "FlatLayout",
+        scan: "Scan",
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """
+        The outputs `(1, t, H, ...)` of a `scan` of the slice along the tree. Of its `inputs (1, t, heads, ...)`, the
+        first has all `H` heads of the state, others may have fewer, which several of these share; `weights (H, ...)`
+        are of heads.
+        """
+
+
+# What scans given inputs by given weights along the tree of a layout
+Scan = Callable[["FlatLayout", Sequence[torch.Tensor], Sequence[torch.Tensor | None]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,7 +122,7 @@ class FlatLayout(HasTensors):
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
-    exchange: Attention | None = None  # by which processes that have slices of the tokens compute attention together
+    exchange: Exchange | None = None  # what a slice of the tokens gets from the others; `None`: all are computed here
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -127,6 +169,16 @@ class FlatLayout(HasTensors):
         if key not in found:
             found[key] = make()
         return found[key]
+
+    @property
+    def num_computed(self) -> int:
+        """How many tokens are computed here: all, or those of a slice."""
+        total = self.segments.num_tokens
+        return total if self.exchange is None else len(self.exchange.span(total))
+
+    def whole(self) -> "FlatLayout":
+        """The layout of layers that are given all tokens, not a slice."""
+        return self if self.exchange is None else self.derived("whole", partial(replace, self, exchange=None))
 
     def without_blocks(self) -> "FlatLayout":
         """The layout of layers in which image tokens see only what precedes them."""

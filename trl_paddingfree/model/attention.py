@@ -157,7 +157,7 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
         if layout.exchange is not None:
             attend, tokens = partial(attend, layout, previous), layout.segments.num_tokens
-            return layout.exchange(attend, module, query, key, value, tokens, **kwargs)
+            return layout.exchange.attend(attend, module, query, key, value, tokens, **kwargs)
         query = _scaled_in_rows(query, module, layout)
         return attend(layout, previous, module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)

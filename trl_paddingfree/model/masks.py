@@ -28,8 +28,8 @@ class FlatMask(torch.Tensor):
 
     @classmethod
     def carrying(cls, layout: FlatLayout, per_token: bool = False) -> "FlatMask":
-        """On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, T)` as layers with a state expect it."""
-        shape = (1, layout.segments.num_tokens) if per_token else (1, 1, 1, 1)
+        """On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it."""
+        shape = (1, layout.num_computed) if per_token else (1, 1, 1, 1)
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
         mask.flat_layout = layout
         return mask
