@@ -18,25 +18,33 @@ from ..flat.layout import FlatLayout, RowIndex, once_per_layout
 from ..flat.pieces import tokens_before
 
 
-def cuts(total: int, size: int) -> tuple[int, ...]:
-    """
-    Where `total` tokens, or heads, are cut into `size` slices: `size + 1` ints.
-
-    >>> cuts(10, 4), slice_sizes(10, 4)
-    ((0, 2, 5, 7, 10), (2, 3, 2, 3))
-    """
+def even_cuts(total: int, size: int) -> tuple[int, ...]:
+    """Where `total` heads are cut into `size` shares: `size + 1` ints."""
     return tuple(i * total // size for i in range(size + 1))
 
 
+def cuts(total: int, size: int) -> tuple[int, ...]:
+    """
+    Where `total` tokens are cut into `size` slices: `size + 1` ints. None has a single token, if there are more: models
+    without attention drop the mask of one, which they take for a step of generation.
+
+    >>> cuts(10, 4), slice_sizes(10, 4), slice_sizes(5, 4)
+    ((0, 2, 5, 7, 10), (2, 3, 2, 3), (0, 2, 0, 3))
+    """
+    if total >= 2 * size:
+        return even_cuts(total, size)
+    return (*(2 * cut for cut in even_cuts(total // 2, size)[:-1]), total)
+
+
 def slice_sizes(total: int, size: int) -> tuple[int, ...]:
-    """How many of `total` tokens, or heads, lie in each of `size` slices. Some are 0 if `total` is less than `size`."""
+    """How many of `total` tokens lie in each of `size` slices. Some are 0 if there are few."""
     return tuple(last - first for first, last in pairwise(cuts(total, size)))
 
 
 def span_of(total: int, number: int, size: int) -> range:
     """The tokens of slice `number` of `size`. One without any has its neighbour's: models need something to compute."""
     first, last = cuts(total, size)[number : number + 2]
-    return range(first, max(last, first + 1))
+    return range(first, last if first < last else min(first + 2, total))
 
 
 class Exchanged(torch.autograd.Function):
@@ -88,7 +96,7 @@ def head_shares(num_heads: int, num_keys: int, size: int) -> list[tuple[range, l
     (range(2, 5), [0, 0, 1])
     """
     shares = []
-    for first, last in pairwise(cuts(num_heads, size)):
+    for first, last in pairwise(even_cuts(num_heads, size)):
         read = [head * num_keys // num_heads for head in range(first, last)]
         distinct = sorted(set(read))
         is_even = len(set(Counter(read).values())) == 1

@@ -25,7 +25,7 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.layout import Attention, Exchange, FlatLayout, GatherRows, Scan
 from ..flat.pieces import Context
 from .architecture import rotary_limits
-from .exchange import Exchanged, Gathered, Halo, cuts, head_shares, of_heads, slice_sizes, span_of
+from .exchange import Exchanged, Gathered, Halo, cuts, even_cuts, head_shares, of_heads, slice_sizes, span_of
 
 # What attention is given of each token beside its states, and does not need: the layout has it
 _OF_TOKENS = ("position_ids",)
@@ -42,7 +42,7 @@ def slice_of(batch: FlatBatch, number: int, size: int, exchange: Exchange | None
     the `exchange` between slices.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
-    tokens has one of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
+    tokens has two of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]
@@ -156,13 +156,13 @@ class SequenceGroup:
 
     def _to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Outputs `(t, heads, ...)` of all heads for the tokens of this slice, of those `(T, n, ...)` of processes."""
-        sizes, numbers = slice_sizes(len(output), self.size), slice_sizes(num_heads, self.size)
+        sizes, numbers = slice_sizes(len(output), self.size), np.diff(even_cuts(num_heads, self.size)).tolist()
         own, width = sizes[self.rank], output[0, 0].numel()
         sent, got = [n * numbers[self.rank] * width for n in sizes], [own * number * width for number in numbers]
         received = Exchanged.apply(output.flatten(), sent, got, self.group)
         parts = [x.view(own, number, *output.shape[2:]) for x, number in zip(received.split(got), numbers, strict=True)]
         joined, length = torch.cat(parts, 1), len(self.span(len(output)))
-        if own < length:  # it has its neighbour's token
+        if own < length:  # it has its neighbour's tokens
             joined = torch.cat([joined, joined.new_zeros(length - own, *joined.shape[1:])])
         return joined
 
