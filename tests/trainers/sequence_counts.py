@@ -63,6 +63,7 @@ def models(dtype: torch.dtype) -> dict[str, tuple[PreTrainedModel, list[Sent]]]:
         "lfm2", conv_L_cache=REACH + 1, block_auto_adjust_ff_dim=False, **sizes, **heads, **kinds("conv")
     )
     scan = tiny_model("mamba2", expand=2, **sizes, **state)
+    channels = tiny_model("mamba", expand=2, state_size=SIZE, **sizes)
     # Of the delta rule: queries and keys, values and outputs, decays and steps; of the scan: states and outputs, steps,
     # and what the state reads and is read by
     rule = Sent(LAYERS - 1, lambda size: 2 * (HEADS + max(KEYS, size)) * SIZE + 2 * HEADS, in_float32=HEADS)
@@ -73,6 +74,7 @@ def models(dtype: torch.dtype) -> dict[str, tuple[PreTrainedModel, list[Sent]]]:
         "delta rule": (delta_rule, [attention, rule]),
         "short convolution": (convolution, [attention, Sent(LAYERS - 1, lambda size: 0, HEADS * SIZE)]),
         "scan": (scan, [scans]),
+        "scan of channels": (channels, [Sent(LAYERS, lambda size: 3 * 256 + 2 * size * SIZE, 256)]),
     }
 
 
@@ -179,7 +181,8 @@ def compare(kind: str, flat: FlatModel, batch: FlatBatch, group: SequenceGroup, 
     print(f"{kind}, {group.size} processes: {figures}", file=sys.stderr)
     assert (said[0] - said[1]).abs().max() <= ROUNDING[dtype] * said[0].abs().max()
     assert max(shares) <= (1 + KEPT_BESIDE) / group.size, shares
-    assert abs(sum(parts) - 1) < 0.01, parts
+    # A convolution reaches a few tokens back from each slice, and PyTorch counts its gradients as those of all channels
+    assert abs(sum(parts) - 1) < (0.01 if kind == "attention" else 0.02), parts
     assert own_waits <= waits + 1  # the seed of this forward pass, which the CPU draws
     assert batch.input_ids.size(1) % group.size == 0
     assert sent == expected_bytes(exchanged, batch, group, dtype)

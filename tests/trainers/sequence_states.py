@@ -67,16 +67,18 @@ def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> No
     with reference_state_kernels(model) if has_kernels else nullcontext():
         route = choose_route(model)
         refuse_unsliceable(model, route, group.size)
-        for prefix_sharing, recomputes in ((True, False), (False, False), (True, True)):
+        for prefix_sharing, reentrant in ((True, None), (False, True), (True, False)):
             flat = FlatModel.install(model, replace(route, prefix_sharing=prefix_sharing))
-            if recomputes:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+            if reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
             for rows in batches(seed):
                 flat.group = None
                 expected, whole = answered(flat, rows, prefix_sharing)
                 flat.group = group
                 said, own = answered(flat, rows, prefix_sharing)
-                where = f"{name}, {prefix_sharing=}, {recomputes=}, {has_kernels=}, rows of {[*map(len, rows)]}"
+                where = f"{name}, {prefix_sharing=}, {reentrant=}, {has_kernels=}, rows of {[*map(len, rows)]}"
                 if expected.numel():
                     off = float((said - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
                     assert off <= ROUNDING, f"{where}: {off}"

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, environment, launch
@@ -20,10 +22,13 @@ from trl_paddingfree import (
     PaddingFreeRewardConfig,
     PaddingFreeRewardTrainer,
 )
+from trl_paddingfree.check import prove
+from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.flat.layout import Exchange, FlatLayout
 from trl_paddingfree.flat.pieces import Context
 from trl_paddingfree.model.exchange import Halo, cuts, head_shares, slice_sizes, span_of
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import scored_sizes, slice_of
 from trl_paddingfree.model.state_layers import state_heads
@@ -100,8 +105,8 @@ CASES = {
     "delta rule, measured budget": ("dpo", "qwen3_5_text", {"memory_budget": 1, **SGD}),
     "delta rule of sft": ("sft", "6 and 3 state heads", {"prefix_sharing": True, **EVALUATED, **SGD}),
     "short convolution": ("dpo", "lfm2", {"gradient_checkpointing": True, "accumulate": 2, **SGD}),
-    "short convolution of sft": ("sft", "lfm2", {"packing": True, "max_length": 32, **SGD}),
-    "scan beside attention": ("dpo", "falcon_h1", {"lora": True, **SGD}),
+    "short convolution of sft": ("sft", "lfm2", {"prefix_sharing": True, **EVALUATED, **SGD}),
+    "scan beside attention": ("dpo", "falcon_h1", SGD),
     "scan alone": ("sft", "mamba2", {**IN_PARTS, **SGD}),
     "scan of channels": ("dpo", "jamba", {"router_aux_loss_coef": 0.0, **SGD}),
 }
@@ -316,6 +321,21 @@ def test_models_without_attention_functions_are_refused():
     with pytest.raises(ValueError, match="scale queries by their place"):
         refuse_unsliceable(model, choose_route(model), 2)
     refuse_unsliceable(make_model(), choose_route(make_model()), 4)
+
+
+def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
+    model, tried = tiny_model("qwen3_5_text"), []
+    add_fused_lm_head(model)
+    FlatModel.install(model, choose_route(model)).group = SimpleNamespace(size=2)
+
+    def fail(model, route, *_):
+        tried.append(route)
+        return CheckResult(route, failure="wrong")
+
+    monkeypatch.setattr(prove, "check_flat", fail)
+    with pytest.raises(UnprovenModelError, match="`sequence_parallel_size=2`"):
+        prove.prove(model, choose_route(model), fallback=False)
+    assert [(route.states, route.prefix_sharing) for route in tried] == [("tree", True), ("tree", False)]
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "minimax", "xlstm", "deepseek_v4", "inkling_text", "zaya"])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Attention of states, as transformers' layers call it
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+# A recurrence along the tree of a layout, of inputs by weights
+Scan = Callable[["FlatLayout", Sequence[torch.Tensor], Sequence[torch.Tensor | None]], torch.Tensor]
 Derived = TypeVar("Derived")
 Given = ParamSpec("Given")
 
@@ -95,21 +97,12 @@ class Exchange(Protocol):
         """
 
     def scan(
-        self,
-        layout: "FlatLayout",
-        scan: "Scan",
-        inputs: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor | None],
+        self, layout: "FlatLayout", scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """
-        The outputs `(1, t, H, ...)` of a `scan` of the slice along the tree. Of its `inputs (1, t, heads, ...)`, the
-        first has all `H` heads of the state, others may have fewer, which several of these share; `weights (H, ...)`
-        are of heads.
+        The outputs `(1, t, H, ...)` of a `scan` for the slice. Of its `inputs (1, t, heads, ...)`, the first has all
+        `H` heads of the state, others may have fewer, which several of these share. Its `weights` are `(H, ...)`.
         """
-
-
-# What scans given inputs by given weights along the tree of a layout
-Scan = Callable[["FlatLayout", Sequence[torch.Tensor], Sequence[torch.Tensor | None]], torch.Tensor]
 
 
 @dataclass(frozen=True)

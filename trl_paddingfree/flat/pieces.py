@@ -141,8 +141,8 @@ class Context:
     def of(layout: FlatLayout, size: int, span: range) -> "Context":
         """The axis of a slice on the layout's device."""
         index, places = with_context(layout.segments, size, span)
-        before = tokens_before(layout.segments, size, span)
         outside = (index >= 0) & (index < span.start)
+        before = np.unique(index[outside])  # `tokens_before`
         index = np.where(outside, len(span) + np.searchsorted(before, index), index - span.start * (index >= 0))
         return Context(layout.row_index(index, len(span) + len(before)), layout.tensor(places))
 

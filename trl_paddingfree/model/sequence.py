@@ -116,11 +116,7 @@ class SequenceGroup:
         return states, Context.of(layout, size, self.span(layout.segments.num_tokens))
 
     def scan(
-        self,
-        layout: FlatLayout,
-        scan: Scan,
-        inputs: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor | None],
+        self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """A scan of the own heads goes along the whole tree."""
         num_heads = inputs[0].size(2)

@@ -2,7 +2,8 @@
 
 Such a layer runs flat. Of its forward, only a convolution and a recurrence look along the sequence: functions that the
 modeling file calls by name, and that ours stand in for while a flat batch is computed. The convolution gets the tokens
-before each segment beside it; the recurrence goes from piece to piece of the tree, level by level.
+before each segment beside it; the recurrence goes from piece to piece of the tree, level by level. In slices, both ask
+the layout's `exchange` for what lies in others.
 
 Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
     C = channels, H = heads, D = channels of a head, K, N = sizes of a state
@@ -214,19 +215,17 @@ def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int
 
 
 def _scan(
-    layout: FlatLayout, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None], call: Callable,
-    cost: float | None, padding: dict[int, float] | None = None,
+    layout: FlatLayout, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
+    call: Callable, cost: float | None, padding: dict[int, float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A recurrence along the tree, or of a slice, see [`Exchange`]: `call` is given the weights before all else."""
-
-    def scan(
-        layout: FlatLayout, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor:
-        return _by_levels(Pieces.of(layout, cost), inputs, partial(call, *weights), padding)
-
-    if layout.exchange is None:
-        return scan(layout, inputs, weights)
-    return layout.exchange.scan(layout, scan, inputs, weights)
+    """
+    A recurrence of `inputs (1, T, heads, ...)` along the tree, by a `call` that is given its `weights (heads, ...)`
+    before all else; or that of a slice, see [`~trl_paddingfree.flat.layout.Exchange`].
+    """
+    if layout.exchange is not None:
+        scan = partial(_scan, call=call, cost=cost, padding=padding)
+        return layout.exchange.scan(layout, scan, inputs, weights)
+    return _by_levels(Pieces.of(layout, cost), inputs, partial(call, *weights), padding)
 
 
 def _by_levels(
