@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,10 +24,11 @@ from trl_paddingfree import (
 from trl_paddingfree.check import prove
 from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.flat.batch import FlatBatch
-from trl_paddingfree.flat.layout import Exchange, FlatLayout
+from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.pieces import Context
 from trl_paddingfree.model.exchange import Halo, cuts, head_shares, slice_sizes, span_of
 from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.masks import FlatMask, StateExchange
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import scored_sizes, slice_of
 from trl_paddingfree.model.state_layers import state_heads
@@ -326,7 +326,7 @@ def test_models_without_attention_functions_are_refused():
 def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
     model, tried = tiny_model("qwen3_5_text"), []
     add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model)).group = SimpleNamespace(size=2)
+    FlatModel.install(model, choose_route(model)).divide_among(SimpleNamespace(size=2, attend=None))
 
     def fail(model, route, *_):
         tried.append(route)
@@ -403,7 +403,7 @@ def test_every_query_head_reads_its_key_head(heads, size):
         assert repeated == [head // (num_heads // num_keys) for head in queries]
 
 
-class Given(Exchange):
+class Given(StateExchange):
     """What slices get of a convolution, from all tokens: as messages would bring it."""
 
     def __init__(self, states, number, size):
@@ -437,16 +437,16 @@ def test_a_halo_brings_each_slice_what_its_convolution_reaches(draw, size):
     def convolution(axis, weight, bias, activation):
         return torch.nn.functional.conv1d(axis, weight[:, None], groups=3, padding=3)[..., : axis.size(-1)]
 
-    def convolved(layout, states):
-        functions = tree_functions(layout, {"causal_conv1d_fn": convolution}, ())
+    def convolved(mask, states):
+        functions = tree_functions(mask, {"causal_conv1d_fn": convolution}, ())
         return functions["causal_conv1d_fn"](states.T[None], weight)[0].T
 
     found = []
     for number in range(size):
         own = states[list(span_of(total, number, size))]
-        layout = replace(whole, exchange=Given(states, number, size))
-        assert layout.num_computed == len(own)
-        found.append(convolved(layout, own)[: slice_sizes(total, size)[number]])
+        mask = FlatMask.carrying(whole, per_token=True, states=Given(states, number, size))
+        assert mask.shape == (1, len(own))
+        found.append(convolved(mask, own)[: slice_sizes(total, size)[number]])
     rows = [states[whole.segments.path(i)] for i in range(len(whole.segments.lengths))]
     alone = [
         convolution(row.T[None], weight, None, None)[0].T[-n:]

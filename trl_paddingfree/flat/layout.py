@@ -1,10 +1,10 @@
 """What attention needs to know of a flat batch, as tensors on one device. Shape legend: see `segments`."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from math import prod
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +13,8 @@ from torch.nn.functional import embedding_bag
 from .segments import Segments
 from .transfer import HasTensors, on_device
 
-if TYPE_CHECKING:
-    from .pieces import Context
-
 # Attention of states, as transformers' layers call it
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-# A recurrence along the tree of a layout, of inputs by weights
-Scan = Callable[["FlatLayout", Sequence[torch.Tensor], Sequence[torch.Tensor | None]], torch.Tensor]
 Derived = TypeVar("Derived")
 Given = ParamSpec("Given")
 
@@ -76,35 +71,6 @@ class GatherRows(torch.autograd.Function):
         return total.reshape(-1, *grad.shape[1:]), None
 
 
-class Exchange(Protocol):
-    """
-    What a slice of the flat axis needs of the others. The three functions that look along the axis ask it: attention,
-    convolutions and scans. All else is computed for the tokens of the slice alone.
-    """
-
-    def span(self, num_tokens: int) -> range:
-        """The flat tokens of this slice, of `num_tokens` in all."""
-
-    def attend(
-        self, attend: Attention, module: torch.nn.Module, query, key, value, num_tokens: int, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention `(1, t, H, D)` of states `(1, heads, t, D)` of the slice, by a function of the same arguments."""
-
-    def context(self, layout: "FlatLayout", states: torch.Tensor, size: int) -> "tuple[torch.Tensor, Context]":
-        """
-        States `(t, C)` of the slice, followed by those `(O, C)` of tokens of others among the `size` tokens before each
-        of its own on its path; and where all of them stand on the axis of a convolution.
-        """
-
-    def scan(
-        self, layout: "FlatLayout", scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor:
-        """
-        The outputs `(1, t, H, ...)` of a `scan` for the slice. Of its `inputs (1, t, heads, ...)`, the first has all
-        `H` heads of the state, others may have fewer, which several of these share. Its `weights` are `(H, ...)`.
-        """
-
-
 @dataclass(frozen=True)
 class FlatLayout(HasTensors):
     """What attention needs of [`Segments`], as tensors on one device, computed once per batch."""
@@ -115,7 +81,6 @@ class FlatLayout(HasTensors):
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
-    exchange: Exchange | None = None  # what a slice of the tokens gets from the others; `None`: all are computed here
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -128,7 +93,7 @@ class FlatLayout(HasTensors):
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_q if kv_index is None else torch.from_numpy(segments.cu_seqlens_k),
             seq_idx=torch.from_numpy(seq_idx)[None],
-            kv_rows=None if kv_index is None else RowIndex.of(kv_index, segments.num_tokens),
+            kv_rows=None if kv_index is None else RowIndex.of(kv_index, segments.num_keys),
             blocks=None if blocks is None or (blocks < 0).all() else torch.from_numpy(blocks),
         )
 
@@ -136,6 +101,11 @@ class FlatLayout(HasTensors):
     def kv_index(self) -> torch.Tensor | None:
         """`(S,)` int64: flat position of every key/value row; `None` when nothing is shared."""
         return None if self.kv_rows is None else self.kv_rows.index
+
+    @property
+    def host_blocks(self) -> np.ndarray | None:
+        """`blocks` on the host, which waits for the device once."""
+        return None if self.blocks is None else self.derived("blocks", self.blocks.cpu).numpy()
 
     @property
     def device(self) -> torch.device:
@@ -163,16 +133,6 @@ class FlatLayout(HasTensors):
             found[key] = make()
         return found[key]
 
-    @property
-    def num_computed(self) -> int:
-        """How many tokens are computed here: all, or those of a slice."""
-        total = self.segments.num_tokens
-        return total if self.exchange is None else len(self.exchange.span(total))
-
-    def whole(self) -> "FlatLayout":
-        """The layout of layers that are given all tokens, not a slice."""
-        return self if self.exchange is None else self.derived("whole", partial(replace, self, exchange=None))
-
     def without_blocks(self) -> "FlatLayout":
         """The layout of layers in which image tokens see only what precedes them."""
         return self if self.blocks is None else self.derived("without blocks", partial(replace, self, blocks=None))
@@ -180,8 +140,7 @@ class FlatLayout(HasTensors):
     @once_per_layout
     def chunked(self, size: int) -> "FlatLayout":
         """The layout of attention within chunks of `size` positions (Llama 4): segments are cut where a chunk ends."""
-        cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
-        return replace(cut, exchange=self.exchange).to(self.device, non_blocking=True)
+        return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..flat.layout import Attention, Exchange, FlatLayout, GatherRows, Scan
+from ..flat.layout import Attention, FlatLayout, GatherRows
 from ..flat.pieces import Context
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, cuts, even_cuts, head_shares, of_heads, slice_sizes, span_of
+from .masks import Scan
 
 # What attention is given of each token beside its states, and does not need: the layout has it
 _OF_TOKENS = ("position_ids",)
@@ -36,10 +37,9 @@ def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
     return tuple(np.diff(np.searchsorted(batch.scored, cuts(batch.layout.segments.num_tokens, size))).tolist())
 
 
-def slice_of(batch: FlatBatch, number: int, size: int, exchange: Exchange | None = None) -> FlatBatch:
+def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     """
-    Slice `number` of `size` of a batch: its tokens and labels, with the rows and the layout of the whole, which knows
-    the `exchange` between slices.
+    Slice `number` of `size` of a batch: its tokens and labels, with the rows and the layout of the whole.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
     tokens has two of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
@@ -59,7 +59,6 @@ def slice_of(batch: FlatBatch, number: int, size: int, exchange: Exchange | None
         labels, scored_index = labels.new_full((1, 1), IGNORE_INDEX), scored_index.new_zeros(1)
     return replace(
         batch,
-        layout=batch.layout.derived("slices", lambda: replace(batch.layout, exchange=exchange)),
         input_ids=batch.input_ids[:, tokens],
         position_ids=batch.position_ids[:, tokens],
         token_rows=batch.token_rows[:, tokens],
@@ -81,7 +80,7 @@ class SequenceGroup:
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        return slice_of(batch, self.rank, self.size, self)
+        return slice_of(batch, self.rank, self.size)
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
@@ -91,17 +90,20 @@ class SequenceGroup:
             "`sequence_parallel_size=1`."
         )
 
-    # --- what slices exchange: see `Exchange` -----------------------------------------------------------------------
+    # --- what slices exchange: see `Exchange` and `StateExchange` ----------------------------------------------------
 
     def span(self, num_tokens: int) -> range:
         return span_of(num_tokens, self.rank, self.size)
 
     def attend(
-        self, attend: Attention, module: torch.nn.Module, query, key, value, num_tokens: int, **kwargs: object
+        self, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object
     ) -> tuple[torch.Tensor, None]:
-        """Attention of the own heads is by the same function and layout, which are given all `T` tokens."""
+        """
+        Attention `(1, t, H, D)` of states `(1, heads, t, D)` of a slice, by a function of `module`, states `(1, heads,
+        T, D)` and `kwargs`, which is given all `T` tokens of the layout for the heads of this process.
+        """
         num_heads, states = query.size(1), [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-        given, (heads, keys, _) = self._to_heads(states, num_tokens)
+        given, (heads, keys, _) = self._to_heads(states, layout.segments.num_tokens)
         own_module, kwargs = self._of_heads(module, heads, len(keys), num_heads, kwargs)
         output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in given), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
@@ -122,7 +124,7 @@ class SequenceGroup:
         num_heads = inputs[0].size(2)
         given, (heads, *_) = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
         own = [None if x is None else x[heads[0] : heads[-1] + 1] for x in weights]
-        return self._to_tokens(scan(layout.whole(), [x[None] for x in given], own).squeeze(0), num_heads)[None]
+        return self._to_tokens(scan([x[None] for x in given], own).squeeze(0), num_heads)[None]
 
     def _to_heads(
         self, states: Sequence[torch.Tensor], num_tokens: int

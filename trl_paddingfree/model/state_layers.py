@@ -207,7 +207,7 @@ def is_layout(value: object) -> TypeGuard[FlatMask]:
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that know of the tree."""
-    functions = tree_functions(mask.flat_layout, upstream.state_functions(state.forward), state.kernels)
+    functions = tree_functions(mask, upstream.state_functions(state.forward), state.kernels)
     without = [None if is_layout(value) else value for value in args]
     told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
     return with_functions(state.forward, functions)(*without, **told)

@@ -3,7 +3,7 @@
 Such a layer runs flat. Of its forward, only a convolution and a recurrence look along the sequence: functions that the
 modeling file calls by name, and that ours stand in for while a flat batch is computed. The convolution gets the tokens
 before each segment beside it; the recurrence goes from piece to piece of the tree, level by level. In slices, both ask
-the layout's `exchange` for what lies in others.
+for what lies in others.
 
 Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
     C = channels, H = heads, D = channels of a head, K, N = sizes of a state
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..flat.layout import FlatLayout, GatherRows
 from ..flat.pieces import Context, PieceCall, Pieces
+from .masks import FlatMask
 
 # What pieces give: their outputs, and the states in which they end, if others continue them
 Step = tuple[torch.Tensor, torch.Tensor | None]
@@ -62,28 +63,31 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
     return made
 
 
-def tree_functions(layout: FlatLayout, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
-    """What stands in for `functions` of a layer, which look along the sequence. Those in `kernels` have a kernel."""
-    return {name: partial(_ALONG_TREE[name], layout, call, name in kernels) for name, call in functions.items()}
+def tree_functions(mask: FlatMask, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
+    """
+    What stands in for `functions` of a layer, which look along the sequence, in a batch of which its mask tells. Those
+    in `kernels` have a kernel.
+    """
+    return {name: partial(_ALONG_TREE[name], mask, call, name in kernels) for name, call in functions.items()}
 
 
 def _convolve(
-    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
+    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """A causal convolution of `(1, C, T)`: each segment with what precedes it, as far as the kernel reaches."""
     rows, size = states.squeeze(0).T, weight.size(-1) - 1
-    if layout.exchange is None:
-        context = Context.of(layout, size, range(len(rows)))
+    if mask.states is None:
+        context = Context.of(mask.flat_layout, size, range(len(rows)))
     else:
-        rows, context = layout.exchange.context(layout, rows, size)
+        rows, context = mask.states.context(mask.flat_layout, rows, size)
     axis = GatherRows.apply(rows, context.rows).T
     axis = axis if has_kernel else axis.contiguous()  # PyTorch's own convolution takes twice as long otherwise
     return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, context.places)
 
 
 def _delta_rule(
-    layout: FlatLayout, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
+    mask: FlatMask, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, initial_state: None = None,
     output_final_state: bool = False, **kwargs: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
@@ -95,12 +99,11 @@ def _delta_rule(
         told = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
         return function(query, key, value, g=g, beta=beta, **told)
 
-    cost = None if has_kernel else step_cost(layout.device)
-    return _scan(layout, (value, g, beta, query, key), (), call, cost), None
+    return _scan(mask, (value, g, beta, query, key), (), call, joins_pieces=has_kernel), None
 
 
 def _chunk_scan(
-    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
     A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
@@ -121,11 +124,11 @@ def _chunk_scan(
         result = function(states, dt, A, B, C, **told)
         return result if goes_on else (result, None)
 
-    return _scan(layout, (states, dt, B, C), (A, D), call, step_cost(layout.device))
+    return _scan(mask, (states, dt, B, C), (A, D), call)
 
 
 def _selective_scan(
-    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
     A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
     z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False, **kwargs: object,
@@ -159,7 +162,7 @@ def _selective_scan(
         return outputs.transpose(1, 2), last
 
     inputs = [*(x.transpose(1, 2) for x in (states, dt)), *(x.transpose(1, 2).unsqueeze(2) for x in (B, C))]
-    outputs = _scan(layout, inputs, (A, D, delta_bias), call, step_cost(layout.device), {1: _NO_STEP}).transpose(1, 2)
+    outputs = _scan(mask, inputs, (A, D, delta_bias), call, padding={1: _NO_STEP}).transpose(1, 2)
     return outputs if z is None else outputs * silu(z)
 
 
@@ -185,7 +188,7 @@ def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor,
     return outputs[..., :length], outputs[..., length:]
 
 
-def _no_fused_form(layout: FlatLayout, function: Callable, has_kernel: bool, *args: object, **kwargs: object) -> None:
+def _no_fused_form(*args: object, **kwargs: object) -> None:
     """A fused form of a convolution and a scan says so if it has no kernel, and the layer calls them one by one."""
 
 
@@ -215,17 +218,21 @@ def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int
 
 
 def _scan(
-    layout: FlatLayout, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
-    call: Callable, cost: float | None, padding: dict[int, float] | None = None,
+    mask: FlatMask, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
+    call: Callable, joins_pieces: bool = False, padding: dict[int, float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """
     A recurrence of `inputs (1, T, heads, ...)` along the tree, by a `call` that is given its `weights (heads, ...)`
-    before all else; or that of a slice, see [`~trl_paddingfree.flat.layout.Exchange`].
+    before all else; or that of a slice, see [`~trl_paddingfree.model.masks.StateExchange`]. The pieces of a level are
+    rows of like length, or with `joins_pieces` one after the other in one row.
     """
-    if layout.exchange is not None:
-        scan = partial(_scan, call=call, cost=cost, padding=padding)
-        return layout.exchange.scan(layout, scan, inputs, weights)
-    return _by_levels(Pieces.of(layout, cost), inputs, partial(call, *weights), padding)
+    layout = mask.flat_layout
+
+    def scan(inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device))
+        return _by_levels(pieces, inputs, partial(call, *weights), padding)
+
+    return scan(inputs, weights) if mask.states is None else mask.states.scan(layout, scan, inputs, weights)
 
 
 def _by_levels(
