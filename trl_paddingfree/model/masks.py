@@ -58,7 +58,7 @@ class FlatMask(torch.Tensor):
 
     flat_layout: FlatLayout
     exchanges: tuple[Exchange, ...]
-    states: "StateExchange | None"
+    states: StateExchange | None
 
     @classmethod
     def carrying(
