@@ -258,7 +258,10 @@ def prove(
     reference = cache(partial(RowsAlone, model, call))
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
     failed: list[CheckResult] = []
-    for candidate in routes_to_try(model, route, fallback=fallback):
+    routes = routes_to_try(model, route, fallback=fallback)
+    if FlatModel.group_of(model) is not None:  # layers that see rows have no slices
+        routes = [candidate for candidate in routes if candidate.states == route.states]
+    for candidate in routes:
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
             then = "gradients of long ones" if trains else "long ones"

@@ -203,7 +203,8 @@ def flat_backbone(
         told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
     if exchanges := flat_model.exchanges:
         told["attention_mask"] = map_masks(
-            lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, exchanges), told["attention_mask"]
+            lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, exchanges, flat_model.group),
+            told["attention_mask"],
         )
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
