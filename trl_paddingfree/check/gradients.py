@@ -66,8 +66,9 @@ class GradientResult:
     worst: str = ""  # whose gradients have this difference
     tolerance: float = float("nan")  # largest `error` that passes
     failure: str = ""  # what is wrong with which tokens carry gradient, or the error that the model raised
-    skipped: str = ""  # why numbers could not be compared
-    notes: tuple[str, ...] = ()  # what else could not be checked
+    skipped: str = ""  # why gradients were not compared with those of the rows alone
+    is_needed: bool = True  # not of a model that does not train: its answers on long rows were compared instead
+    notes: tuple[str, ...] = ()  # what else was not tried, and why
     lost: str = ""  # the frozen layer that passes no gradient on, with padding either
     is_inexact: bool = False  # whether `failure` is one of numbers only, which rounding may explain
 
@@ -86,8 +87,16 @@ class GradientResult:
     def __str__(self) -> str:
         if self.failure:
             return f"in training, {self.failure}"
-        figures = f"{self.error:.1e} ({self.worst}), allowed {self.tolerance:.1e}"
-        return "; ".join([f"gradients {self.skipped or figures}", *self.notes])
+        if self.skipped:
+            return "; ".join(self.not_compared or [f"gradients were not compared, because {self.skipped}"])
+        figures = f"gradients {self.error:.1e} ({self.worst}), allowed {self.tolerance:.1e}"
+        return "; ".join([figures, *self.not_compared])
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """What would have to be compared to call the model exact, and was not, each with the reason."""
+        skipped = self.skipped if self.is_needed else ""
+        return (*([f"gradients were not compared, because {skipped}"] if skipped else ()), *self.notes)
 
 
 @contextmanager
@@ -109,7 +118,8 @@ class RowsInTraining:
         limits = {name: config[name] for name in _BUILT_WITH if isinstance(config.get(name), int) and config[name] > 0}
         reached = [limit for limit in limits.values() if limit <= _LONGEST_LIMIT[kind]]
         length = min([max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions])
-        self.notes = tuple(f"`{name}={limit}` is out of reach" for name, limit in limits.items() if limit >= length)
+        beyond = (f"`{name}={limit}`" for name, limit in limits.items() if limit >= length)
+        self.notes = tuple(f"{each} is longer than the rows that were tried" for each in beyond)
         self.beyond = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
         self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
         self.unit = rounding_unit(model)
@@ -182,10 +192,9 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding
-        told = f"a row alone raises {type(error).__name__}: {error}"
+        raised = f"a row alone raises {type(error).__name__}: {error}"
         # Memory that ran out says nothing of the model: that is not to pass
-        is_known = not is_allocation_failure(error)
-        return GradientResult(skipped=f"not checked, as {told}") if is_known else GradientResult(failure=told)
+        return GradientResult(failure=raised) if is_allocation_failure(error) else GradientResult(skipped=raised)
     if reference.lost:
         others = f" and {len(reference.lost) - 1} others" if len(reference.lost) > 1 else ""
         failure = f"no gradient comes through {reference.lost[0]}, which is frozen{others}"
@@ -206,7 +215,8 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
         beyond = _beyond_positions(reference, batch.counts.computed, draws=False)
         return GradientResult(
             failure=beyond or wrong,
-            skipped="not needed, as it does not train",
+            skipped="it does not train",
+            is_needed=False,
             notes=reference.notes,
             is_inexact=bool(wrong) and not beyond,
         )
@@ -217,7 +227,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
         if flat is None or reference.embedded is None or flat.shape[:2] != batch.input_ids.shape:
             return GradientResult(failure="no gradient reaches its input embeddings")
         if not reference.embedded.isfinite().all():
-            return GradientResult(skipped="not compared, as those of a row alone are not finite")
+            return GradientResult(skipped="those of a row alone are not finite")
         if failure := _wrong_tokens(flat[0], reference.embedded, batch, rows):
             return GradientResult(failure=failure)
         errors |= {f"row {row}": _relative(flat[0][batch.row_index[row]], reference.embedded[row]) for row in rows}
@@ -230,8 +240,8 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     if (of_parameters := _of_parameters(small, reference.small)) is not None:
         errors["small parameters"] = of_parameters
     elif reference.small:
-        notes.append("gradients of parameters were out of sight")
-    skipped = "not compared, as it draws at random in training, but none reaches another row" if draws else ""
+        notes.append("gradients of parameters were not compared, because an engine keeps them to itself")
+    skipped = "it draws at random in training (no gradient reaches another row)" if draws else ""
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     tolerance = reference.tolerance
     if not skipped and not errors[worst] <= tolerance:

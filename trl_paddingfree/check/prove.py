@@ -97,6 +97,11 @@ class CheckResult:
         return not self.failure and self.error <= self.tolerance and self.isolated and trains
 
     @property
+    def not_compared(self) -> tuple[str, ...]:
+        """What would have to be compared to call the model exact, and was not, each with the reason."""
+        return () if self.gradients is None else self.gradients.not_compared
+
+    @property
     def verdict(self) -> str:
         """What was found, in one word."""
         if self.failure:
@@ -261,7 +266,7 @@ def prove(
             trained = None if no_gradients else partial(in_training, draw)
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):
-                skipped = GradientResult(skipped=f"not checked: {no_gradients}")
+                skipped = GradientResult(skipped=no_gradients)
                 return replace(result, gradients=skipped) if no_gradients else result, failed
             if result.gradients is not None and result.gradients.lost:  # no route can mend that
                 raise UnprovenModelError(

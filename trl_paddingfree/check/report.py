@@ -55,6 +55,7 @@ def _as_dict(result: CheckResult) -> dict[str, object]:
         "prefix_sharing": result.prefix_sharing,
         "passed": result.passed,
         "failure": result.failure or ("" if result.gradients is None else result.gradients.reason),
+        "not_compared": [*result.not_compared],
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},  # JSON has no NaN
     }
 

@@ -115,7 +115,9 @@ class StartUpCheck:
             results = self._results_of(models)
         if self.accelerator.is_main_process:
             seconds = time.perf_counter() - start
-            logger.warning(f"Padding-free, {results[0].route}: exact on this model (checked in {seconds:.1f} s).")
+            missing = dict.fromkeys(each for result in results for each in result.not_compared)
+            found = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
+            logger.warning(f"Padding-free, {results[0].route}: {found} (checked in {seconds:.1f} s).")
             logger.info(f"The start-up check: {results[0]}.")
             if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
@@ -213,7 +215,7 @@ class StartUpCheck:
             text if text.route == image.route else self._prove(model, image.route)
             for model, text, image in zip(models, results, found, strict=True)
         ]
-        return [replace(image, gradients=text.gradients) for image, text in zip(found, texts, strict=True)]
+        return [_with_gradients_of(text, image) for image, text in zip(found, texts, strict=True)]
 
     @contextmanager
     def _cut_images_are_named(self) -> Iterator[None]:
@@ -233,3 +235,12 @@ class StartUpCheck:
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""
         return bool(gather(torch.tensor([verdict], device=self.accelerator.device)).all())
+
+
+def _with_gradients_of(text: CheckResult, image: CheckResult) -> CheckResult:
+    """What was found with images, with the gradients that were compared without."""
+    gradients = text.gradients
+    if gradients is not None and gradients.is_needed and not gradients.skipped:
+        notes = (*gradients.notes, "gradients were compared on text, not with images")
+        gradients = replace(gradients, notes=notes)
+    return replace(image, gradients=gradients)
