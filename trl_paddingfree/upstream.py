@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 
 from .versions import with_head
 
@@ -271,6 +271,17 @@ def lm_head_tile() -> tuple[int, int]:
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
     return TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE
+
+
+def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
+    """
+    Put Liger's kernels on a model, if `args` ask for them: transformers does so when training starts, which is after
+    the model was proven and measured. Doing it twice changes nothing.
+    """
+    if args.use_liger_kernel:
+        from transformers.integrations import liger
+
+        liger.apply_liger_kernel(model, args.liger_kernel_config)
 
 
 def put_head(model: PreTrainedModel) -> None:

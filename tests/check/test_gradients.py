@@ -353,8 +353,8 @@ def test_a_check_that_takes_long_says_what_it_does_from_then_on():
         time.sleep(0.5)
         progress("the second")
     assert said == ["the first thing", "the second"]
-    with Progress(said.append).after(60.0):
-        pass
+    with progress.after(60.0):  # the next check is not long because the last one was
+        progress("the first thing again")
     assert len(said) == 2
 
 

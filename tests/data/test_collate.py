@@ -1,11 +1,13 @@
 """What the collators make of rows: each is a bug of padding-free training elsewhere."""
 
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from trl_paddingfree import LanguageModelingCollator, PreferenceCollator
+from trl_paddingfree import FlatCollator, LanguageModelingCollator, PreferenceCollator
 from trl_paddingfree.model.masks import boundaries
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -54,3 +56,27 @@ def test_boundaries_of_rejected_rows_are_not_offset_by_the_padding_of_chosen_one
     """open-instruct#1900. That a new adapter starts at ln 2 for it, test_dpo.py shows."""
     batch = PreferenceCollator(pad_token_id=0, padding_free=True, prefix_sharing=False)(PAIRS)["flat_batch"]
     assert batch.layout.cu_seqlens_q.tolist() == [0, 5, 8, 12, 17]
+
+
+@dataclass
+class LeavesOut(FlatCollator, DataCollatorForPreference):
+    """A collator of one's own that leaves out the pairs with a long answer, as TRL's may before it collates."""
+
+    def torch_call(self, examples):
+        return super().torch_call([example for example in examples if len(example["chosen_ids"]) < 3])
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_collator_that_leaves_out_pairs_says_how_many_rows_each_has(kept):
+    """Two rows for three examples were taken for two examples of one row each, and parts tore pairs apart."""
+    pairs = [{**PAIRS[0], "chosen_ids": [9] * (3 if i < 4 - kept else 2)} for i in range(4)]
+    options = {"pad_token_id": 0, "padding_free": True, "keeps_rows": True}
+    if kept != 2:  # as many rows as examples: nothing gives that away
+        with pytest.raises(ValueError, match=f"gives {2 * kept} rows for 4 examples.*`rows_per_example = 2`"):
+            LeavesOut(**options)(pairs)
+    LeavesOut.rows_per_example = 2
+    try:
+        rows = LeavesOut(**options)(pairs)["rows"]
+    finally:
+        LeavesOut.rows_per_example = None
+    assert (rows.num_items, rows.row_numbers([0])) == (kept, [0, kept])

@@ -10,8 +10,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import reference_flash
+from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data
 from tests.helpers.vision import make_vision, vision_pairs
 from tests.runs import make_trainer
+from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.model.routes import Route
 from trl_paddingfree.trainers.configs import PaddingFreeOptions
 from trl_paddingfree.trainers.proving import StartUpCheck
@@ -120,3 +122,19 @@ def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
         make_trainer("dpo", "ours", model=model, **options)
     (line,) = (record.message for record in caplog.records if record.message.startswith("Padding-free"))
     assert "gradients were compared on text, not with images" in line
+
+
+def test_liger_kernels_are_there_when_the_model_is_proven(monkeypatch):
+    """transformers puts them on when training starts: a model that is wrong with them would train unseen."""
+
+    def mix_rows(model, config):
+        def mix(module, args, output):
+            return output + output.roll(1, 1) if len(output) == 1 else output
+
+        model.get_base_model().model.norm.register_forward_hook(mix)
+
+    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", mix_rows)
+    options = {"train_dataset": preference_data(8, 0), "processing_class": make_tokenizer(), "peft_config": lora()}
+    make_trainer("dpo", "ours", model=make_model(), **options)
+    with pytest.raises(UnprovenModelError):
+        make_trainer("dpo", "ours", model=make_model(), **options, use_liger_kernel=True)

@@ -232,6 +232,7 @@ class Progress:
             yield
         finally:
             timer.cancel()
+            self.is_long = False
 
 
 def prove(

@@ -151,7 +151,8 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
         return
     for column in columns:
         kind = dataset.features.arrow_schema.field(column).type
-        if not (types.is_list(kind) or types.is_large_list(kind)) or not types.is_integer(kind.value_type):
+        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        if not is_list or not types.is_integer(kind.value_type):
             raise ValueError(
                 f"`{column}` of the {name} data is of type {kind}, and tokens are lists of whole numbers. Cast them "
                 f"with `dataset.cast_column('{column}', List(Value('int64')))`."
