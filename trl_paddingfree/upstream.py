@@ -8,7 +8,7 @@ import ast
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -167,6 +167,18 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
         yield
     finally:
         model.gradient_checkpointing_disable()
+
+
+def not_reentrant(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Callable]]:
+    """
+    Attributes with which modules that recompute by reentrant checkpoints do so by others. Of reentrant ones, PyTorch
+    runs whole backward passes only.
+    """
+    name = "_gradient_checkpointing_func"
+    for module in modules:
+        recompute = vars(module).get(name)
+        if isinstance(recompute, partial) and recompute.keywords.get("use_reentrant"):
+            yield module, name, partial(recompute, use_reentrant=False)
 
 
 def keep_varlen_results(model: Any) -> None:

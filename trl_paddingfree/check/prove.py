@@ -80,15 +80,14 @@ class CheckResult:
     @property
     def smallest_mistake(self) -> float:
         """The smallest mistake that would show, relative to what one token of context does. Leaks show at any size."""
-        found = self.gradients or GradientResult(skipped="not asked for")
-        in_gradients = math.inf if found.skipped or found.failure else found.tolerance
+        found = self.gradients
+        in_gradients = found.tolerance if found and found.passed and not found.skipped else math.inf
         return min(self.tolerance / self.effect if self.effect else math.inf, in_gradients)
 
     @property
     def isolated(self) -> bool:
         """Whether rows do not see one another."""
-        found = self.gradients
-        return self.leak <= self.leak_tolerance and (found is None or not found.failure or found.is_inexact)
+        return self.leak <= self.leak_tolerance and (self.gradients is None or not self.gradients.failure)
 
     @property
     def passed(self) -> bool:
@@ -135,6 +134,16 @@ def check_flat(
     """
     reference = reference or RowsAlone(model)
     FlatModel.install(model, route)
+    return compare_rows(route, reference, in_training, agree)
+
+
+def compare_rows(
+    route: Route,
+    reference: RowsAlone,
+    in_training: Callable[[], RowsInTraining] | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> CheckResult:
+    """What `reference` says of its rows flat, as its model computes them now, and one by one; see [`check_flat`]."""
     with reference.trying():
         try:
             flat = reference.answers(reference.rows, prefix_sharing=route.prefix_sharing)
@@ -143,7 +152,7 @@ def check_flat(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-            refuse_broken_slices(model, error)
+            refuse_broken_slices(reference.model, error)
             if in_training is not None:
                 agree(False)  # processes on which it answered ask this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")

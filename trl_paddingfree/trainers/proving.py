@@ -215,7 +215,11 @@ class StartUpCheck:
             text if text.route == image.route else self._prove(model, image.route)
             for model, text, image in zip(models, results, found, strict=True)
         ]
-        return [_with_gradients_of(text, image) for image, text in zip(found, texts, strict=True)]
+        notes = ("gradients were compared on text, not with images",)
+        gradients = [text.gradients for text in texts]  # the first are those of the model that is trained
+        if gradients[0] is not None and not gradients[0].skipped:
+            gradients[0] = replace(gradients[0], notes=(*gradients[0].notes, *notes))
+        return [replace(image, gradients=each) for image, each in zip(found, gradients, strict=True)]
 
     @contextmanager
     def _cut_images_are_named(self) -> Iterator[None]:
@@ -235,12 +239,3 @@ class StartUpCheck:
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""
         return bool(gather(torch.tensor([verdict], device=self.accelerator.device)).all())
-
-
-def _with_gradients_of(text: CheckResult, image: CheckResult) -> CheckResult:
-    """What was found with images, with the gradients that were compared without."""
-    gradients = text.gradients
-    if gradients is not None and gradients.is_needed and not gradients.skipped:
-        notes = (*gradients.notes, "gradients were compared on text, not with images")
-        gradients = replace(gradients, notes=notes)
-    return replace(image, gradients=gradients)
