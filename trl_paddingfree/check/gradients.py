@@ -137,7 +137,7 @@ class RowsInTraining:
         return output.logits.sum(1, keepdim=True).expand(-1, inputs["input_ids"].size(1) - 1)
 
     def watched(self, inputs: Inputs) -> AbstractContextManager[list[torch.Tensor]]:
-        """The context in which the one entry is where gradients of the tokens of `inputs` arrive."""
+        """The context in which the last entry is where gradients of the tokens of `inputs` arrive."""
         return watched_embeddings(self.model)
 
     def differentiate(
@@ -158,7 +158,7 @@ class RowsInTraining:
         scale = 2.0**8 if compute_dtype(self.model) == torch.float16 else 1.0
         places = zip(of or rows, rows, strict=True)
         loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in places]).sum()
-        watched = [*embedded, *small_parameters(self.model)]
+        watched = [embedded[-1], *small_parameters(self.model)]
         found = [*torch.autograd.grad(loss * scale, watched, allow_unused=True, retain_graph=True)]
         if (group := FlatModel.group_of(self.model)) is not None and "flat_batch" in inputs:
             found = [*group.whole_gradients(watched, found, inputs["flat_batch"])]

@@ -134,12 +134,12 @@ def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within this context, the one entry is what the input embeddings of a model gave last, and takes a gradient."""
+    """Within this context, the list gets what the input embeddings of a model give, each of which takes a gradient."""
     found: list[torch.Tensor] = []
 
     def watch(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        found[:] = [output if output.requires_grad else output.requires_grad_()]
-        return found[0].clone()  # some models (GIT) write into what they get, which a leaf forbids
+        found.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
+        return output.clone()  # some models (GIT) write into what they get, which a leaf forbids
 
     with model.get_input_embeddings().register_forward_hook(watch):
         yield found

@@ -145,7 +145,8 @@ class StartUpCheck:
                     "out."
                 )
             if trains and self.accelerator.is_main_process:
-                logger.warning(f"Slices within the budget: exact on this model ({result}).")
+                found = "exact as far as it was compared" if result.skipped else "exact on this model"
+                logger.warning(f"Slices within the budget: {found} ({result}).")
 
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
         routes = [self.plan(model) for model in models]
