@@ -103,8 +103,8 @@ def as_it_answers(model: PreTrainedModel) -> Iterator[None]:
 
 class RowsInTraining:
     """
-    What a model says of long rows as it trains, with gradients; see [`~trl_paddingfree.check.probe.RowsAlone`]. Of one
-    that does not train, what it says without.
+    The reference for gradients: what a model says of four long rows in training mode, in a batch that needs no padding,
+    and the gradients of their losses. If it does not train (`trains=False`), what it says in evaluation mode.
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trains: bool = True):
@@ -116,12 +116,13 @@ class RowsInTraining:
         length = min([max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions])
         beyond = (f"`{name}={limit}`" for name, limit in limits.items() if limit >= length)
         self.notes = tuple(f"{each} is longer than the rows that were tried" for each in beyond)
+        # Limits of positions that a flat row can pass within seconds
         self.beyond = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
         self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
         self.unit = rounding_unit(model)
         self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
         fork = int(length * SHARED) - 1
-        self.first_scored = (0, fork, 0, fork)
+        self.first_scored = (0, fork, 0, fork)  # the second and the fourth row own what follows the shared prefix
         with self.in_training(), frozen_layers_tried(model) as self.lost:  # those that pass no gradient on
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
 
@@ -130,7 +131,7 @@ class RowsInTraining:
         return as_in_training(self.model, self.call) if self.trains else as_it_answers(self.model)
 
     def answers(self, inputs: Inputs) -> torch.Tensor:
-        """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""
+        """`(R, L-1)` log-probabilities. A pooled head gives one answer per row, which is repeated to that shape."""
         output = self.call(**inputs)
         if not is_pooled(self.model):
             return output.log_probs
@@ -196,7 +197,7 @@ def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
-    """Differentiate a flat batch as training will, on the route that is installed, beside the model's rows alone."""
+    """Compare the gradients of a flat batch, on the route that is installed, with those of the rows alone."""
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding

@@ -96,8 +96,8 @@ def check_model(
 ) -> ModelReport:
     """
     Run the start-up check on a causal language model or a reward model with every backend that this machine offers,
-    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is told what
-    is done.
+    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is called
+    with each step, in words.
     """
     model, chosen, refusal = load_model(name, dtype, attn_implementation), None, ""
     loaded_with = upstream.attn_implementation(model)

@@ -25,8 +25,8 @@ _SMALL = 2**18
 @contextmanager
 def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator[None]:
     """
-    Training mode with gradients, without dropout, adapters moved off zero, all compiled code run as it is written; of
-    layers of one kind, those between the first and the last pass on what they get. Afterwards all is as before.
+    Training mode with gradients, but without dropout and compiled code. Adapters that start at zero are moved, and of
+    layers of one kind only the first and the last compute. Afterwards all is as before.
     """
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
@@ -92,10 +92,9 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwargs: torch.Tensor) -> Output:
-    """What a layer gets, in the form in which the first of its kind gives what it has computed."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    given = outputs[kind]
-    return (hidden, *given[1:]) if isinstance(given, tuple) else hidden
+    """In place of a layer's forward: its input, in a tuple if the first layer of its kind gives one."""
+    hidden, output = args[0] if args else kwargs["hidden_states"], outputs[kind]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -164,8 +163,8 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
             output = module.forward(states.clone(), *args[1:], **kwargs)
             answers = [x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)]
             answers = [x for x in answers if x.is_floating_point()]
-            given = {x: torch.randn_like(x) for x in answers if x.requires_grad}
-            found = torch.autograd.grad([*given], states, [*given.values()], allow_unused=True)[0] if given else None
+            losses = [(x * torch.randn_like(x)).sum() for x in answers if x.requires_grad]
+            found = torch.autograd.grad(losses, states, allow_unused=True)[0] if losses else None
         if answers and (found is None or not found.any()):
             lost.append(f"`{name}` ({type(module).__name__})")
 

@@ -1,4 +1,4 @@
-"""Segments cut where others continue them, for layers that can hand the state at a fork on, and rows for the others.
+"""For layers that carry state: pieces, which hand their last state on where rows fork, or whole rows if they cannot.
 
 Shape legend: see `segments`; in addition
     P = pieces, G = calls, n = pieces or rows of a call, L = the longest of them, S = slots (the sum of n * L)
@@ -105,8 +105,12 @@ def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
 @once_per_layout
 def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
     """
-    One axis on which the `size` tokens before each segment on its path stand before it, or empty places: the flat token
-    in each place, and the place of each flat token, `(T,)` int64.
+    What a convolution over `size + 1` tokens reads: one axis of all segments, each after the `size` tokens that precede
+    it in its row, or after empty places if there are fewer.
+
+    Returns:
+        `tuple[RowIndex, torch.Tensor]`: The flat token in each place of that axis, and the place of each flat token,
+        `(T,)` int64.
     """
     segments, total = layout.segments, layout.segments.num_tokens
     parts, own = [], []
@@ -119,7 +123,10 @@ def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]
 
 @dataclass(frozen=True)
 class PathRows:
-    """One row per segment, its whole path, in calls of rows of about equal length. `None`: slots are flat tokens."""
+    """
+    One row per segment, its whole path, in calls of rows of about equal length. `slots` and `own` are `None` if the
+    flat axis as it is makes one call.
+    """
 
     shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
     slots: RowIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
