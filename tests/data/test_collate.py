@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from trl.experimental.tpo.tpo_trainer import DataCollatorForTriplePreference
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from trl_paddingfree import FlatCollator, LanguageModelingCollator, PreferenceCollator
@@ -58,25 +59,32 @@ def test_boundaries_of_rejected_rows_are_not_offset_by_the_padding_of_chosen_one
     assert batch.layout.cu_seqlens_q.tolist() == [0, 5, 8, 12, 17]
 
 
-@dataclass
-class LeavesOut(FlatCollator, DataCollatorForPreference):
-    """A collator of one's own that leaves out the pairs with a long answer, as TRL's may before it collates."""
+class LeavesOut:
+    """Leaves out the examples with a long answer, as a collator of one's own may before it hands on."""
 
     def torch_call(self, examples):
         return super().torch_call([example for example in examples if len(example["chosen_ids"]) < 3])
 
 
+@dataclass
+class Pairs(LeavesOut, FlatCollator, DataCollatorForPreference):
+    pass
+
+
+@dataclass
+class Triples(LeavesOut, FlatCollator, DataCollatorForTriplePreference):
+    pass
+
+
 @pytest.mark.parametrize("kept", [1, 2, 3])
-def test_a_collator_that_leaves_out_pairs_says_how_many_rows_each_has(kept):
-    """Two rows for three examples were taken for two examples of one row each, and parts tore pairs apart."""
+def test_rows_of_pairs_stay_together_where_a_collator_leaves_some_out(kept):
+    """Four rows for four examples were taken for four examples of one row each, and parts tore pairs apart."""
     pairs = [{**PAIRS[0], "chosen_ids": [9] * (3 if i < 4 - kept else 2)} for i in range(4)]
-    options = {"pad_token_id": 0, "padding_free": True, "keeps_rows": True}
-    if kept != 2:  # as many rows as examples: nothing gives that away
-        with pytest.raises(ValueError, match=f"gives {2 * kept} rows for 4 examples.*`rows_per_example = 2`"):
-            LeavesOut(**options)(pairs)
-    LeavesOut.rows_per_example = 2
-    try:
-        rows = LeavesOut(**options)(pairs)["rows"]
-    finally:
-        LeavesOut.rows_per_example = None
+    rows = Pairs(0, padding_free=True, keeps_rows=True)(pairs)["rows"]
     assert (rows.num_items, rows.row_numbers([0])) == (kept, [0, kept])
+
+
+def test_a_collator_of_other_rows_that_leaves_some_out_says_how_many_an_example_has():
+    triples = [{**PAIRS[0], "chosen_ids": [9] * (i + 1), "reference_ids": [8]} for i in range(4)]
+    with pytest.raises(ValueError, match="gives 6 rows for 4 examples.*`rows_per_example = 2`"):
+        Triples(0, padding_free=True)(triples)

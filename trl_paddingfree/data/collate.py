@@ -83,13 +83,15 @@ class FlatCollator(DataCollatorMixin):
 
     def on_host(self, rows: Inputs, num_features: int) -> CollatedRows:
         """What batches are made of: the rows of so many features."""
-        num_rows = len(rows["input_ids"])
-        if self.rows_per_example is None and (num_rows % num_features or not num_rows):
+        num_rows, per_example = len(rows["input_ids"]), self.rows_per_example
+        if per_example is None and isinstance(self, (DataCollatorForPreference, DataCollatorForReward)):
+            per_example = 2  # however many pairs a subclass has left out
+        if per_example is None and (num_rows % num_features or not num_rows):
             raise ValueError(
                 f"{type(self).__name__} gives {num_rows} rows for {num_features} examples, and does not say how many "
                 "rows each example has. Set it on the class, such as `rows_per_example = 2` for pairs."
             )
-        return CollatedRows(self, rows, num_rows // (self.rows_per_example or num_rows // num_features))
+        return CollatedRows(self, rows, num_rows // (per_example or num_rows // num_features))
 
 
 @dataclass
