@@ -55,6 +55,7 @@ def _as_dict(result: CheckResult) -> dict[str, object]:
         "prefix_sharing": result.prefix_sharing,
         "passed": result.passed,
         "failure": result.failure or ("" if result.gradients is None else result.gradients.reason),
+        "not_compared": [*result.not_compared],
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},  # JSON has no NaN
     }
 
@@ -95,8 +96,8 @@ def check_model(
 ) -> ModelReport:
     """
     Run the start-up check on a causal language model or a reward model with every backend that this machine offers,
-    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is told what
-    is done.
+    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is called
+    with each step, in words.
     """
     model, chosen, refusal = load_model(name, dtype, attn_implementation), None, ""
     loaded_with = upstream.attn_implementation(model)

@@ -1,4 +1,4 @@
-"""Segments cut where others continue them, for layers that can hand the state at a fork on, and rows for the others.
+"""For layers that carry state: pieces, which hand their last state on where rows fork, or whole rows if they cannot.
 
 Shape legend: see `segments`; in addition
     P = pieces, G = calls, n = pieces or rows of a call, L = the longest of them, S = slots (the sum of n * L)
@@ -149,7 +149,10 @@ class Context:
 
 @dataclass(frozen=True)
 class PathRows:
-    """One row per segment, its whole path, in calls of rows of about equal length. `None`: slots are flat tokens."""
+    """
+    One row per segment, its whole path, in calls of rows of about equal length. `slots` and `own` are `None` if the
+    flat axis as it is makes one call.
+    """
 
     shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
     slots: RowIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
