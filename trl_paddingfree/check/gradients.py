@@ -131,6 +131,10 @@ class RowsInTraining:
             return output.log_probs
         return output.logits.sum(1, keepdim=True).expand(-1, inputs["input_ids"].size(1) - 1)
 
+    def watched(self, inputs: Inputs) -> AbstractContextManager[list[torch.Tensor]]:
+        """The context in which the one entry is where gradients of the tokens of `inputs` arrive."""
+        return watched_embeddings(self.model)
+
     def differentiate(
         self, inputs: Inputs, rows: tuple[int, ...] = (0, 1, 2, 3), of: tuple[int, ...] | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -141,7 +145,7 @@ class RowsInTraining:
         """
         if not self.trains:
             return self.answers(inputs).double().cpu(), [None]
-        with watched_embeddings(self.model) as embedded:
+        with self.watched(inputs) as embedded:
             log_probs = self.answers(inputs)
         if not embedded:
             raise RuntimeError("its input embeddings are not what it computes with")

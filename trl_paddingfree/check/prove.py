@@ -130,6 +130,16 @@ def check_flat(
     """
     reference = reference or RowsAlone(model)
     FlatModel.install(model, route)
+    return compare_rows(route, reference, in_training, agree)
+
+
+def compare_rows(
+    route: Route,
+    reference: RowsAlone,
+    in_training: Callable[[], RowsInTraining] | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> CheckResult:
+    """What `reference` says of its rows flat, as its model computes them now, and one by one; see [`check_flat`]."""
     with reference.trying():
         try:
             flat = reference.answers(reference.rows, prefix_sharing=route.prefix_sharing)
@@ -138,7 +148,7 @@ def check_flat(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-            refuse_broken_slices(model, error)
+            refuse_broken_slices(reference.model, error)
             if in_training is not None:
                 agree(False)  # processes on which it answered ask this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")

@@ -77,6 +77,7 @@ class GeneratedRows:
     """Rows with prompts padded on the left and completions on the right, on the host."""
 
     input_ids: torch.Tensor  # (R, L) int64
+    attention_mask: torch.Tensor  # (R, L) int64
     labels: torch.Tensor  # (R, L) int64: each token again where it is scored, else -100
     starts: Sequence[int]  # of each row, the column in which it begins
     lengths: Sequence[int]
@@ -97,7 +98,7 @@ class GeneratedRows:
                     f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave "
                     "out empty prompts, or set `padding_free=False`."
                 )
-        return cls(ids, targets, starts, lengths, options)
+        return cls(ids, mask, targets, starts, lengths, options)
 
     @cached_property
     def order(self) -> list[int]:
@@ -118,9 +119,8 @@ class GeneratedRows:
     def batch(self, rows: Sequence[int] | None = None, reach: int | None = None) -> FlatBatch:
         """The flat batch of some rows, or of all, with positions that tell of `reach` tokens."""
         rows = range(len(self.lengths)) if rows is None else rows
-        lengths, starts = ([values[row] for row in rows] for values in (self.lengths, self.starts))
-        ids, labels = self.input_ids[list(rows)], self.labels[list(rows)]
-        return FlatBatch.from_padded(ids, labels, lengths, starts, reach=reach, **self.options)
+        padded = [x[list(rows)] for x in (self.input_ids, self.attention_mask, self.labels)]
+        return FlatBatch.from_padded(*padded, reach=reach, **self.options)
 
     def part(self, items: Sequence[int], reach: int | None) -> RowPart:
         """The part of a batch that some rows make, by their places in [`GeneratedRows.tokens`]."""

@@ -4,6 +4,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 import torch
@@ -12,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs, RowPart
+from ..flat.counts import BatchCounts
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from .architecture import recompute_first
@@ -22,6 +24,9 @@ from .restored import mark_of
 from .routes import ATTENTION_BACKENDS, Route
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
+
+if TYPE_CHECKING:
+    from .padded import PaddedCalls
 
 # Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
 ATTRIBUTE = "flat_model"
@@ -58,6 +63,8 @@ class FlatModel:
         self.flattener: WeakMethod[Flattener] | None = None
         self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers that a batch tells to recompute
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
+        self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
+        self.counts = BatchCounts()  # of these calls so far
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
@@ -67,7 +74,7 @@ class FlatModel:
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
         """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
-        return flat if flat is not None and flat._is_called else None
+        return flat if flat is not None and (flat.padded or flat._is_called) else None
 
     @classmethod
     def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
@@ -125,6 +132,8 @@ class FlatModel:
             self.edits.ask(batch, kwargs)
         elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+        elif self.padded is not None:
+            return self.padded.of_model(self.forwards[-1], args, kwargs)
         else:
             return self.forwards[-1](*args, **kwargs)
         return flat_forward(self, batch, **kwargs)

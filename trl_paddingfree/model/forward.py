@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart
+from ..flat.layout import FlatLayout
 from . import architecture
 from .edits import refuse_unanswerable
 from .masks import boundaries
@@ -227,11 +228,7 @@ def flat_backbone(
     """
     flat_model.prepare(batch)
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
-    told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
-    told["use_cache"] = False
-    if "attention_mask" not in told:
-        config = model.config.get_text_config()
-        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
+    told = _told(flat_model, layout)
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
@@ -271,6 +268,43 @@ def flat_backbone(
             f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
             "its layers of the flat batch: call it with `fused_lm_head=True`, or set `padding_free=False`."
         )
+
+
+def _told(flat_model: "FlatModel", layout: FlatLayout) -> Inputs:
+    """What a backbone is told of a layout, in place of the mask of its rows."""
+    model, carries_state = flat_model.model, flat_model.carries_state
+    told = state_arguments(model.base_model, layout) if carries_state else {}
+    if "attention_mask" not in told:
+        config, backend = model.config.get_text_config(), flat_model.route.backend
+        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, carries_state)
+    return {**told, "use_cache": False}
+
+
+def backbone_in_rows(flat_model: "FlatModel", batch: FlatBatch, forward: Callable, beside: Inputs) -> ModelOutput:
+    """
+    What a backbone's own `forward` returns, of a flat batch, in rows: 0 where there is padding. Values of tokens that
+    have lost the axis of rows (those of routers) lose it here, too.
+    """
+    flat_model.prepare(batch)
+    model, told = flat_model.model, _told(flat_model, batch.layout)
+    if flat_model.route.backend == "positions":
+        told |= boundaries(batch.layout)
+    with _explained_if_long(model, batch), _noise_of_rows(model, batch):
+        outputs = forward(**{**beside, **flat_inputs(flat_model, batch), **told})
+
+    def in_rows(name: str, value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(in_rows(name, entry) for entry in value)
+        if isinstance(value, torch.Tensor) and value.shape[:2] == batch.input_ids.shape:
+            return batch.tokens_to_rows(value)
+        if isinstance(value, torch.Tensor) and len(value) == batch.input_ids.size(1):
+            return batch.tokens_to_rows(value[None]).flatten(0, 1)
+        raise ValueError(
+            f"{type(model).__name__} answers with `{name}`, and which of it belongs to which token is not known: leave "
+            "out what asks for it, or call a model that `padding_free` was not called with."
+        )
+
+    return type(outputs)(**{name: in_rows(name, value) for name, value in outputs.items()})
 
 
 def is_allocation_failure(error: BaseException) -> bool:
