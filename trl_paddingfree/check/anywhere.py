@@ -129,9 +129,7 @@ class _Rows:
         order = ((columns + lengths) % len(columns)).to(right["input_ids"].device)
         tensors = {name: x for name, x in right.items() if isinstance(x, torch.Tensor)}
         left = {**right, **{name: x.gather(1, order) for name, x in tensors.items()}}
-        gaps = {**right, "attention_mask": right["attention_mask"].index_fill(1, order.new_tensor([3]), 0)}
         calls.with_left_padding = self._is_alike(left, tolerance)
-        calls.with_gaps = self._is_alike(gaps, tolerance)
         if architecture.config_value(self.base.config.get_text_config(), "output_router_logits") is not None:
             # Far more padding than tokens: who counts it shows in any precision
             wide = {**row_inputs(self.base, rows, 4 * len(columns)), "output_router_logits": True}
@@ -152,7 +150,7 @@ class _Rows:
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`(R, L-1)` float32: log-probabilities of the `labels` of rows by their logits `(R, L, vocabulary)`; 0 for -100."""
+    """`(R, L-1)` float32: log-probabilities of `labels` by logits `(R, L, vocabulary)`; 0 where a label is -100."""
     targets = labels[:, 1:].to(logits.device)
     found = logits[:, :-1].float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
     return found.masked_fill(targets == IGNORE_INDEX, 0.0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
@@ -61,7 +60,9 @@ def check_packed(model: torch.nn.Module, call: PackedCall | None = None) -> Chec
     """
     base = transformers_model(model)
     if is_pooled(base):
-        raise ValueError(f"`check_packed` reads logits of tokens, and {type(base).__name__} has no language model head.")
+        raise ValueError(
+            f"`check_packed` reads logits of tokens, and {type(base).__name__} has no language model head."
+        )
     name = f"transformers, told of rows by `position_ids` alone ({upstream.attn_implementation(base)})"
     by = name if call is None else getattr(call, "__name__", type(call).__name__)
     how = Packing("positions", str(upstream.attn_implementation(base)), prefix_sharing=False, by=by)

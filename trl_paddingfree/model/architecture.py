@@ -26,13 +26,6 @@ def counts_positions_by_mask(model: PreTrainedModel) -> bool:
     return any("attention_mask" in inspect.signature(table.forward).parameters for table in tables)
 
 
-def sees_by_columns(model: PreTrainedModel) -> bool:
-    """Whether layers see so many columns, padding among them, and not all that precedes a token."""
-    config = model.config.get_text_config()
-    kinds = set(config_value(config, "layer_types") or ()) - {"full_attention"}
-    return bool(kinds) or any(config_value(config, name) for name in ("sliding_window", "window_size"))
-
-
 def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that compute attention: transformers names their classes so."""
     return [module for module in model.modules() if "Attention" in type(module).__name__]

@@ -49,8 +49,8 @@ class PaddedCalls:
     def __init__(self, flat: FlatModel):
         self.flat = flat
         self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
-        # Whether rows with padding there are computed flat, and those whose router losses are asked for
-        self.with_left_padding = self.with_gaps = self.with_routers = True
+        # Whether rows with padding on the left are computed flat, and those whose router losses are asked for
+        self.with_left_padding = self.with_routers = True
         self.says, self.said = True, set[str]()  # whether it says that a call is computed as before, and what it said
         # The flat batch of the rows that the head was called with, for the backbone beneath it
         self.of_head: tuple[torch.Tensor, FlatBatch] | None = None
@@ -187,16 +187,15 @@ class PaddedCalls:
         if ((mask != 0) & (mask != 1)).any():
             return "its `attention_mask` has other numbers than 0 and 1", None
         real, columns = mask.bool(), torch.arange(ids.size(1)).expand_as(ids)
-        is_padded_left = bool((real[:, 1:] & ~real[:, :1]).any())
-        has_gaps = bool(((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] > 1).any())
-        if has_gaps and (not self.with_gaps or self.flat.carries_state or architecture.sees_by_columns(model)):
-            return "it has padding between the tokens of a row, which some of its layers see", None
-        if is_padded_left and not has_gaps and not self.with_left_padding:
+        begins = real[:, 1:] & ~real[:, :-1]
+        if (begins.sum(1) + real[:, 0] > 1).any():  # a head may predict the token after the gap from what is in it
+            return "it has padding between the tokens of a row", None
+        if begins.any() and not self.with_left_padding:
             return "it has padding on the left, with which the model itself computes a row differently", None
         positions = values.get("position_ids")
         if positions is None:
             positions = (mask.cumsum(1) - 1) * mask if architecture.counts_positions_by_mask(model) else columns
-        elif not _go_on(positions, columns, real):
+        elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or (positions < 0).any():
             return "its `position_ids` start again or leave some out, as in packed rows", None
         if reason := self._why_padding_counts(ids, real, values):
             return reason, None
@@ -234,12 +233,3 @@ def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if all(x.device.type == "cpu" for x in tensors):
         return [x.long() for x in tensors]
     return [*torch.stack([x.to(tensors[0].device).long() for x in tensors]).cpu()]
-
-
-def _go_on(positions: torch.Tensor, columns: torch.Tensor, real: torch.Tensor) -> bool:
-    """Whether positions of each row's tokens grow by one, or where there is a gap, by one or by its columns."""
-    for row, places, mask in zip(positions, columns, real, strict=True):
-        steps, within = row[mask].diff(), places[mask].diff()
-        if (row[mask] < 0).any() or ((steps != 1) & (steps != within)).any():
-            return False
-    return True
