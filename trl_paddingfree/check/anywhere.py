@@ -18,7 +18,7 @@ from ..model.padded import PaddedCalls
 from ..model.restored import attributes_set
 from ..model.routes import choose_route
 from .probe import check_rows, compute_dtype, root_mean_square, rounding_unit, row_inputs, undisturbed
-from .prove import prove
+from .prove import UnprovenModelError, prove
 
 logger = logging.get_logger(__name__)
 
@@ -60,6 +60,8 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
     BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
     """
     base = transformers_model(model)
+    if base.base_model is base and base.get_output_embeddings() is None:
+        raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
     start = time.perf_counter()
     route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
     before = upstream.attn_implementation(base)
@@ -73,9 +75,11 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
             result, _ = prove(base, route, call=call)
             with undisturbed(base):
                 call.try_padding(result.tolerance)
-    except BaseException:
+    except BaseException as error:
         calls.remove()
         upstream.set_attn_implementation(base, before)
+        if isinstance(error, UnprovenModelError):  # which speaks of the option of the trainers
+            raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None
         raise
     where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")
     logger.warning(f"padding_free, {result.route}: exact on {where} (checked in {time.perf_counter() - start:.1f} s).")
@@ -113,6 +117,11 @@ class _Rows:
         given = {name: x for name, x in inputs.items() if name not in ("labels", "fused_lm_head")}
         with nullcontext() if is_flat else self.calls.aside():
             output = self.model(**given)
+        if "logits" not in output:
+            raise ValueError(
+                f"`padding_free` proves a model by its `logits`, and {type(self.base).__name__} answers with "
+                f"{', '.join(f'`{name}`' for name in output)}: its head may read padding."
+            )
         if not is_pooled(self.base):
             return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
         logits = output.logits

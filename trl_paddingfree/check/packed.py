@@ -1,7 +1,7 @@
 """Packed rows of others: does a forward that is not ours keep the rows apart that it is given in one?"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import torch
 
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
+from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from ..model.routes import Route
 from .anywhere import log_probs_of, transformers_model
@@ -60,9 +61,7 @@ def check_packed(model: torch.nn.Module, call: PackedCall | None = None) -> Chec
     """
     base = transformers_model(model)
     if is_pooled(base):
-        raise ValueError(
-            f"`check_packed` reads logits of tokens, and {type(base).__name__} has no language model head."
-        )
+        raise ValueError(f"`check_packed` reads logits of tokens, and {type(base).__name__} has no head for them.")
     name = f"transformers, told of rows by `position_ids` alone ({upstream.attn_implementation(base)})"
     by = name if call is None else getattr(call, "__name__", type(call).__name__)
     how = Packing("positions", str(upstream.attn_implementation(base)), prefix_sharing=False, by=by)
@@ -87,7 +86,9 @@ def _packed(model: torch.nn.Module, call: PackedCall, flat_batch: FlatBatch | No
     ids, labels = inputs["input_ids"], inputs["labels"]
     if flat_batch is None:
         given = {name: inputs[name] for name in ("input_ids", "attention_mask", "use_cache")}
-        return SimpleNamespace(log_probs=log_probs_of(model(**given).logits, labels))
+        flat = FlatModel.of(model)
+        with flat.padded.aside() if flat is not None and flat.padded is not None else nullcontext():
+            return SimpleNamespace(log_probs=log_probs_of(model(**given).logits, labels))
     rows = [row[mask] for row, mask in zip(ids, inputs["attention_mask"].bool(), strict=True)]
     answers = [*call(rows)]
     if [x.shape[:1] for x in answers] != [row.shape for row in rows]:
@@ -108,7 +109,8 @@ class _PackedInTraining(RowsInTraining):
                 yield embedded
             return
         batch: FlatBatch = inputs["flat_batch"]
-        rows, ends = batch.to_rows(), np.cumsum([0, *batch.row_mask.sum(1).tolist()])
+        rows = batch.to_rows()
+        ends = np.cumsum([0, *map(len, rows)]).tolist()
         embeddings: Any = self.model.get_input_embeddings()
         # Zeros that are added to what is computed with: their gradients are those of the embeddings
         added = torch.zeros(1, ends[-1], embeddings.weight.size(-1), device=inputs["input_ids"].device)
@@ -118,7 +120,7 @@ class _PackedInTraining(RowsInTraining):
             tokens = np.atleast_1d(args[0].flatten().cpu().numpy())
             for row, end in zip(rows, ends[1:], strict=True):
                 windows = np.lib.stride_tricks.sliding_window_view(tokens, len(row)) if len(tokens) >= len(row) else ()
-                for place in np.flatnonzero([(window == row).all() for window in windows]):
+                for place in np.flatnonzero([(window == row).all() for window in windows]).tolist():
                     where = torch.arange(place, place + len(row), device=output.device)
                     moved = added[0, end - len(row) : end].to(output.dtype)
                     output = output.flatten(0, -2).index_add(0, where, moved).view(output.shape)

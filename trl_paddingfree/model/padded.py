@@ -26,7 +26,8 @@ logger = logging.get_logger(__name__)
 # Where a backbone keeps its padded calls, with the forward that it had before
 ATTRIBUTE = "padded_calls"
 # Arguments of a call that are made anew of the flat batch
-_ROWS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+_CACHES = ("past_key_values", "cache_params")
+_ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *_CACHES)
 # Other arguments with values in them that a head reads, and no layer
 _OF_HEADS = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch")
 _OUTPUTS = ("output_hidden_states", "output_attentions")
@@ -47,7 +48,10 @@ class PaddedCalls:
     """
 
     def __init__(self, flat: FlatModel):
-        self.flat = flat
+        self.flat, model = flat, flat.model
+        self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
+        self.counts_by_mask = architecture.counts_positions_by_mask(model)
+        self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
         self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
         # Whether rows with padding on the left are computed flat, and those whose router losses are asked for
         self.with_left_padding = self.with_routers = True
@@ -117,7 +121,7 @@ class PaddedCalls:
         return outputs.to_tuple() if as_tuple else outputs
 
     def _by_name(self, forward: Callable, args: tuple, kwargs: Inputs) -> Inputs:
-        return {**dict(zip(inspect.signature(forward).parameters, args, strict=False)), **kwargs}
+        return {**(dict(zip(inspect.signature(forward).parameters, args, strict=False)) if args else {}), **kwargs}
 
     def _wants(self, given: Inputs, name: str) -> bool:
         """Whether a call, or else the configuration, asks for `name`."""
@@ -158,7 +162,7 @@ class PaddedCalls:
         others = [name for name, x in given.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
         if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or given.get("inputs_embeds") is not None:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
-        if given.get("past_key_values") is not None or given.get("use_cache") is True:
+        if any(given.get(name) is not None for name in _CACHES) or given.get("use_cache") is True:
             return "it computes with a cache"
         if not torch.is_grad_enabled() and self._wants(given, "use_cache"):
             return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"
@@ -178,11 +182,12 @@ class PaddedCalls:
 
     def _made_of(self, given: Inputs) -> tuple[str, FlatBatch | None]:
         """The flat batch of rows, or why there is none: by their values, which are read in one copy."""
-        rows, model = given["input_ids"], self.flat.model
-        beside = {name: given.get(name) for name in ("attention_mask", "position_ids", "labels", "shift_labels")}
-        read = {k: x.expand_as(rows) for k, x in beside.items() if x is not None and x.ndim == 2}
-        on_host = _on_host([rows, *read.values()])
-        ids, values = on_host[0], dict(zip(read, on_host[1:], strict=True))
+        rows = given["input_ids"]
+        names = ("attention_mask", "position_ids", *(() if self.classifies_rows else ("labels", "shift_labels")))
+        shapes = (rows.shape, (1, rows.size(1)))
+        read = {k: x.expand_as(rows) for k in names if torch.is_tensor(x := given.get(k)) and x.shape in shapes}
+        ids, *found = _on_host([rows, *read.values()])
+        values = dict(zip(read, found, strict=True))
         mask = values.get("attention_mask", torch.ones_like(ids))
         if ((mask != 0) & (mask != 1)).any():
             return "its `attention_mask` has other numbers than 0 and 1", None
@@ -194,13 +199,12 @@ class PaddedCalls:
             return "it has padding on the left, with which the model itself computes a row differently", None
         positions = values.get("position_ids")
         if positions is None:
-            positions = (mask.cumsum(1) - 1) * mask if architecture.counts_positions_by_mask(model) else columns
-        elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or (positions < 0).any():
+            positions = (mask.cumsum(1) - 1) * mask if self.counts_by_mask else columns
+        elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or ((positions < 0) & real).any():
             return "its `position_ids` start again or leave some out, as in packed rows", None
         if reason := self._why_padding_counts(ids, real, values):
             return reason, None
-        follows = architecture.rotary_limits(model.config.get_text_config())
-        reach = int(positions.max()) + 1 if follows else None
+        reach = int(positions.max()) + 1 if self.follows_longest else None
         sharing = self.flat.route.prefix_sharing
         return "", FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach)
 
@@ -213,12 +217,11 @@ class PaddedCalls:
             scored = (values[name] != IGNORE_INDEX)[:, int(moves) :]
             if (scored & ~real[:, : scored.size(1)]).any():
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
-        if is_pooled(model) and type(model).__name__.endswith("ForSequenceClassification"):
-            padding = model.config.get_text_config().pad_token_id
+        if self.classifies_rows:
+            padding = model.config.get_text_config().pad_token_id  # by its id, the head finds the last token
             columns = torch.arange(ids.size(1)).expand_as(ids)
-            last = torch.full_like(columns[:, :1], -1) if padding is None else columns * (ids != padding)
-            last = last % ids.size(1) if padding is None else last.argmax(1, keepdim=True)
-            if not real.gather(1, last).all():
+            last = columns.argmax(1) if padding is None else (columns * (ids != padding)).argmax(1)
+            if not real.gather(1, last[:, None]).all():
                 return f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has"
         return ""
 
