@@ -186,6 +186,15 @@ def test_generation_is_as_before():
     assert counts_of(ours) == NOTHING
 
 
+def test_rows_of_types_are_left_out_where_the_model_knows_none():
+    given = rows("right")
+    given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    for name, is_flat in (("llama", True), ("gpt2", False)):  # GPT-2 adds embeddings of them
+        model, ours = both(name)
+        assert torch.allclose(model(**given).loss, ours(**given).loss)
+        assert bool(counts_of(ours).computed) == is_flat
+
+
 def test_answers_as_tuples():
     model, ours = both("llama")
     given = rows("right")

@@ -19,7 +19,7 @@ from . import architecture
 from .flat_model import FlatModel
 from .forward import backbone_in_rows, flat_forward, is_pooled
 from .restored import attributes_set
-from .vision import takes_images
+from .vision import TYPE_ROWS, takes_images
 
 logger = logging.get_logger(__name__)
 
@@ -51,6 +51,10 @@ class PaddedCalls:
         self.flat, model = flat, flat.model
         self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
         self.counts_by_mask = architecture.counts_positions_by_mask(model)
+        # Tokenizers give these rows to models that know nothing of them, too
+        self.ignored = {
+            name for name in TYPE_ROWS if name not in inspect.signature(model.base_model.forward).parameters
+        }
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
         self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
         # Whether rows with padding on the left are computed flat, and those whose router losses are asked for
@@ -158,7 +162,7 @@ class PaddedCalls:
     def _why_no_rows(self, given: Inputs) -> str:
         """Why a call is no plain rows, as far as its arguments tell; empty if they may be."""
         rows, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        known = {*_ROWS, *_OF_HEADS}
+        known = {*_ROWS, *_OF_HEADS, *self.ignored}
         others = [name for name, x in given.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
         if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or given.get("inputs_embeds") is not None:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
@@ -228,7 +232,7 @@ class PaddedCalls:
 
 def _beside(given: Inputs) -> Inputs:
     """What a call is given beside its rows."""
-    return {name: x for name, x in given.items() if name not in (*_ROWS, *_OUTPUTS)}
+    return {name: x for name, x in given.items() if name not in (*_ROWS, *_OUTPUTS, *TYPE_ROWS)}
 
 
 def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
