@@ -17,8 +17,8 @@ from ..model.forward import is_pooled
 from ..model.routes import Route
 from .anywhere import log_probs_of, transformers_model
 from .gradients import RowsInTraining
-from .probe import RowsAlone, rounding_unit
-from .prove import DRAWS_IN_LOW_PRECISION, CheckResult, compare_rows
+from .probe import RowsAlone
+from .prove import CheckResult, compare_rows, draws_of
 
 # What says of rows, each `(n,)` int64, the logits `(n, vocabulary)` of each
 PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -66,8 +66,7 @@ def check_packed(model: torch.nn.Module, call: PackedCall | None = None) -> Chec
     by = name if call is None else getattr(call, "__name__", type(call).__name__)
     how = Packing("positions", str(upstream.attn_implementation(base)), prefix_sharing=False, by=by)
     packed = partial(_packed, model, partial(by_positions, model) if call is None else call)
-    draws = 1 if rounding_unit(base) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
-    for draw in range(draws):
+    for draw in range(draws_of(base)):
         result = compare_rows(how, RowsAlone(base, packed, draw), partial(_PackedInTraining, base, packed, draw))
         if result.passed or not result.isolated:
             break

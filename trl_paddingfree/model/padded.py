@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .flat_model import FlatModel
-from .forward import backbone_in_rows, flat_forward, is_pooled
+from .forward import computing, flat_forward, flat_inputs, is_pooled
 from .restored import attributes_set
 from .vision import TYPE_ROWS, takes_images
 
@@ -121,8 +121,23 @@ class PaddedCalls:
                 return forward(*args, **kwargs)
             as_tuple = given.get("return_dict", self.flat.model.config.return_dict) is False
             beside = {**_beside(given), **({"return_dict": True} if as_tuple else {})}
-            outputs = backbone_in_rows(self.flat, batch, forward, beside)
-        return outputs.to_tuple() if as_tuple else outputs
+            with computing(self.flat, batch) as told:
+                outputs = forward(**{**beside, **flat_inputs(self.flat, batch), **told})
+        values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
+        return tuple(values.values()) if as_tuple else type(outputs)(**values)
+
+    def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:
+        """What a backbone answers of a flat batch, in rows; where it leaves out their axis (routers), so does this."""
+        if isinstance(value, tuple):
+            return tuple(self._in_rows(batch, name, entry) for entry in value)
+        if isinstance(value, torch.Tensor) and value.shape[:2] == batch.input_ids.shape:
+            return batch.tokens_to_rows(value)
+        if isinstance(value, torch.Tensor) and len(value) == batch.input_ids.size(1):
+            return batch.tokens_to_rows(value[None]).flatten(0, 1)
+        raise ValueError(
+            f"{type(self.flat.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
+            "known: leave out what asks for it, or the call of `padding_free`."
+        )
 
     def _by_name(self, forward: Callable, args: tuple, kwargs: Inputs) -> Inputs:
         return {**(dict(zip(inspect.signature(forward).parameters, args, strict=False)) if args else {}), **kwargs}
