@@ -77,8 +77,8 @@ def test_rows_answer_as_before(name, side):
     assert logits[~real].abs().max() == 0
     counts = counts_of(ours)
     assert 0 < counts.computed <= counts.real < counts.padded
-    # Rows share tokens in the same columns, but where the model counts from the first token of each
-    assert (counts.computed < counts.real) == (side == "right" or name == "opt")
+    if side == "right" or name == "opt":  # else rows share tokens in the same columns only
+        assert counts.computed < counts.real
 
     for each in (model, ours):  # the head computes rows
         each(**given).loss.backward()
