@@ -3,6 +3,8 @@
 import copy
 import io
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from transformers import (
 )
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.pages import ROOT
 from tests.helpers.tiny import following_rotary, lora, make_model, reward_model
 from trl_paddingfree import FlatModel, PaddingFreeDPOTrainer, UnprovenModelError, padding_free
 from trl_paddingfree.flat.counts import BatchCounts
@@ -222,6 +225,18 @@ def test_copies_compute_their_own_weights():
     assert counts_of(model) == computed, "copies count for themselves"
     assert counts_of(other).computed == 2 * computed.computed
     assert torch.equal(model(**given).loss, before)
+
+
+@pytest.mark.slow
+def test_models_that_are_saved_whole_are_loaded_in_other_processes(tmp_path):
+    _, ours = both("llama")
+    given = rows("right")
+    torch.save((ours, given), tmp_path / "whole.pt")
+    load = "model, given = torch.load(sys.argv[1], weights_only=False)"
+    code = f"import sys, torch; {load}; print(model(**given).loss.item())"
+    arguments = [sys.executable, "-c", code, str(tmp_path / "whole.pt")]
+    found = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert float(found) == pytest.approx(ours(**given).loss.item(), rel=TOLERANCE)
 
 
 def test_models_are_saved_and_loaded(tmp_path):

@@ -34,27 +34,14 @@ _OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 class PaddedCalls:
-    """
-    Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copies of the model have copies.
-
-    >>> import torch
-    >>> from trl_paddingfree import padding_free
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
-    >>> model = padding_free(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2))
-    >>> ids, mask = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    >>> logits = model(input_ids=ids, attention_mask=mask).logits
-    >>> logits.shape[:2], logits[1, 3].abs().max().item()
-    (torch.Size([2, 4]), 0.0)
-    """
+    """Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copies of it have copies."""
 
     def __init__(self, flat: FlatModel):
         self.flat, model = flat, flat.model
         self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
         self.counts_by_mask = architecture.counts_positions_by_mask(model)
         # Tokenizers give these rows to models that know nothing of them, too
-        self.ignored = {
-            name for name in TYPE_ROWS if name not in inspect.signature(model.base_model.forward).parameters
-        }
+        self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
         self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
         # Whether rows with padding on the left are computed flat, and those whose router losses are asked for
