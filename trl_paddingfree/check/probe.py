@@ -111,7 +111,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     labels = input_ids.masked_fill((attention_mask == 0) | pooled, IGNORE_INDEX)  # pooled heads read rows, not tokens
     inputs: Inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if prefix_sharing is not None:
-        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, prefix_sharing=prefix_sharing)
+        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, attention_mask, labels, prefix_sharing=prefix_sharing)
     if not pooled:
         inputs["labels"] = labels
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]

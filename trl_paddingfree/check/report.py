@@ -35,16 +35,17 @@ class ModelReport:
         return {
             **{name: vars(self)[name] for name in ("model", "device", "dtype", "attn_implementation")},
             "passed": self.chosen is not None,
-            "chosen": None if self.chosen is None else _as_dict(self.chosen),
+            "chosen": None if self.chosen is None else as_dict(self.chosen),
             "refusal": self.refusal,
             "routes": [
-                {"backend": backend, "results": [*map(_as_dict, results)], "reasons": reasons}
+                {"backend": backend, "results": [*map(as_dict, results)], "reasons": reasons}
                 for backend, (results, reasons) in self.backends.items()
             ],
         }
 
 
-def _as_dict(result: CheckResult) -> dict[str, object]:
+def as_dict(result: CheckResult) -> dict[str, object]:
+    """What the check found as plain values, for JSON."""
     figures = {name: vars(result)[name] for name in ("error", "tolerance", "noise", "leak", "effect")}
     figures["smallest_mistake"] = result.smallest_mistake
     if result.gradients is not None:

@@ -72,7 +72,7 @@ class FlatCollator(DataCollatorMixin):
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
         options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
-        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), **options)
+        return FlatBatch.from_padded(rows["input_ids"], mask, self.row_labels(rows), **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)

@@ -182,7 +182,7 @@ class StandIn(str):
         return name
 
     def __reduce__(self):
-        return StandIn, self.key
+        return register_attention, self.key  # a model that was saved whole is loaded where nothing is registered
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -71,6 +71,8 @@ class StartUpCheck:
         """Have models, the trained one first, compute flat batches: by proven routes, or by plans before weights."""
         self.trained, *_ = bases = [self._base(model) for model in models]
         for base in bases:
+            if (flat := FlatModel.of(base)) is not None and flat.padded is not None:
+                flat.padded.remove()  # this trainer calls its models with flat batches
             if not is_pooled(base):
                 upstream.put_head(base)
         if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
