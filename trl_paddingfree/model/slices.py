@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
 from ..flat.slices import Slice, slices_of
-from .architecture import checkpointing_layers, rotary_limits
+from .architecture import checkpointing_layers, decoder_of, rotary_limits
 from .masks import Exchange, FlatMask, map_masks
 from .restored import attributes_set
 
@@ -97,7 +97,7 @@ def _columns(pairs: list[Tensors]) -> list[list[torch.Tensor]]:
 @contextmanager
 def in_slices(model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...]) -> Iterator[None]:
     """Within this context, the decoder of a model computes slices of a flat batch, which is cut at these positions."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     with attributes_set([(decoder, "forward", partial(_forward, model, batch, cuts, decoder.forward))]):
         yield
 
@@ -110,7 +110,7 @@ def _forward(
     slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(_NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
-    layers = checkpointing_layers(model.get_decoder())
+    layers = checkpointing_layers(decoder_of(model))
     kept: list[Tensors] = []
     outputs: list[BaseModelOutput] = []
 
