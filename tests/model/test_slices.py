@@ -2,6 +2,8 @@
 
 import os
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -291,3 +293,15 @@ def test_a_pooled_head_reads_rows_of_all_slices(model_type):
     for logits, gradients in found[1:]:
         torch.testing.assert_close(logits, found[0][0], rtol=1e-4, atol=1e-5)
         assert_same_gradients(found[0][1], gradients)
+
+
+def test_a_decoder_gets_arguments_that_it_has(monkeypatch):
+    """Heads that hand `input_ids` on by its place: what takes the decoder's place has its signature."""
+    model, batch, seen = reward_model("gpt2", vocab_size=96).eval(), batch_of(), set()
+    flat, forward = FlatModel.install(model, choose_route(model)), model.transformer.forward
+    flat.decide = lambda _: Decision((0, 9, batch.layout.segments.num_tokens))
+    monkeypatch.setattr(
+        model.transformer, "forward", wraps(forward)(lambda **given: seen.update(given) or forward(**given))
+    )
+    model(input_ids=padded(batch.to_rows(), 0), attention_mask=batch.row_mask.long(), flat_batch=batch)
+    assert seen <= set(signature(forward).parameters)

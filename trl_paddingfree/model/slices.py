@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -98,7 +98,10 @@ def _columns(pairs: list[Tensors]) -> list[list[torch.Tensor]]:
 def in_slices(model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...]) -> Iterator[None]:
     """Within this context, the decoder of a model computes slices of a flat batch, which is cut at these positions."""
     decoder = decoder_of(model)
-    with attributes_set([(decoder, "forward", partial(_forward, model, batch, cuts, decoder.forward))]):
+    forward = update_wrapper(
+        partial(_forward, model, batch, cuts, decoder.forward), decoder.forward
+    )  # of its signature
+    with attributes_set([(decoder, "forward", forward)]):
         yield
 
 
