@@ -117,7 +117,7 @@ def test_the_own_trainer_that_generates_follows_padded_trl(own, tokenizer, limit
 
     options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False}
     options["train_dataset"] = prompts(8, SEED).select([i for i in range(8) for _ in range(2)])
-    budget = {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    budget = {"max_tokens_per_micro_batch": limit}
     padded = run("distillation", "padded", **make(), **options)
     ours = run("distillation", "ours", **own_classes(own, "FlatDistillation"), **make(), **options, **budget)
     assert_same(padded, ours)
@@ -161,13 +161,13 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
         return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
 
     with patch.object(forward, "scored_in_parts", wraps=forward.scored_in_parts) as divided:
-        assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60, oversized_examples="alone"))
+        assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
     assert max(len(call.args[1].parts) for call in divided.call_args_list) > 1
 
 
 def test_parts_of_a_loss_that_reads_logits_are_refused(own, tokenizer):
     kwargs = {"train_dataset": triples(12), "processing_class": tokenizer}
-    limit = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    limit = {"max_tokens_per_micro_batch": 80}
     with pytest.raises(ValueError, match="be called with `labels` and `fused_lm_head=True`"):
         run("dpo", "ours", **own_classes(own, "PaddingFreeTPO"), model=make_model(), **kwargs, **limit)
 

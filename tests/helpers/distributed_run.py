@@ -52,9 +52,9 @@ def watch_decisions(budget: int) -> list[tuple[int, int]]:
     plan, start = FlatTrainer.plan_steps, MemoryBudget.start
 
     def plan_steps(trainer, model):
-        is_new = trainer.flat.memory is None
+        is_new = trainer.flat.plan is None
         plan(trainer, model)
-        if is_new and (memory := trainer.flat.memory) is not None:
+        if is_new and (memory := trainer.flat.plan) is not None:
             per_token = np.array(LOADS) == "tokens"
             nothing, one = 0.0 * per_token, 1.0 * per_token
             layers = len(memory.layers)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
+from trl_paddingfree.memory.budget import Budget
 
 from tests.helpers.memory import TOLERANCE as PREDICTED
 from tests.helpers.memory import fail_once_planned
@@ -16,7 +17,6 @@ from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
 from trl_paddingfree.check import training
 from trl_paddingfree.flat.batch import RowPart
-from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.memory.saved_bytes import SavedBytes
@@ -251,7 +251,7 @@ def started(monkeypatch):
 def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, started):
     """Of the teacher, too, which keeps nothing."""
     options = {"gradient_accumulation_steps": 2, "beta": 0.5}
-    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
+    limited = {"max_tokens_per_micro_batch": 25}
     padded = run("distillation", "padded", **with_lora(), train_dataset=data, **options)
     options["gradient_checkpointing"] = True
     hidden_states = FlatModel._hidden_states
@@ -277,7 +277,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 
     def counting(trainer, *args):
         """One more pass, which is not trained on."""
-        memory = trainer.flat.memory
+        memory = trainer.flat.plan
         if memory is not None and torch.is_grad_enabled():
             counter = SavedBytes(trainer.flat_base(trainer.model), memory.layers)
             with counter.counting():
@@ -306,7 +306,7 @@ def test_what_a_wide_teacher_keeps_is_counted(data):
     saved = []
     for size in (32, 96):
         trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
-        needs, route = trainer.flat.memory.needs, trainer.flat.route
+        needs, route = trainer.flat.plan.needs, trainer.flat.route
         saved.append([int(needs.saved(load(batch, route))[0]) for batch in batches])
     (part, whole), (wide_part, wide_whole) = saved
     assert (wide_part - part, wide_whole - whole) == (20 * 64 * 4, 70 * 64 * 4)

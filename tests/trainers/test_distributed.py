@@ -15,13 +15,13 @@ CASES = {
     "images": (
         "dpo",
         {"lora": True, "images": True, "dataloader_num_workers": 1},
-        {"max_tokens_per_micro_batch": 50, "oversized_examples": "alone"},
+        {"max_tokens_per_micro_batch": 50},
     ),
     # Every second micro-batch, and so every one of the second process, is all prompt
     "nothing to score": ("sft", {"max_steps": 3, "train_sampling_strategy": "sequential", "unscored": True}, {}),
     "layers that carry state": ("sft", {"prefix_sharing": True, "gradient_checkpointing": True}, {}),
     # Processes have different numbers of parts, each along a tree of its own
-    "recurrences": ("dpo", {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
+    "recurrences": ("dpo", {}, {"max_tokens_per_micro_batch": 60}),
 }
 # bfloat16 keeps three digits of every log-probability
 BFLOAT16 = 2e-2
@@ -203,7 +203,6 @@ REENTRANT = {
     "gradient_checkpointing_kwargs": {"use_reentrant": True},
     "ddp_find_unused_parameters": False,  # with it, PyTorch refuses reentrant passes by itself
     "max_tokens_per_micro_batch": 50,
-    "oversized_examples": "alone",
 }
 
 

@@ -48,7 +48,7 @@ RUNS = [
         {"max_tokens_per_micro_batch": 40},
     ),
     ("grpo", generating, prompts(16, 5), {"beta": 0.1, "num_iterations": 2}, {"memory_budget": 8}),
-    ("grpo", generating, prompts(16, 5), {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
+    ("grpo", generating, prompts(16, 5), {}, {"max_tokens_per_micro_batch": 60}),
     ("distillation", taught, prompts(16, 6), {"beta": 0.5, "gradient_accumulation_steps": 2}, {"memory_budget": 8}),
     ("distillation", taught, prompts(16, 6), {"beta": 0.0}, {}),
 ]

@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
+from trl_paddingfree.memory.budget import split_by_tokens
 
 from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
@@ -23,7 +24,6 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
-from trl_paddingfree.memory.budget import split_by_tokens
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -200,7 +200,7 @@ def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):
     common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 1}
     with pytest.raises(ValueError, match=r"`max_tokens_per_micro_batch=10` is less than example \d+ .*needs \(\d+ tok"):
         run("dpo", "ours", **common, max_tokens_per_micro_batch=10)
-    options = {"max_tokens_per_micro_batch": 10, "oversized_examples": "alone"}
+    options = {"max_tokens_per_micro_batch": 10}
     run("dpo", "ours", **common, **options)
 
 
@@ -231,7 +231,7 @@ def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reac
             trained(task, "ours", 24, arrange_micro_batches="tokens")
     # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch
     below, beyond = {"max_length": 24, "limit": 24}, {"limit": 24}
-    parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    parts = {"max_tokens_per_micro_batch": 80}
     padded = [trained("sft", "padded", **options) for options in (below, beyond)]
     assert_same(padded[0], trained("sft", "ours", **below, arrange_micro_batches="tokens"), ignored=PER_MICRO_BATCH)
     for limited in ({}, parts):
@@ -251,7 +251,7 @@ def test_frequencies_of_a_reference_follow_the_longest_row_of_the_whole_micro_ba
         models = {"model": model, "ref_model": ref_model, "processing_class": tokenizer}
         return run("dpo", layout, **models, train_dataset=preference_data(16, SEED), steps=2, **options)
 
-    parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    parts = {"max_tokens_per_micro_batch": 80}
     padded = trained("padded")
     for options in ({}, parts):
         assert_same(padded, trained("ours", **options), ignored=PER_MICRO_BATCH)
@@ -274,7 +274,7 @@ def test_a_streamed_example_above_the_limit_is_refused_when_it_comes(model_dir):
     ):
         run("dpo", "ours", **options)
     plain = run("dpo", "ours", **common)
-    assert_same(plain, run("dpo", "ours", **options, oversized_examples="alone"), ignored=PER_MICRO_BATCH)
+    assert_same(plain, run("dpo", "ours", **options), ignored=PER_MICRO_BATCH)
 
 
 def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_dir):

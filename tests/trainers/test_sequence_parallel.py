@@ -38,7 +38,7 @@ MODELS = {
     "lfm2": partial(tiny_model, "lfm2"),
 }
 EVALUATED = {"evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-IN_PARTS = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+IN_PARTS = {"max_tokens_per_micro_batch": 60}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "ddp_find_unused_parameters": False}
 # Task, model and options of a run. Those of the first few run by default
 CASES = {
