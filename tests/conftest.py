@@ -90,6 +90,16 @@ def passes(monkeypatch):
     return made
 
 
+@pytest.fixture
+def hold_tokens(monkeypatch):
+    """A function that has memory budgets from now on hold so many tokens, once for each layer that keeps them."""
+    from tests.helpers.memory import in_tokens
+    from trl_paddingfree.trainers import base
+
+    make = base.make_plan
+    return lambda number: monkeypatch.setattr(base, "make_plan", lambda *a, **k: in_tokens(make(*a, **k), number))
+
+
 def pytest_collection_finish():
     # Every run of a trainer collects garbage, and would look at all that was imported each time
     gc.freeze()

@@ -3,6 +3,7 @@
 import os
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from transformers.utils import is_torchvision_available
@@ -12,7 +13,8 @@ from tests.helpers.versions import is_older
 from tests.helpers.vision import on_images
 from tests.runs import make_trainer, run
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import load
+from trl_paddingfree.memory.kept_bytes import LOADS, load
+from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recomputable_layers
 from trl_paddingfree.model.slices import Decision
@@ -103,14 +105,14 @@ def between(trainer, number):
     return max(int(peak[number]) for peak in peaks) / GIB
 
 
-def least_room(trainer, passes):
-    """A budget in GiB in which every micro-batch of a run fits in slices, and the largest does not fit whole."""
-    plan = trainer.flat.plan
-    least = max(plan.least(each.batch) for each in passes)
-    whole = max(plan.needs.peaks(plan.load(each.batch)).min() for each in passes)
-    assert least < whole
-    passes.clear()
-    return float(0.9 * least + 0.1 * whole) / GIB
+def in_tokens(plan, number):
+    """A plan whose memory budget holds so many tokens, once for each layer that keeps its activations."""
+    per_token = np.array(LOADS) == "tokens"
+    nothing, one = 0.0 * per_token, 1.0 * per_token
+    layers = len(plan.layers)
+    plan.needs = MemoryNeeds(0, [one] * layers, [nothing] * layers, nothing, nothing, (0, 0), nothing)
+    plan.budget = number
+    return plan
 
 
 def most_slices(passes):

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.memory import LAYERS, between, budgeted, fail_once_planned, failing, generating
+from tests.helpers.memory import budgeted, fail_once_planned, failing, generating, in_tokens
 from tests.helpers.tiny import lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
-from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.trainers.steps import Attempt
 
@@ -37,8 +36,7 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
     plain = train(make(memory_budget=None))
     trainer = make()
     if split:
-        trainer.flat.plan.budget = int(between(trainer, LAYERS) * GIB)
-        trainer.flat.plan.needs = replace(trainer.flat.plan.needs, kept=trainer.flat.plan.needs.kept * 100)
+        in_tokens(trainer.flat.plan, 200)
     else:
         without_head(trainer.flat.plan)
     # In the second micro-batch, when there are gradients already

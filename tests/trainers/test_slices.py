@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.helpers.memory import least_room, most_slices
-from tests.helpers.tiny import DATA, arguments, lora, make_model, make_tokenizer, prompt_completions, reward_model
+from tests.helpers.memory import most_slices
+from tests.helpers.tiny import DATA, arguments, lora, make_model, make_tokenizer, prompt_completions
 from tests.helpers.vision import on_images, vision_completions, vision_pairs
 from tests.runs import LAYOUTS, ROUNDED, assert_same, compare, make_trainer, run, train
 
@@ -40,16 +40,11 @@ def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_memory_budget_below_the_whole_trains_as_padded_trl(task, passes):
-    """Not one pair, or row, of the larger ones: those that do not fit whole fit in slices."""
-
-    def make():  # of a model of few layers, most is what the head needs
-        return arguments(task, model=(reward_model if task == "reward" else make_model)(num_hidden_layers=6))
-
+def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold_tokens):
+    hold_tokens(20)  # in two layers that keep what they compute, slices of ten
     data = DATA[task](16, SEED)
-    whole = run(task, "shared", **make(), train_dataset=data, memory_budget=8)
-    compare(task, make, data, ("shared",), ours={"memory_budget": least_room(whole.trainer, passes)})
-    assert most_slices(passes) > 1 or task in ("dpo", "reward", "sft")  # whose losses add up: parts come before
+    compare(task, partial(arguments, task), data, ("shared",), ours={"memory_budget": 8})
+    assert_in_slices(passes, 20)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,7 @@ def test_images(kind, task, data, passes):
     compare(task, partial(on_images, kind, task), data(8, SEED), ("shared",), ours=ours, steps=2)
     assert most_slices(passes) > 1
     if not kind.startswith("gemma"):  # an image that is larger is not cut
-        assert_in_slices(passes, most)
+        assert max(max(np.diff(each.decision.cuts), default=0) for each in passes) <= most
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft", "kto", "reward"])
@@ -129,11 +124,10 @@ def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_figures(task, tmp
     options = {"train_dataset": DATA[task](24, SEED), "steps": 4, "output_dir": str(tmp_path), **TINY}
     options |= {"save_strategy": "steps", "save_steps": 2}
     whole = run(task, "shared", **arguments(task), **options)
-    again = train(
-        make_trainer(task, "shared", **arguments(task), **options),
-        resume_from_checkpoint=str(tmp_path / "checkpoint-2"),
-    )
-    assert_same(whole, again, tolerance=TOLERANCE, ignored=(*ROUNDED, "accuracy"))
+    trainer = make_trainer(task, "shared", **arguments(task), **options)
+    again = train(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # TRL counts tokens anew, and the mean over the run has the steps since
+    assert_same(whole, again, ignored=(*ROUNDED, "accuracy", "num_tokens", "train_loss"))
     assert_in_slices(passes)
 
 
