@@ -4,7 +4,6 @@ import importlib.util
 import os
 import random
 import sys
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
 from tests.runs import assert_same, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
-from trl_paddingfree.model import forward
 from trl_paddingfree.trainers.collated import CollatedTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -149,10 +147,11 @@ def test_options_that_the_own_loss_rules_out_are_refused(own, tokenizer, tmp_pat
     with pytest.raises(ValueError, match=r"`arrange_micro_batches='tokens'` changes .* `tpo_alpha=1.0`"):
         build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", arrange_micro_batches="tokens")
     with pytest.raises(ValueError, match="is less than example"):
-        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", max_tokens_per_micro_batch=1, tpo_alpha=0.0)
+        unsliced = {"max_tokens_per_micro_batch": 1, "flat_attention": "mask"}
+        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", **unsliced, tpo_alpha=0.0)
 
 
-def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokenizer):
+def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, tokenizer, passes):
     own["Silent"] = type("Silent", (own["LengthRegularizedDPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
 
     def train(**options):
@@ -160,9 +159,8 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
         data = {"train_dataset": preference_data(12, SEED), **kwargs}
         return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
 
-    with patch.object(forward, "scored_in_parts", wraps=forward.scored_in_parts) as divided:
-        assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
-    assert max(len(call.args[1].parts) for call in divided.call_args_list) > 1
+    assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
+    assert all(each.decision.num_slices > 1 for each in passes)
 
 
 def test_parts_of_a_loss_that_reads_logits_are_refused(own, tokenizer):
