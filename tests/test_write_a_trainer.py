@@ -146,8 +146,8 @@ def build(own, tokenizer, tmp_path, trainer: str, **options):
 def test_options_that_the_own_loss_rules_out_are_refused(own, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"`arrange_micro_batches='tokens'` changes .* `tpo_alpha=1.0`"):
         build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", arrange_micro_batches="tokens")
+    unsliced = {"max_tokens_per_micro_batch": 1, "flat_attention": "mask"}
     with pytest.raises(ValueError, match="is less than example"):
-        unsliced = {"max_tokens_per_micro_batch": 1, "flat_attention": "mask"}
         build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", **unsliced, tpo_alpha=0.0)
 
 

@@ -132,7 +132,7 @@ def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, t
         (
             "grpo",
             {"max_tokens_per_micro_batch": 5, "flat_attention": "mask"},
-            r"=5` is less than a prompt of \d+ tokens",
+            r"=5` is less than a prompt of",
         ),
     ],
 )
