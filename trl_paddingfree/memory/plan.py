@@ -84,7 +84,11 @@ class Plan:
     def decide(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch. Those of one batch are computed alike, with gradients or without."""
         key = ("decision", self.budget, self.limit)
-        decision = batch.layout.derived(key, lambda: self._decision(batch))
+        decision = batch.layout.derived(key, lambda: self._own_decision(batch))
+        if is_sharded(
+            self.accelerator
+        ):  # in each pass: a process with fewer parts repeats one, beside others of others
+            decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
             if self.needs is not None and decision.expected > self.budget and not self.has_shrunk:
                 raise self.too_small_for(batch)
@@ -92,11 +96,8 @@ class Plan:
             self.device_memory.reset()
         return decision
 
-    def _decision(self, batch: FlatBatch) -> Decision:
-        decision = self._own_decision(batch)
-        if not is_sharded(self.accelerator):
-            return decision
-        # All processes gather weights together: they compute as many slices, and recompute as many layers
+    def _agreed(self, batch: FlatBatch, decision: Decision) -> Decision:
+        """What is decided on all processes, which gather weights together: as many slices, or layers that recompute."""
         own = [decision.num_slices, decision.num_recomputed or 0]
         number, layers = map(int, of_all_processes(own, self.accelerator).amax(0).tolist())
         if number == 1:
