@@ -89,6 +89,8 @@ class Plan:
         if self.is_sharded:  # in each pass: a process with fewer parts repeats one, beside others of others
             decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
+            if self.why_whole and self.limit is not None and batch.counts.computed > self.limit:
+                self._refuse_whole(batch)
             if decision.expected > self.budget and not self.has_shrunk and self.needs is not None:
                 raise self.too_small_for(batch)
             self.current = Pass(batch, decision, self.device_memory.begin())
@@ -104,9 +106,8 @@ class Plan:
             sizes = self.load(batch)
             number, expected = self.needs.fewest_recomputed(sizes, self.budget)
         is_few = self.limit is None or tokens <= self.limit
-        if is_few and (expected <= self.budget or self.why_whole or self.needs is None):
+        if self.why_whole or (is_few and (expected <= self.budget or self.needs is None)):
             return Decision((), number, expected)  # which is refused, if it trains and does not fit
-        self._refuse_whole(batch)
         most = tokens if self.limit is None else min(self.limit, tokens)
 
         def cut(size: int) -> Decision:
@@ -190,8 +191,8 @@ class Plan:
 
     def is_whole(self, batch: FlatBatch) -> bool:
         """Whether a batch is computed whole, and fits."""
-        decision = self.own_decision(batch)
-        return not decision.cuts and (self.needs is None or decision.expected <= self.budget)
+        decision, is_few = self.own_decision(batch), self.limit is None or batch.counts.computed <= self.limit
+        return is_few and not decision.cuts and (self.needs is None or decision.expected <= self.budget)
 
     # --- what no budget can hold ------------------------------------------------------------------------------------
 
