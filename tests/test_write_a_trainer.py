@@ -90,8 +90,9 @@ def test_the_own_loss_follows_padded_rows(own, tokenizer, reference):
         ({"max_length": 15, "gradient_checkpointing": False}, {"prefix_sharing": False}),
         ({"tpo_alpha": 0.0, "max_length": 24}, {"max_tokens_per_micro_batch": 80, "arrange_micro_batches": "tokens"}),
         ({"tpo_alpha": 0.0}, {"memory_budget": 0.8}),
+        ({}, {"max_tokens_per_micro_batch": 60}),  # its loss reads logits of all rows
     ],
-    ids=["three-answers", "simpo", "flat", "parts", "budget"],
+    ids=["three-answers", "simpo", "flat", "parts", "budget", "slices"],
 )
 def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
     # All examples share each step: those that share a micro-batch may be others than TRL's
@@ -161,13 +162,6 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, tokeni
 
     assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
     assert all(each.decision.num_slices > 1 for each in passes)
-
-
-def test_parts_of_a_loss_that_reads_logits_are_refused(own, tokenizer):
-    kwargs = {"train_dataset": triples(12), "processing_class": tokenizer}
-    limit = {"max_tokens_per_micro_batch": 80}
-    with pytest.raises(ValueError, match="be called with `labels` and `fused_lm_head=True`"):
-        run("dpo", "ours", **own_classes(own, "PaddingFreeTPO"), model=make_model(), **kwargs, **limit)
 
 
 def test_predictions_from_raw_data_ask_for_a_preparation(own, tokenizer):

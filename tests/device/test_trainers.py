@@ -11,6 +11,7 @@ from tests import pretend_device
 from tests.device.runs import SEED, TOLERANCE, assert_as_on_cpu, train
 from tests.helpers import random_runs
 from tests.helpers.architectures import tiny_model
+from tests.helpers.memory import most_slices
 from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
 from tests.helpers.tiny import DATA, arguments, conversations, lora, make_model
@@ -71,11 +72,11 @@ BUDGETS = {
     "dpo": (0.006, {}),
     "sft": (0.002, {}),
     "reward": (0.0007, {}),
-    "kto": (0.006, {}),
+    "kto": (None, {}),  # of so small a model, next to all is the head, which sees all rows
     "kto-without-divergence": (0.004, {"loss_type": "apo_zero_unpaired"}),
-    "grpo": (0.003, {}),
-    "rloo": (0.003, {}),
-    "distillation": (None, {}),  # of so small a model, next to all is the divergence, which sees all rows
+    "grpo": (None, {}),
+    "rloo": (None, {}),
+    "distillation": (None, {}),
 }
 
 
@@ -94,6 +95,13 @@ def test_a_memory_budget_that_splits(name, slices_made):
     # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs
     assert result.trainer.flat.plan.observed
     assert 0.9 < result.trainer.flat.plan.needs.correction < 1.5
+
+
+@pytest.mark.parametrize("name", [name for name, (budget, _) in BUDGETS.items() if not budget])
+def test_a_memory_budget_that_slices(name, passes, hold_tokens):
+    hold_tokens(20)
+    assert_as_on_cpu(lambda: train(name, data=DATA[name](8, 0), memory_budget=1, steps=1))
+    assert most_slices(passes) > 1
 
 
 def test_a_memory_budget_counts_what_others_hold():
@@ -137,7 +145,7 @@ def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(slices_mad
 
     expected, actual = once(10**9), once(6_300_000)
     assert actual.log_history[0]["flat/recomputed"] > expected.log_history[0]["flat/recomputed"]
-    assert slices_made == []
+    assert set(slices_made) <= {1}
     assert off_by(expected, actual, TOLERANCE) == {}
 
 

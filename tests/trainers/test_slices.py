@@ -21,10 +21,10 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits":
 
 
 def assert_in_slices(passes, most=9):
-    """All passes kept within the budget, most of them in several slices; references and teachers among them."""
+    """All passes kept within the budget, in several slices where they had to; references and teachers among them."""
     sizes = [max(np.diff(x.decision.cuts), default=x.batch.layout.segments.num_tokens) for x in passes]
     assert max(sizes) <= most
-    assert sum(x.decision.num_slices > 1 for x in passes) > len(passes) / 2
+    assert most_slices(passes) > 1
 
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])

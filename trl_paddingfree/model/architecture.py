@@ -77,7 +77,7 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
     }
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """The stack of layers beneath the head. `get_decoder` of ModernBERT's decoder gives the `decoder` of its head."""
     found: torch.nn.Module = model.get_decoder()
     return found if isinstance(found, PreTrainedModel) else model.base_model  # type: ignore[return-value]
