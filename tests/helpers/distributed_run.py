@@ -40,6 +40,10 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
+# Runs before may have watched
+NOT_WATCHED = base.make_plan, Plan.decide
+
+
 def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
     """
     Have a memory budget hold `budget` tokens, one for each layer that keeps its activations.
@@ -49,7 +53,7 @@ def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
         process alone would have, and how many there are. Filled while training.
     """
     decisions: list[tuple[list[int], list[int]]] = []
-    made, decide = base.make_plan, Plan.decide
+    made, decide = NOT_WATCHED
     planned.LEAST_SLICE = 8  # rows of tiny models are short
 
     def watch(plan: Plan, batch: FlatBatch) -> Decision:
@@ -95,6 +99,7 @@ def train(task: str, model: str, output: str, settings: dict) -> None:
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
     tokens_in_memory = settings.pop("tokens_in_memory", None)
+    base.make_plan, Plan.decide = NOT_WATCHED  # type: ignore[method-assign]
     decisions = watch_decisions(tokens_in_memory) if tokens_in_memory else []
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     streams, differs = settings.pop("streams", False), settings.pop("differs", False)
