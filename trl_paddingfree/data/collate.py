@@ -77,12 +77,12 @@ class FlatCollator(DataCollatorMixin):
         rows = super().__call__(features, return_tensors)
         if not self.padding_free:
             return rows
-        on_host = self.on_host(rows, len(features))
+        on_host = self.on_host(rows, features)
         return on_host.batch() if self.keeps_rows else on_host.with_flat()
 
-    def on_host(self, rows: Inputs, num_features: int) -> CollatedRows:
-        """What batches are made of: the rows of so many features."""
-        per_example = self.rows_per_example or len(rows["input_ids"]) // num_features
+    def on_host(self, rows: Inputs, features: list[Example]) -> CollatedRows:
+        """What batches are made of: the rows of the `features` that the collator was given."""
+        per_example = self.rows_per_example or len(rows["input_ids"]) // len(features)
         return CollatedRows(self, rows, len(rows["input_ids"]) // per_example)
 
 
@@ -193,7 +193,19 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 
 
 @dataclass
-class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference):
+class FlatMismatchedCollator(FlatCollator):
+    """A collator that gives mismatched rows, too: their flat batch is the `companion` of the batch's."""
+
+    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+        batch = super().flatten(rows, reach, images)
+        if "KL_input_ids" not in rows:
+            return batch
+        mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
+        return replace(batch, companion=super().flatten(mismatched, images=images))
+
+
+@dataclass
+class UnpairedPreferenceCollator(FlatMismatchedCollator, DataCollatorForUnpairedPreference):
     """
     Collator of completions that are desirable or not: TRL's
     [`~trl.trainer.kto_trainer.DataCollatorForUnpairedPreference`], with its arguments and those of [`FlatCollator`].
@@ -212,13 +224,6 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
     """
 
     rows_per_example: ClassVar[int | None] = 1
-
-    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
-        batch = super().flatten(rows, reach, images)
-        if "KL_input_ids" not in rows:
-            return batch
-        mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
-        return replace(batch, companion=super().flatten(mismatched))
 
 
 def concatenated_inputs(

@@ -7,9 +7,10 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trl.trainer.utils import split_tensor_dict
+from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart, row_spans
+from .generated import GeneratedImages
 from .lengths import Example
 
 if TYPE_CHECKING:
@@ -135,23 +136,27 @@ def _by_key(keys: Sequence[bytes]) -> list[int]:
 
 def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     """
-    The rows of some micro-batches of one width, those of one prompt together, in micro-batches of the same size. As TRL
-    keeps them, these hold tensors and lists of one entry per row, and values that all rows have in common.
+    The rows of some micro-batches of one width, those of one prompt with equal images together, in micro-batches of the
+    same size. As TRL keeps them, these hold tensors and lists of one entry per row, values that all rows have in
+    common, and images, which may have several entries per row.
 
     >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
     >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
     [[[1], [1]], [[2], [2]]]
     """
+    batches = list(map(split_pixel_values_by_grid, batches))
     whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-    prompts = [row.tobytes() for row in whole["prompt_ids"].cpu().numpy()]
-    order = _by_key(prompts)
+    images, prompts = GeneratedImages.of(unsplit_pixel_values_by_grid(whole)), whole["prompt_ids"].cpu().numpy()
+    firsts = [0] * len(prompts) if images is None else images.firsts
+    order = _by_key([row.tobytes() + bytes(str(first), "ascii") for row, first in zip(prompts, firsts, strict=True)])
 
     def ordered(value):
         if isinstance(value, torch.Tensor) and value.ndim:
             return value[order]
         return [value[row] for row in order] if isinstance(value, list) else value
 
-    return split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
+    parts: Any = split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
+    return list(map(unsplit_pixel_values_by_grid, parts))
 
 
 def _joined(values: list[Any]) -> Any:

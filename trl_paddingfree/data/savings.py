@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
@@ -12,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..flat.batch import FlatBatch
 from ..flat.counts import BatchCounts
-from ..flat.images import RowImages
-from .images import images_key
+from ..flat.images import RowImages, VisionRules, sources_of
 from .task import Task
 from .validate import refuse_bad_messages, refuse_unread_instructions
+from .vision import of_images
 
 # How many rows TRL keeps, lengths before truncation of shape `(rows, sequences)`, and what counts a batch of kept rows
 Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
@@ -170,12 +171,16 @@ def _image_counts(dataset: Dataset, processor: Any, task: Task, max_length: int 
             [row[mask][:max_length].numpy() for row, mask in zip(x, masks, strict=True)]
             for x in (batch["input_ids"], collator.row_labels(batch))
         )
-        left.append((rows, labels, images_key(example)))  # of data with images, TRL drops none
+        digest = blake2b()
+        for name in sorted(images := of_images(batch)):
+            for entry in images[name]:
+                digest.update(np.asarray(entry).tobytes())
+        left.append((rows, labels, digest.digest()))  # of data with images, TRL drops none
 
     def count(index: np.ndarray) -> BatchCounts:
         rows, labels, keys = zip(*(left[i] for i in index), strict=True)
-        groups, copies = np.unique(keys, return_inverse=True)[1].tolist(), len(rows[0])
+        sources = sources_of(keys)[0] * len(rows[0])
         by_copy = [[*chain(*zip(*of_examples, strict=True))] for of_examples in (rows, labels)]
-        return FlatBatch.from_rows(*by_copy, images=RowImages(token_id, groups * copies, copies)).counts
+        return FlatBatch.from_rows(*by_copy, images=RowImages(VisionRules(token_id), sources)).counts
 
     return len(left), np.array(lengths), count

@@ -8,17 +8,20 @@ import numpy as np
 import torch
 from transformers import BatchFeature, ProcessorMixin
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..flat.batch import Inputs
-from ..flat.images import COUNTED_ROWS, RowImages, VisionRules
-from .collate import FlatCollator
-from .images import images_key, images_of
+from ..flat.images import RowImages, VisionRules, equal_images, sources_of
+from .collate import FlatCollator, FlatMismatchedCollator
+from .images import images_of
 from .lengths import Example
 from .rows import CollatedRows
 
 # What a processor and TRL's collators give row by row; all else belongs to images
-_ROWS = ("input_ids", "attention_mask", "completion_mask", "labels", "token_type_ids", "mm_token_type_ids")
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+_MASKED = ("input_ids", "attention_mask", "completion_mask", *_TYPES)
+_ROWS = (*_MASKED, "labels", "label", *(f"KL_{name}" for name in _MASKED))
 # Under which name `torch_call` hands on the examples that it was called with
 _EXAMPLES = "examples"
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
@@ -45,16 +48,6 @@ class ImagesOnce:
         return output
 
 
-def _refuse_long_blocks(blocks: np.ndarray, limit: int) -> None:
-    """Refuse blocks, marked in rows of shape `(R, L)`, bool, that a window of `limit` tokens would cut."""
-    longest = max(len(run) for row in blocks for run in "".join(np.where(row, "x", " ")).split() or [""])
-    if longest > limit:
-        raise ValueError(
-            f"An image has {longest} tokens, and in layers with `sliding_window={limit}` all of them see one another: "
-            "give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
-        )
-
-
 @dataclass
 class FlatVisionCollator(FlatCollator):
     """What the collators of this module add to TRL's: with `padding_free`, rows come with a `"flat_batch"`."""
@@ -77,40 +70,33 @@ class FlatVisionCollator(FlatCollator):
         # A subclass may have changed which examples there are, and in which order
         return {**self.rows(examples), _EXAMPLES: examples}
 
-    def on_host(self, rows: Inputs, num_features: int) -> "CollatedImageRows":
+    def on_host(self, rows: Inputs, features: list[Example]) -> "CollatedImageRows":
         if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
             raise ValueError(
                 f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "
                 "Leave them out of the messages, or set `padding_free=False`."
             )
-        examples = rows.pop(_EXAMPLES)
-        return CollatedImageRows(self, rows, len(examples), examples, list(map(images_key, examples)))
+        examples = rows.pop(_EXAMPLES, features)
+        return CollatedImageRows.of(self, rows, examples)
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"] if "labels" in rows else super().row_labels(rows)
 
-    def images(self, rows: Inputs, keys: Sequence[str]) -> RowImages | None:
-        """What the flat batch has to know of the images of examples with these `keys`; `None` if rows have none."""
+    def images(self, rows: Inputs, sources: Sequence[int]) -> RowImages | None:
+        """What the flat batch has to know of the images of examples with these `sources`; `None` if rows have none."""
         rules = self.rules
         assert rules is not None
         if not (rows["input_ids"] == rules.token_id).any():
             return None
-        copies = len(rows["input_ids"]) // len(keys)
-        groups = np.unique(keys, return_inverse=True)[1].tolist() * copies
-        types = rows.get(rules.block_row)
-        blocks = None if types is None else np.isin(types.numpy(), rules.block_types)
-        grids = {}
-        if rules.counts_grids and "mm_token_type_ids" in rows and "image_grid_thw" in rows:
-            grids = {name: rows[name] for name in (*COUNTED_ROWS, "image_grid_thw")}
-        if rules.counts_grids and not grids:
+        of_rows = [*sources] * (len(rows["input_ids"]) // len(sources))
+        grids = rows.get("image_grid_thw") if rules.counts_grids else None
+        if rules.counts_grids and (grids is None or "mm_token_type_ids" not in rows):
             raise ValueError(
                 "The model counts positions of image tokens by what this package does not know: its processor gives no "
                 "`mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
             )
-        if rules.longest_block is not None and blocks is not None:
-            _refuse_long_blocks(blocks, rules.longest_block)
         num_pixels = sum(image.numel() for image in rows.get("pixel_values", ()))
-        return RowImages(rules.token_id, groups, copies, blocks, grids, num_pixels)
+        return RowImages(rules, of_rows, grids, num_pixels=num_pixels)
 
 
 @dataclass
@@ -128,22 +114,49 @@ class VisionLanguageModelingCollator(FlatVisionCollator, DataCollatorForVisionLa
     prefix_sharing: bool = False
 
 
+@dataclass
+class VisionUnpairedCollator(FlatMismatchedCollator, FlatVisionCollator, DataCollatorForVisionUnpairedPreference):
+    """Collator of completions with images that are desirable or not: TRL's."""
+
+
 @dataclass(frozen=True)
 class CollatedImageRows(CollatedRows):
-    """The rows of a batch with images, and what belongs to their images."""
+    """The rows of a batch with images, and what belongs to their images, once for those that are equal."""
 
     collator: FlatVisionCollator
     examples: Sequence[Example] = ()  # processed again, where images of some cannot be cut out of those of all
-    keys: Sequence[str] = ()  # for each example, what its images have in common with equal ones
+    sources: Sequence[int] = ()  # of each example, whose images it has: numbered in the order of the examples
+
+    @classmethod
+    def of(cls, collator: FlatVisionCollator, rows: Inputs, examples: Sequence[Example]) -> "CollatedImageRows":
+        """Those of some examples, of TRL's rows."""
+        found = cls(collator, rows, len(examples), examples, range(len(examples)))
+        images, cuts = found.images(), found._cuts()
+        if not images or cuts is None or not all(isinstance(x, torch.Tensor) for x in images.values()):
+            return found
+        sources, owners = sources_of(equal_images(images, cuts))
+        return replace(found, rows={**rows, **taken(images, cuts, owners)}, sources=sources)
+
+    def _cuts(self) -> dict[str, list[int]] | None:
+        """How many entries of what belongs to images each source has, by name; `None` if nothing tells."""
+        if not self.images():
+            return {}
+        assert self.collator.rules is not None
+        tokens = (self.rows["input_ids"] == self.collator.rules.token_id).sum(1).tolist()
+        of_examples = zip(map(len, map(images_of, self.examples)), tokens, strict=False)
+        of_sources = dict(zip(self.sources, of_examples, strict=True)).values()
+        return image_cuts(self.images(), *map(list, zip(*of_sources, strict=True)))
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
-        chosen, keys = [self.examples[i] for i in examples], [self.keys[i] for i in examples]
-        images = take_images(self.rows, examples, [len(images_of(example)) for example in self.examples])
-        if images is None:  # of rows, those that were collated stay: a subclass may have edited them
-            images = {name: x for name, x in self.collator.rows(chosen).items() if name not in _ROWS}
-        numbers = self.row_numbers(examples)
+        chosen, cuts, numbers = [self.examples[i] for i in examples], self._cuts(), self.row_numbers(examples)
         rows = {name: x[numbers] for name, x in self.rows.items() if name in _ROWS}
-        return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, keys)
+        if cuts is None:  # of rows, those that were collated stay: a subclass may have edited them
+            again, sources = self.collator.rows(chosen), [*range(len(chosen))]
+            images = of_images(again)
+        else:
+            sources, owners = sources_of([self.sources[i] for i in examples])
+            images = taken(self.images(), cuts, owners) if any(map(images_of, chosen)) else {}
+        return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, sources)
 
     def tokens(self) -> list[int]:
         text, rules = {name: x for name, x in self.rows.items() if name in _ROWS}, self.collator.rules
@@ -153,39 +166,54 @@ class CollatedImageRows(CollatedRows):
         return CollatedRows.tokens(replace(self, rows=text, collator=collator))
 
     def with_flat(self, reach: int | None = None) -> Inputs:
-        batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.keys))
+        batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.sources))
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
         return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
 
     def images(self) -> Inputs:
-        return {name: value for name, value in self.rows.items() if name not in _ROWS}
+        return of_images(self.rows)
 
 
-def take_images(rows: Inputs, examples: Sequence[int], counts: Sequence[int]) -> Inputs | None:
+def of_images(rows: Inputs) -> Inputs:
+    """What of a processor's output, or of a batch, belongs to images."""
+    return {name: value for name, value in rows.items() if name not in _ROWS}
+
+
+def image_cuts(images: Inputs, counts: Sequence[int], tokens: Sequence[int]) -> dict[str, list[int]] | None:
     """
-    What belongs to the images of some examples of a batch, whose examples have so many images each.
+    How many entries of what belongs to images each example has, by name, if each has so many images and placeholders.
 
-    Processors stack it by example, by image, or by patch of each image's grid. Where the lengths do not tell which, the
-    images have to be processed again: `None`.
+    Processors stack it by example, by image, by patch of each image's grid, or by tile of equally many placeholders.
+    Where the lengths do not tell which, the images have to be processed again: `None`.
     """
-    of_images = [name for name in rows if name not in _ROWS]
-    if of_images and not any(counts):  # images that were not found in the examples
+    if not any(counts):  # images that were not found in the examples
         return None
     ends = np.cumsum([0, *counts]).tolist()
     cuts = [list(counts), [min(count, 1) for count in counts]]
     # Images of four dimensions may be tiles, of which there may be as many as examples
-    pixels = rows.get("pixel_values")
+    pixels, grids = images.get("pixel_values"), images.get("image_grid_thw")
     if 0 not in counts or not isinstance(pixels, torch.Tensor) or pixels.ndim != 4:
         cuts.append([1] * len(counts))
-    if "image_grid_thw" in rows and len(rows["image_grid_thw"]) == ends[-1]:
-        patches = rows["image_grid_thw"].prod(-1).tolist()
+    if grids is not None and len(grids) == ends[-1]:
+        patches = grids.prod(-1).tolist()
         cuts.append([sum(patches[a:b]) for a, b in zip(ends, ends[1:], strict=False)])
-    taken: Inputs = {}
-    for name in of_images:
-        sizes = {tuple(cut) for cut in cuts if sum(cut) == len(rows[name])}
+    found: dict[str, list[int]] = {}
+    for name, value in images.items():
+        size, total = len(value), sum(tokens)
+        sizes = {tuple(cut) for cut in cuts if sum(cut) == size}
+        if not sizes and total and not any(count * size % total for count in tokens):
+            sizes = {tuple(count * size // total for count in tokens)}
         if len(sizes) != 1:
             return None
-        firsts = np.cumsum([0, *(cut := sizes.pop())])
-        index = [k for i in examples for k in range(firsts[i], firsts[i] + cut[i])]
-        taken[name] = rows[name][index] if isinstance(rows[name], torch.Tensor) else [rows[name][k] for k in index]
-    return taken if sum(counts[i] for i in examples) else {}
+        found[name] = [*sizes.pop()]
+    return found
+
+
+def taken(images: Inputs, cuts: dict[str, list[int]], owners: Sequence[int]) -> Inputs:
+    """What belongs to the images of some `owners` of these, of which each has as many entries as `cuts` says."""
+    found: Inputs = {}
+    for name, value in images.items():
+        ends = np.cumsum([0, *cuts[name]]).tolist()
+        index = [k for owner in owners for k in range(ends[owner], ends[owner + 1])]
+        found[name] = value[index] if isinstance(value, torch.Tensor) else [value[k] for k in index]
+    return found

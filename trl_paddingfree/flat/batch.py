@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .counts import BatchCounts
-from .images import FlatImages, RowImages, flat_blocks
+from .images import FlatImages, RowImages
 from .layout import FlatLayout
 from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
@@ -154,7 +154,7 @@ class FlatBatch(HasTensors):
         if reach:
             positions[-1] = reach - 1  # of the padding
         if images is not None:
-            flat = np.where(flat < 0, images.token_id, flat)
+            flat = np.where(flat < 0, images.rules.token_id, flat)
 
         row_index = np.zeros((len(tokens), width), dtype=np.int64)
         row_mask = np.zeros((len(tokens), width), dtype=bool)
@@ -170,7 +170,8 @@ class FlatBatch(HasTensors):
         scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
         if not len(scored_index):
             scored_index = np.zeros(1, dtype=np.int64)
-        blocks = None if images is None or images.blocks is None else flat_blocks(images.blocks, paths, len(flat))
+        blocks = None if images is None else images.blocks(tokens, paths, len(flat))
+        shape = len(flat), width
         return cls(
             input_ids=torch.from_numpy(flat)[None],
             position_ids=torch.from_numpy(positions)[None],
@@ -182,7 +183,7 @@ class FlatBatch(HasTensors):
             scored=scored_index,
             layout=FlatLayout.from_segments(segments, blocks),
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
-            images=None if images is None else FlatImages.from_rows(images, tokens, paths, len(flat)),
+            images=None if images is None else FlatImages.from_rows(images, tokens, paths, starts, shape),
             empty_rows=len(tokens) - len(filled),
             num_scored=num_scored,
         )

@@ -2,29 +2,29 @@
 
 A model merges its images itself, once, on the flat row: it writes the next feature of its vision tower at each
 placeholder token. Shape legend: see `segments`; in addition
-    F = features of the images, in the order in which the tower gives them, row by row
-    I = placeholders on the flat axis; several of them may want one feature, where rows have copies of an image
+    S = sources, each the images of one row, or of several rows with equal ones, in the order of the tower
+    F = features of the images, in the order in which the tower gives them, source by source
+    I = placeholders on the flat axis; several of them may want one feature, where rows have the same source
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from .transfer import HasTensors
 
-# The rows by which models count positions of image tokens
-COUNTED_ROWS = ("input_ids", "attention_mask", "mm_token_type_ids")
+_MISMATCH = "Image features and image tokens do not match"  # TRL knows these words, and says that `max_length` cuts
 
 
 @dataclass(frozen=True)
 class VisionRules:
-    """What a collator has to know of a vision-language model."""
+    """What has to be known of a vision-language model before its rows are flattened."""
 
     token_id: int  # the placeholder
-    block_row: str = ""  # the processor's row that tells which tokens see one another in both directions, if some do
-    block_types: tuple[int, ...] = ()  # the values that mark them
+    has_blocks: bool = False  # whether the tokens of an image see one another in both directions
     longest_block: int | None = None  # beyond which a block sees more than a layer's window, and ours do not
     counts_grids: bool = False  # whether positions of image tokens are counted by the images' grids
 
@@ -32,74 +32,163 @@ class VisionRules:
 @dataclass(frozen=True)
 class RowImages:
     """
-    What is known of the images of some rows before these are flattened.
+    What is known of the images of `R` rows before these are flattened.
 
-    Rows come in `copies` of equal images: chosen and rejected rows have the same ones, which are there once. `grids`,
-    on the CPU, are what a model counts positions of image tokens by: rows of shape `(R, L)` and the grids of the
-    images; empty, if positions are those of text.
-
-    >>> images, rows = RowImages(9, groups=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
-    >>> [row.tolist() for row in images.identities(rows)], [row.tolist() for row in images.features(rows)]
+    >>> images, rows = RowImages(VisionRules(9), sources=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
+    >>> [row.tolist() for row in images.identities(rows)], [row.tolist() for row in images.features(rows)[0]]
     ([[1, -1, -2, 2], [1, -5, -6, 3]], [[-1, 0, 1, -1], [-1, 2, 3, -1]])
     """
 
-    token_id: int  # the placeholder
-    groups: Sequence[int]  # of each of the `R` rows, from 0: one for rows of equal images, and for no others
-    copies: int = 1
-    blocks: np.ndarray | None = None  # (R, L) bool: tokens that see all tokens of their run, also those that follow
-    grids: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rules: VisionRules
+    sources: Sequence[int]  # of each row, whose images it has: numbered from 0 in the order of the rows
+    grids: torch.Tensor | None = None  # (images, 3) int64, on the CPU: of all sources, if positions are counted by them
+    # By argument of the model, which of its entries the sources are, of those arguments that have others, too
+    kept: Mapping[str, np.ndarray] = field(default_factory=dict)
     num_pixels: int = 0  # how many numbers the images have, as the vision tower gets them
 
     def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
         """The placeholders of each row counted from its entry in `firsts`, and -1 elsewhere."""
-        found = [row == self.token_id for row in rows]
+        found = [row == self.rules.token_id for row in rows]
         return [np.where(x, first + np.cumsum(x) - 1, -1) for x, first in zip(found, firsts, strict=True)]
 
     def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`R` int64 arrays by which rows are compared: the tokens, and a negative number for each image's tokens."""
         longest = max(map(len, rows), default=0)
-        numbered = self._numbered(rows, [group * longest for group in self.groups])
+        numbered = self._numbered(rows, [source * longest for source in self.sources])
         return [np.where(number < 0, row, -1 - number) for row, number in zip(rows, numbered, strict=True)]
 
-    def features(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """`R` int64 arrays: the feature that each placeholder wants, and -1 elsewhere. Refuses copies that differ."""
-        counts, size = [int((row == self.token_id).sum()) for row in rows], len(rows) // self.copies
-        if any(counts[:size] != counts[first : first + size] for first in range(0, len(rows), size or 1)):
+    def features(self, rows: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+        """
+        `R` int64 arrays, the feature that each placeholder wants, and -1 elsewhere; and `(S+1,)`, where the features of
+        each source begin. Refuses rows of one source with different placeholders.
+        """
+        counts = [int((row == self.rules.token_id).sum()) for row in rows]
+        of_source = dict(zip(self.sources, counts, strict=True))
+        if any(of_source[source] != count for source, count in zip(self.sources, counts, strict=True)):
             raise ValueError(
-                f"Image features and image tokens do not match, tokens of the rows: {counts}. Copies of a prompt must "
-                "have the same placeholders."
+                f"{_MISMATCH}, tokens of the rows: {counts}. Rows with the same images must have the same placeholders."
             )
-        return self._numbered(rows, np.cumsum([0, *counts[:size]])[:-1].tolist() * self.copies)
+        firsts = np.cumsum([0, *(of_source[source] for source in range(len(of_source)))])
+        return self._numbered(rows, firsts[list(self.sources)].tolist()), firsts
+
+    def counted(
+        self, rows: Sequence[np.ndarray], starts: Sequence[int], width: int, firsts: np.ndarray
+    ) -> dict[str, torch.Tensor]:
+        """By what a model counts positions: the rows in their columns, which tokens are placeholders, and the grids."""
+        if self.grids is None:
+            return {}
+        ids, mask = np.zeros((2, len(rows), width), dtype=np.int64)
+        for r, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            ids[r, start : start + len(row)], mask[r, start : start + len(row)] = row, 1
+        # A grid has as many tokens as all others, relative to its size
+        sizes = np.cumsum([0, *self.grids.prod(1).tolist()])
+        ends = sizes * firsts[-1] // sizes[-1]
+        if not np.isin(firsts, ends).all():
+            raise ValueError(f"{_MISMATCH}, tokens: {firsts[-1]}, images end after: {ends[1:].tolist()}")
+        cuts = np.searchsorted(ends, firsts)
+        grids = torch.cat([self.grids[cuts[source] : cuts[source + 1]] for source in self.sources])
+        types = mask * (ids == self.rules.token_id)
+        named = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": types}
+        return {name: torch.from_numpy(x) for name, x in named.items()} | {"image_grid_thw": grids}
+
+    def blocks(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> np.ndarray | None:
+        """`(size,)` int64: the image block of each flat token, or -1; `None` if the model has no such blocks."""
+        if not self.rules.has_blocks:
+            return None
+        flat, longest = np.full(size, -1), self.rules.longest_block
+        for row, path in zip(rows, paths, strict=True):
+            inside = row == self.rules.token_id
+            begins = inside & ~np.concatenate([[False], inside[:-1]])
+            firsts = np.maximum.accumulate(np.where(begins, np.arange(len(path)), 0))
+            lengths = np.unique(firsts[inside], return_counts=True)[1]
+            if longest is not None and lengths.max(initial=0) > longest:
+                raise ValueError(
+                    f"An image has {lengths.max()} tokens, and in layers with `sliding_window={longest}` all of them "
+                    "see one another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
+                )
+            flat[path[inside]] = path[firsts[inside]]  # the first token's place: rows that share a block name it alike
+        return flat
 
 
 @dataclass(frozen=True)
 class FlatImages(HasTensors):
-    """The images of a flat batch. `copies`, `grids` and `num_pixels` are those of [`RowImages`]."""
+    """The images of a flat batch."""
 
-    num_features: int  # `F`, by the placeholders of one copy of the rows: the vision tower must give as many
+    num_features: int  # `F`, by the placeholders of the sources: the vision tower must give as many
     feature_index: torch.Tensor | None  # (I,) int64: of each placeholder, in flat order; `None` if that is their own
-    copies: int
-    grids: Mapping[str, torch.Tensor]  # they stay on the CPU, where positions are counted
+    grids: Mapping[str, torch.Tensor]  # see [`RowImages.counted`]; they stay on the CPU, where positions are counted
+    kept: tuple[tuple[str, torch.Tensor], ...] = ()  # of an argument of the model, the entries of the sources, int64
     num_pixels: int = 0
 
     @classmethod
-    def from_rows(cls, images: RowImages, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int):
-        """Of a batch of `size` flat tokens, from its rows and the flat positions of their tokens."""
-        wanted, features = np.full(size, -1), images.features(rows)
-        for feature, path in reversed([*zip(features, paths, strict=True)]):  # of equal images, the first
+    def from_rows(
+        cls, images: RowImages, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], starts: Sequence[int], shape
+    ):
+        """Of a batch of `shape`, flat tokens and columns of rows, from the rows and the flat positions of tokens."""
+        size, width = shape
+        wanted, (features, firsts) = np.full(size, -1), images.features(rows)
+        for feature, path in zip(features, paths, strict=True):
             wanted[path] = feature
-        index, total = wanted[wanted >= 0], max(int(feature.max(initial=-1)) + 1 for feature in features)
-        in_order = len(index) == total and bool((index == np.arange(total)).all())
-        feature_index = None if in_order else torch.from_numpy(index)
-        return cls(total, feature_index, images.copies, images.grids, images.num_pixels)
+        index = wanted[wanted >= 0]
+        in_order = len(index) == firsts[-1] and bool((index == np.arange(len(index))).all())
+        return cls(
+            num_features=int(firsts[-1]),
+            feature_index=None if in_order else torch.from_numpy(index),
+            grids=images.counted(rows, starts, width, firsts),
+            kept=tuple((name, torch.from_numpy(places)) for name, places in images.kept.items()),
+            num_pixels=images.num_pixels,
+        )
+
+    def arguments(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Arguments of the model with the images of the sources only, and none of images if there are no sources."""
+        kept = dict(self.kept)
+        return {
+            name: x.index_select(0, kept[name].to(x.device)) if name in kept else x  # type: ignore[attr-defined]
+            for name, x in given.items()
+            if name not in kept or len(kept[name])
+        }
 
 
-def flat_blocks(blocks: np.ndarray, paths: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """`(size,)` int64: the image block of each flat token, or -1, by runs in `blocks` of shape `(R, L)`."""
-    flat = np.full(size, -1)
-    for row, path in zip(blocks, paths, strict=True):
-        inside = row[: len(path)]
-        begins = inside & ~np.concatenate([[False], inside[:-1]])
-        firsts = np.maximum.accumulate(np.where(begins, np.arange(len(path)), 0))
-        flat[path[inside]] = path[firsts[inside]]  # the first token's place: rows that share a block name it alike
-    return flat
+def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
+    """
+    Of each of some rows, the first row with equal images, itself if there is none. Waits for the device twice.
+
+    Args:
+        arguments (`Mapping[str, torch.Tensor]`):
+            Arguments of the model with the images of all rows, row by row along dimension 0.
+        cuts (`Mapping[str, Sequence[int]]`):
+            Of each of these arguments, how many of its entries each row has.
+
+    >>> pixels = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])
+    >>> equal_images({"pixel_values": pixels}, {"pixel_values": [1, 1, 1]})
+    [0, 1, 0]
+    """
+    num_rows = len(next(iter(cuts.values())))
+    ends = {name: np.cumsum([0, *cut]).tolist() for name, cut in cuts.items()}
+
+    def of_row(values: Mapping[str, torch.Tensor] | Mapping[str, np.ndarray], row: int) -> list:
+        return [x[slice(*ends[name][row : row + 2])] for name, x in values.items()]
+
+    bits = {name: arguments[name].reshape(len(arguments[name]), -1 if len(arguments[name]) else 1) for name in cuts}
+    bits = {name: x.contiguous().view(torch.uint8) for name, x in bits.items()}
+    sums = torch.cat([x.sum(1) for x in bits.values()]).cpu().numpy()  # which other images may have, too
+    by_name = dict(zip(bits, np.split(sums, np.cumsum([*map(len, bits.values())])), strict=False))
+    found = dict[tuple[bytes, ...], int]()
+    firsts = [found.setdefault(tuple(x.tobytes() for x in of_row(by_name, row)), row) for row in range(num_rows)]
+    if pairs := [(row, first) for row, first in enumerate(firsts) if row != first]:
+        compared = [[of_row(bits, row) for row in pair] for pair in pairs]
+        same = [torch.stack([(a == b).all() for a, b in zip(*each, strict=True)]).all() for each in compared]
+        for (row, _), is_same in zip(pairs, torch.stack(same).tolist(), strict=True):
+            firsts[row] = firsts[row] if is_same else row
+    return firsts
+
+
+def sources_of(keys: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """
+    Of each row, the place of what it has in common with others among all such keys; and these, each once.
+
+    >>> sources_of([0, 1, 0, 3])
+    ([0, 1, 0, 2], [0, 1, 3])
+    """
+    owners = list(dict.fromkeys(keys))
+    return [owners.index(key) for key in keys], owners

@@ -129,7 +129,7 @@ class FlatModel:
             return self.forwards[-1](*args, **kwargs)
         return flat_forward(self, batch, **kwargs)
 
-    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
         """
         The last hidden states of a flat batch, for a loss with a head of its own, such as a divergence over the
         vocabulary. A batch in parts is computed part by part, and with gradients, all but the last once more for these.
@@ -140,6 +140,8 @@ class FlatModel:
             scored (`torch.Tensor` of shape `(R, L-1)`, bool):
                 Of each row as wide as TRL pads it, which of its tokens from the second on are scored. On the CPU, too:
                 nothing then waits for the device, unless the batch is in parts.
+            **images:
+                Arguments of the model with the images of the rows, if the batch has some.
 
         Returns:
             `(1, N, H)`: for each scored token, row by row, the hidden state by which the model predicts it. A token
@@ -154,24 +156,27 @@ class FlatModel:
                 "their second tokens on: give `labels[:, 1:] != -100`, or another mask of that shape."
             )
         if not batch.parts:
-            return self._hidden_states(batch, scored)
+            return self._hidden_states(
+                batch, scored, images if batch.images is None else batch.images.arguments(images)
+            )
         scored = scored.to(batch.row_index.device, non_blocking=True)
         places = scored.flatten().cumsum(0).view_as(scored)
         order = torch.cat([places[part.rows][scored[part.rows]] for part in batch.parts]).argsort()
 
         def answer(part: RowPart, scored: torch.Tensor) -> torch.Tensor:
-            return self._hidden_states(part.batch, scored[part.rows])
+            return self._hidden_states(part.batch, scored[part.rows], {})
 
         found = torch.cat(of_parts(batch, answer, scored), 1)
         return found[:, order.to(found.device)]
 
-    def _hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
+    def _hidden_states(self, batch: FlatBatch, scored: torch.Tensor, images: Inputs) -> torch.Tensor:
         places = scored.nonzero().T
         if places.device.type == "cpu":  # nothing waits for the device if the host says what is scored
             places = on_device(places, batch.row_index.device)
         index = batch.row_index[tuple(places)]
+        images = images if batch.images is None else batch.images.arguments(images)
         with flat_backbone(self, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
-            return self.model.base_model(**flat_inputs(self, batch)).last_hidden_state
+            return self.model.base_model(**images, **flat_inputs(self, batch)).last_hidden_state
 
     def prepare(self, batch: FlatBatch) -> None:
         """Before a batch is computed: with gradients, as many layers recompute as it says, whatever TRL has set."""

@@ -76,6 +76,13 @@ def flat_forward(
         )
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     beside: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    if batch.images is not None:
+        beside = batch.images.arguments(beside)
+    elif beside.get("pixel_values") is not None:
+        raise ValueError(
+            "The call has `pixel_values`, and its flat batch knows of no images: have TRL's pass call the model, which "
+            "says whose they are, or set `padding_free=False`."
+        )
     if flat_model.group is not None and not fused_lm_head:
         raise ValueError(
             f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "

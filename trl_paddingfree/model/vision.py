@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from ..flat.batch import FlatBatch
-from ..flat.images import COUNTED_ROWS, FlatImages, VisionRules
+from ..flat.images import FlatImages, VisionRules
 from .architecture import config_value
 from .restored import attributes_set
 
@@ -20,6 +21,8 @@ from .restored import attributes_set
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 # Rows that a processor gives beside `input_ids`, and that the flat batch replaces
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _REFUSED = {
     "hunyuan_vl": "it counts positions of images by those of other rows of its batch, with padding",
@@ -31,15 +34,10 @@ _REFUSED = {
 def vision_rules(model: PreTrainedModel) -> VisionRules:
     """The [`VisionRules`] of a model."""
     config = model.config  # not the processor: Gemma 3's calls another token its `image_token_id`
-    row, types = "", tuple[int, ...]()
-    if config.model_type == "gemma3":
-        row, types = "token_type_ids", (1,)
-    elif sees_both_ways(model):
-        row, types = "mm_token_type_ids", (1, 2)
     # The others cut blocks where the window ends
     longest = config.get_text_config().sliding_window if config.model_type == "gemma4_unified" else None
     counts_grids = hasattr(model.base_model, "get_rope_index")  # Qwen's backbones have it, without a common class
-    return VisionRules(config.image_token_id, row, types, longest_block=longest, counts_grids=counts_grids)
+    return VisionRules(config.image_token_id, sees_both_ways(model), longest, counts_grids)
 
 
 def takes_images(model: PreTrainedModel) -> bool:
@@ -64,6 +62,9 @@ def why_no_images(model: PreTrainedModel) -> str:
         return "its backbone has no `get_image_features`, by which images would reach the flat row"
     if config_value(config, "image_token_id") is None:
         return "its configuration names no `image_token_id`"
+    for name, module in backbone.named_modules():
+        if isinstance(module, BATCH_NORMS):  # TRL computes equal images as often as rows have them
+            return f"`{name}` takes statistics over all images of a call, in which equal ones are there once"
     return ""
 
 
@@ -109,14 +110,10 @@ def flat_positions(model: Any, batch: FlatBatch) -> torch.Tensor:
 
     def count() -> torch.Tensor:  # by the model's own function, on the CPU: it asks for each grid's numbers
         device = batch.row_index.device
-        # Rows come in copies of equal images, whose grids are there once
-        rows = {name: x.chunk(images.copies) for name, x in images.grids.items() if name in COUNTED_ROWS}
-        grids = {name: x for name, x in images.grids.items() if name not in rows}
-        copies = [dict(zip(rows, copy, strict=True)) for copy in zip(*rows.values(), strict=True)]
-        per_copy = [model.base_model.get_rope_index(**copy, **grids)[0] for copy in copies]
+        of_rows, _ = model.base_model.get_rope_index(**images.grids)
         positions = torch.zeros(3, batch.input_ids.size(1) + 1, dtype=torch.long, device=device)
         index = batch.row_index.masked_fill(~batch.row_mask, batch.input_ids.size(1))
-        positions[:, index.flatten()] = torch.cat(per_copy, dim=1).to(device, non_blocking=True).flatten(1)
+        positions[:, index.flatten()] = of_rows.to(device, non_blocking=True).flatten(1)
         return positions[:, None, :-1]
 
     return batch.layout.derived("grid positions", count)

@@ -17,11 +17,13 @@ from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
+from ..flat.images import VisionRules
 from ..memory.budget import Split
 from ..memory.device import PeakMemory
 from ..memory.needs import HeadBytes, fused_head
 from ..memory.plan import MemoryBudget, is_sharded
 from ..model import architecture
+from ..model.vision import vision_rules
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .checkpoints import append_to_card
@@ -128,6 +130,20 @@ class FlatTrainer(GroupedTrainer):
     def images_to_try(self) -> ImageProbe | None:
         """Examples with images for the check; `None` for text."""
         return None
+
+    def image_rules(self) -> VisionRules:
+        """What all models want to know of images. Refuses those that cannot take them, or that disagree."""
+        bases = [self.flat_base(model) for model in self.flat_models()]
+        for base in bases:
+            refusals.refuse_blind(base)
+        first, *others = map(vision_rules, bases)
+        for base, rules in zip(bases[1:], others, strict=True):
+            if rules != first:
+                raise ValueError(
+                    f"{type(base).__name__} and {type(bases[0]).__name__} compute the same rows, and read images by "
+                    f"other rules ({rules} and {first}): take models of one family, or set `padding_free=False`."
+                )
+        return first
 
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on which others share its micro-batch."""

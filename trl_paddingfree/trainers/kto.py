@@ -9,6 +9,7 @@ from .. import upstream
 from ..data.collate import UnpairedPreferenceCollator
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
+from ..data.vision import VisionUnpairedCollator
 from ..flat.batch import Inputs
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
@@ -22,6 +23,7 @@ KTO = Task(
     other_columns=("label",),
     collator=UnpairedPreferenceCollator,
     prepare=upstream.preparation(KTOTrainer, KTOConfig, calculate_KL=False),
+    vision_collator=VisionUnpairedCollator,
 )
 
 

@@ -114,8 +114,11 @@ class StartUpCheck:
         with self.progress.after(_PATIENCE):
             results = self._results_of(models)
         if self.accelerator.is_main_process:
-            seconds = time.perf_counter() - start
-            logger.warning(f"Padding-free, {results[0].route}: exact on this model (checked in {seconds:.1f} s).")
+            seconds, images = time.perf_counter() - start, self.images
+            tried = "" if images is None or not images.names else f", with {images.kind} images"
+            logger.warning(
+                f"Padding-free, {results[0].route}: exact on this model{tried} (checked in {seconds:.1f} s)."
+            )
             logger.info(f"The start-up check: {results[0]}.")
             if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
@@ -221,7 +224,7 @@ class StartUpCheck:
         try:
             yield
         except ValueError as error:
-            limit = vars(self.args)["max_length"]
+            limit = vars(self.args).get("max_length")  # trainers that generate have none
             if limit is None or "Image features and image tokens do not match" not in str(error):
                 raise
             cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."
