@@ -1,6 +1,7 @@
 """The start-up check of images: every known way in which they go astray is caught, and nothing else."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.check.vision import ImagesAlone, check_images, prove_images
 from trl_paddingfree.data.images import ImageProbe
 from trl_paddingfree.data.vision import VisionLanguageModelingCollator, VisionPreferenceCollator
-from trl_paddingfree.flat import batch as flat_batch
 from trl_paddingfree.flat.images import FlatImages, RowImages
 from trl_paddingfree.model import forward
 from trl_paddingfree.model.routes import Route
@@ -60,7 +60,7 @@ def test_features_in_another_order_are_caught(monkeypatch, kind):
     def rolled(cls, *args):
         images = make_images(cls, *args)
         index = torch.arange(images.num_features) if images.feature_index is None else images.feature_index
-        return FlatImages(images.num_features, index.roll(1), images.copies, images.grids)
+        return replace(images, feature_index=index.roll(1))
 
     monkeypatch.setattr(FlatImages, "from_rows", classmethod(rolled))
     caught(*make(kind))
@@ -73,7 +73,7 @@ def test_positions_that_count_image_tokens_as_text_are_caught(monkeypatch):
 
 
 def test_image_tokens_that_see_only_what_precedes_them_are_caught(monkeypatch):
-    monkeypatch.setattr(flat_batch, "flat_blocks", lambda blocks, paths, size: None)
+    monkeypatch.setattr(RowImages, "blocks", lambda *_: None)
     caught(*make("gemma3"))
 
 
@@ -93,7 +93,7 @@ def test_images_behind_a_projector_that_starts_at_zero_are_proven(monkeypatch, i
     model.requires_grad_(is_trained)
     assert prove_images(model, SHARED, probe).effect > LARGE
     assert not projector.mm_input_projection_weight.any()
-    monkeypatch.setattr(flat_batch, "flat_blocks", lambda blocks, paths, size: None)
+    monkeypatch.setattr(RowImages, "blocks", lambda *_: None)
     caught(model, probe)
 
 

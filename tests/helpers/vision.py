@@ -327,6 +327,8 @@ def on_images(kind: str, task: str, lora: bool = False, seed: int = SEED) -> dic
     """What trains a tiny model on images: adapters on every linear layer, the tower's included, or all weights."""
     model, processor = make_vision(kind, seed=seed)
     arguments = {"model": model, "processing_class": processor}
+    if task in ("grpo", "rloo", "distillation"):
+        processor.tokenizer.padding_side = "left"  # as TRL loads it; on the right, padded TRL fails or is wrong
     if task in ("grpo", "rloo"):
         arguments["reward_funcs"] = score
     elif task == "distillation":

@@ -7,10 +7,10 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart, row_spans
-from .generated import GeneratedImages
+from .generated import GeneratedImages, split_by_row
 from .lengths import Example
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
     [[[1], [1]], [[2], [2]]]
     """
-    batches = list(map(split_pixel_values_by_grid, batches))
+    batches = list(map(split_by_row, batches))
     whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
     images, prompts = GeneratedImages.of(unsplit_pixel_values_by_grid(whole)), whole["prompt_ids"].cpu().numpy()
     firsts = [0] * len(prompts) if images is None else images.firsts
