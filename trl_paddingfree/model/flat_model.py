@@ -156,9 +156,7 @@ class FlatModel:
                 "their second tokens on: give `labels[:, 1:] != -100`, or another mask of that shape."
             )
         if not batch.parts:
-            return self._hidden_states(
-                batch, scored, images if batch.images is None else batch.images.arguments(images)
-            )
+            return self._hidden_states(batch, scored, images)
         scored = scored.to(batch.row_index.device, non_blocking=True)
         places = scored.flatten().cumsum(0).view_as(scored)
         order = torch.cat([places[part.rows][scored[part.rows]] for part in batch.parts]).argsort()

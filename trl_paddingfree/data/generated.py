@@ -1,0 +1,78 @@
+"""The images of generated rows: TRL gives them to a whole pass, and flat batches take them row by row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from trl.trainer.utils import split_pixel_values_by_grid
+
+from ..flat.batch import Inputs
+from ..flat.images import RowImages, VisionRules, equal_images
+
+# Arguments of TRL's passes that hold images. Beside them, a pass is told how many each row has, in pieces too
+IMAGE_ARGUMENTS = (
+    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
+    *("image_position_ids", "spatial_shapes"),
+)
+_COUNTS = ("num_images", "num_tiles")
+
+
+class GeneratedImages:
+    """The images of the rows of a pass, of which each call of the model takes the next."""
+
+    def __init__(self, num_images: list[int], cuts: Mapping[str, list[int]], firsts: list[int], grids: Any):
+        self.num_images = num_images  # of each row
+        self.ends = {name: np.cumsum([0, *cut]) for name, cut in cuts.items()}  # of each row in each argument
+        self.firsts = firsts  # of each row, the first with equal images
+        self.grids = grids  # of all images, (images, 3) int64 on the CPU, if they have any
+        self.num_taken = 0  # rows that calls have taken
+
+    @classmethod
+    def of(cls, given: Inputs) -> "GeneratedImages | None":
+        """Those among the arguments of a pass; `None` if nothing tells whose they are."""
+        if given.get("num_images") is None or given.get("pixel_values") is None:
+            return None
+        images = {name: given[name] for name in IMAGE_ARGUMENTS if given.get(name) is not None}
+        counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
+        cuts, grids = row_cuts({**images, **counts}), images.get("image_grid_thw")
+        return cls(given["num_images"], cuts, equal_images(images, cuts), None if grids is None else grids.cpu())
+
+    def next(self, num_rows: int, rules: VisionRules) -> RowImages:
+        """What the flat batch of the next rows has to know, for a call that is given their images."""
+        rows = range(self.num_taken, self.num_taken + num_rows)
+        self.num_taken += num_rows
+        owners: dict[int, int] = {}  # within these rows, by the first row of all
+        for row in rows:
+            owners.setdefault(self.firsts[row], row)
+        kept = {}
+        for name, ends in self.ends.items():
+            spans = [np.arange(*ends[row : row + 2]) for row in owners.values() if self.num_images[row]]
+            places = np.concatenate([np.zeros(0, np.int64), *spans]) - ends[rows.start]
+            if len(places) < ends[rows.stop] - ends[rows.start] or not len(places):
+                kept[name] = places
+        order, grids = list(owners), None
+        if rules.counts_grids and self.grids is not None:
+            ends = self.ends["image_grid_thw"]
+            grids = self.grids[ends[rows.start] : ends[rows.stop]]
+            grids = grids[kept["image_grid_thw"]] if "image_grid_thw" in kept else grids
+        return RowImages(rules, [order.index(self.firsts[row]) for row in rows], grids, kept)
+
+
+def split_by_row(batch: Inputs) -> Inputs:
+    """A batch of TRL's with lists of what images of each row have, where they may have several entries."""
+    # A processor that gives such a mask stacks images by row, which TRL takes for images if there are as many
+    is_stacked = batch.get("pixel_attention_mask") is not None and batch.get("spatial_shapes") is None
+    return batch if is_stacked else split_pixel_values_by_grid(batch)
+
+
+def row_cuts(given: Inputs) -> dict[str, list[int]]:
+    """How many entries each row has of the arguments with images, as TRL cuts them."""
+    cut, num_rows, found = split_by_row(given), len(given["num_images"]), {}
+    for name in given.keys() - {*_COUNTS}:
+        found[name] = list(map(len, cut[name])) if isinstance(cut[name], list) else [1] * num_rows
+        if sum(found[name]) != len(given[name]):
+            raise ValueError(
+                f"`{name}` has {len(given[name])} entries, and nothing tells to which of the {num_rows} rows they "
+                "belong. Set `padding_free=False`."
+            )
+    return found
