@@ -24,6 +24,7 @@ from tests.helpers.vision import (
     on_images,
     picture,
     vision_completions,
+    vision_labelled,
     vision_messages,
     vision_pairs,
 )
@@ -135,15 +136,22 @@ def test_whole_batches_without_images():
 # --- each image once -------------------------------------------------------------------------------------------------
 
 
-def test_dpo_runs_the_tower_half_as_often():
-    seen = {}
-    for layout in ("padded", "shared"):
-        counts = []
-        with patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as embed:
-            run("dpo", layout, **on_images("llava", "dpo"), train_dataset=vision_pairs(4, SEED), steps=1)
-            counts = [call.args[1].size(0) for call in embed.call_args_list]
-        seen[layout] = counts[-2:]  # the policy and the reference, after the check
-    assert sum(seen["padded"]) == 2 * sum(seen["shared"])
+def images_embedded(make, task, layout, data, calls, **options):
+    """How many images the tower computes in the last so many calls of the models, after the check."""
+    with patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as embed:
+        run(task, layout, **make(), train_dataset=data, steps=1, **options)
+        return [call.args[1].size(0) for call in embed.call_args_list][-calls:]
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft", "kto"])
+def test_equal_images_are_computed_once(task):
+    """The fourth example has the first one's image. KTO calls policy and reference on mismatched rows, too."""
+    rows = {"dpo": vision_pairs, "sft": vision_completions, "kto": vision_labelled}[task](4, SEED)
+    calls, copies = {"dpo": (2, 2), "sft": (1, 1), "kto": (4, 1)}[task]
+    assert [len(row["images"]) for row in rows] == [1, 2, 0, 1]
+    make = partial(on_images, "llava", task)
+    assert images_embedded(make, task, "padded", rows, calls) == [4 * copies] * calls
+    assert images_embedded(make, task, "shared", rows, calls) == [3] * calls
 
 
 @pytest.mark.drawn(3)
@@ -338,21 +346,13 @@ def test_options_that_images_rule_out(options, message):
         refused(**options)
 
 
-def test_statistics_over_all_images_are_refused_beside_a_budget():
-    towers, make = [], make_vision
-
-    def normalized(*args, **kwargs):
-        model, processor = make(*args, **kwargs)
-        model.model.vision_tower.norm = torch.nn.BatchNorm2d(3)
-        towers.append(model.model.vision_tower)
-        return model, processor
-
-    with (
-        patch.dict(globals(), {"make_vision": normalized}),
-        pytest.raises(ValueError, match=r"`.*vision_tower.norm` of LlavaForCond.* takes statistics over all images"),
-    ):
-        refused(memory_budget=8)
-    assert towers
+def test_statistics_over_all_images_are_refused():
+    """Equal images are computed once, and would count once."""
+    model = make_vision("llava", seed=SEED)[0]
+    refuse_blind(model)
+    model.model.vision_tower.norm = torch.nn.BatchNorm2d(3)
+    with pytest.raises(ValueError, match=r"`vision_tower.norm` takes statistics over all images of a call"):
+        refuse_blind(model)
 
 
 def test_positions_that_are_counted_by_something_unknown_are_refused():
@@ -403,18 +403,14 @@ def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):
 def build_other(task, model, processor, **options):
     trainer, arguments, data = TRAINERS[task], {}, vision_pairs(4, SEED)
     if task == "kto":
-        arguments["ref_model"] = make_vision("llava", seed=SEED)[0]
-        data = vision_completions(4, SEED).add_column("label", [True, False] * 2)
-    elif task in ("grpo", "rloo"):
-        arguments["reward_funcs"], options["beta"] = len, 0.0
+        arguments["ref_model"], data = make_vision("llava", seed=SEED)[0], vision_labelled(4, SEED)
     args = trainer.config_class("unused", bf16=False, use_cpu=True, report_to="none", **options)
     return trainer(model=model, args=args, train_dataset=data, processing_class=processor, **arguments)
 
 
-@pytest.mark.parametrize("task", ["kto", "reward", "grpo", "rloo"])
-def test_other_trainers_refuse_images(task):
-    with pytest.raises(ValueError, match="The data has a column `images`: only SFT and DPO train on images"):
-        build_other(task, *make_vision("llava", seed=SEED))
+def test_reward_models_refuse_images():
+    with pytest.raises(ValueError, match="The data has a column `images`, and this trainer trains on text only"):
+        build_other("reward", *make_vision("llava", seed=SEED))
 
 
 def test_what_trl_refuses_of_images_in_kto_is_refused_in_its_words():

@@ -27,9 +27,7 @@ from tests.helpers.vision import (
 )
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run, train
 from trl_paddingfree.data.generated import GeneratedImages
-from trl_paddingfree.data.vision import VisionUnpairedCollator
 from trl_paddingfree.flat.images import VisionRules
-from trl_paddingfree.model.vision import vision_rules
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
@@ -131,6 +129,48 @@ def test_mismatched_rows_have_the_images_of_their_prompts(loss_type):
     compare("kto", partial(on_images, "gemma3", "kto", lora=True), vision_labelled(8, SEED), **options)
 
 
+# --- each image once -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo", "distillation"])
+def test_a_group_computes_its_images_once(task):
+    data = vision_prompts(2, SEED, most_images=1)
+    if task == "distillation":  # which draws no groups: four prompts of two
+        data = data.select([0, 1, 0, 1])
+    seen = {}
+    for layout in ("padded", "shared"):
+        with mock.patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as call:
+            run(task, layout, **on_images("llava", task, lora=True), train_dataset=data, steps=1)
+            seen[layout] = [each.args[1].size(0) for each in call.call_args_list][-2:]
+    assert seen["padded"] == [4, 4]  # reference or teacher, and policy
+    assert seen["shared"] == [2, 2] if task == "distillation" else [1, 1]
+
+
+def test_equal_images_are_looked_for_once_in_all_passes_and_iterations(monkeypatch):
+    looked, find = [], GeneratedImages.of
+    monkeypatch.setattr(GeneratedImages, "of", lambda given: looked.append(len(given["num_images"])) or find(given))
+    options = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "beta": 0.1}
+    arguments = {**on_images("llava", "grpo", lora=True), "train_dataset": vision_prompts(8, SEED, most_images=1)}
+    trainer = run("grpo", "shared", **arguments, **options, steps=2).trainer
+    # The rows that are generated together, for old policy and reference; and each of the micro-batches
+    assert sorted(looked) == [4, 4, 8]
+    trainer._buffered_inputs = None
+    assert not len(trainer._seen)  # nothing is kept that no pass can ask for
+
+
+def test_rows_of_a_call_take_their_own_entries():
+    """Five rows in calls of three and two: tiles of 2, 0, 2, 1 and 1, of which the third has the first one's."""
+    pixels = torch.arange(6.0)[:, None].repeat(1, 2)
+    pixels[2:4] = pixels[:2]
+    images = GeneratedImages.of({"pixel_values": pixels, "num_images": [1, 0, 1, 1, 1], "num_tiles": [2, 0, 2, 1, 1]})
+    first, second = images.next(3, VisionRules(9)), images.next(2, VisionRules(9))
+    assert list(first.sources) == [0, 1, 0]
+    assert {name: places.tolist() for name, places in first.kept.items()} == {"pixel_values": [0, 1]}
+    assert (list(second.sources), dict(second.kept)) == ([0, 1], {})
+    with pytest.raises(ValueError, match="`pixel_values` has 2 entries, and nothing tells to which of the 5 rows"):
+        GeneratedImages.of({"pixel_values": pixels[:2], "num_images": [1, 0, 1, 1, 1]})
+
+
 # --- images that tools return ---------------------------------------------------------------------------------------
 
 
@@ -155,8 +195,12 @@ def with_tools(trainer):
         shown = [[pictures[0]], [pictures[0]], [pictures[1]], []]
         tool_images = [shown[i % 4] for i in range(len(prompts))]
         words = [[VOCABULARY[f"w{drawn.randrange(40)}"] for _ in range(drawn.randint(1, 4))] for _ in prompts]
-        completions = [[5, *(ids if seen else []), *said] for seen, said in zip(tool_images, words, strict=True)]
-        mask = [[1, *[0] * (len(said) - len(word) - 1), *[1] * len(word)] for said, word in zip(completions, words)]
+        told = [*zip(tool_images, words, strict=True)]
+        completions = [[5, *(ids if seen else []), *said] for seen, said in told]
+        mask = [
+            [1, *[0] * (len(said) - len(word) - 1), *[1] * len(word)]
+            for said, word in zip(completions, words, strict=True)
+        ]
         merged = [(own or []) + seen for own, seen in zip(images or [[]] * len(prompts), tool_images, strict=True)]
         said = [[{"role": "assistant", "content": str(i % 3)}] for i in range(len(prompts))]
         return prompt_ids, completions, mask, said, None, {}, merged, tool_images
@@ -177,3 +221,72 @@ def test_images_that_tools_return_follow_padded_trl(has_column, caplog):
             runs[layout] = train(with_tools(make_trainer("grpo", layout, train_dataset=data, **arguments)))
     assert_same(runs["padded"], runs["shared"])
     assert f"with {'the data' if has_column else 'made-up'}" in caplog.text
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [{"memory_budget": 8}, {"max_tokens_per_micro_batch": 4000}], ids=lambda x: [*x][0])
+@pytest.mark.parametrize("task", ["grpo", "rloo", "distillation"])
+def test_budgets_are_refused_by_name(task, option):
+    arguments = {**on_images("llava", task, lora=True), "train_dataset": vision_prompts(4, SEED)}
+    with pytest.raises(ValueError, match=f"`{[*option][0]}=.*how many tokens prompts with images have"):
+        make_trainer(task, "shared", **arguments, **option)
+
+
+def test_images_that_were_never_tried_are_refused():
+    """Text is trained on, and the images of a later prompt are not."""
+    text = {"images": [], "prompt": [{"role": "user", "content": "w1"}]}
+    late = Dataset.from_list([text] * 300 + [*vision_prompts(2, SEED)])
+    arguments = {**on_images("llava", "grpo"), "shuffle_dataset": False}
+    with pytest.raises(ValueError, match="The first examples of the train data have no images"):
+        make_trainer("grpo", "shared", **arguments, train_dataset=late.to_iterable_dataset())
+    trainer = make_trainer("grpo", "shared", **arguments, train_dataset=late.remove_columns("images"))
+    trainer.train_dataset = late.select(range(300, 302))
+    with pytest.raises(ValueError, match="The rows come with `pixel_values`, and the start-up check has tried no im"):
+        trainer.train()
+
+
+def test_calls_of_the_model_beside_trls_passes_are_refused():
+    trainer = make_trainer("grpo", "shared", **on_images("llava", "grpo"), train_dataset=vision_prompts(4, SEED))
+    trainer.prove_placed(trainer.model)
+    ids = torch.tensor([[1, IMAGE_ID, 40, 41]])
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    with pytest.raises(ValueError, match="The call has `pixel_values`, and its flat batch knows of no images"):
+        trainer.model(**rows, pixel_values=torch.ones(1, 3, 16, 16), fused_lm_head=True)
+
+
+@needs_torchvision
+def test_a_teacher_with_other_rules_of_images_is_refused():
+    arguments = {**on_images("llava", "distillation"), "teacher_model": make_vision("gemma3")[0]}
+    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration and LlavaForCond.* by other rules"):
+        make_trainer("distillation", "shared", **arguments, train_dataset=vision_prompts(4, SEED))
+
+
+def test_images_for_a_text_model_are_refused():
+    text = {"model": make_model(), "processing_class": make_tokenizer(), "reward_funcs": score}
+    with pytest.raises(ValueError, match="`processing_class` is a .*, which reads text only"):
+        make_trainer("grpo", "shared", **text, train_dataset=vision_prompts(4, SEED))
+
+
+def test_a_model_that_does_not_look_at_its_images_is_refused(monkeypatch):
+    arguments = on_images("llava", "grpo")
+    backbone = arguments["model"].model
+    monkeypatch.setattr(backbone.multi_modal_projector, "forward", lambda x: torch.zeros(*x.shape[:-1], 32))
+    with pytest.raises(ValueError, match="images make no difference to the model: they never arrive"):
+        make_trainer("grpo", "shared", **arguments, train_dataset=vision_prompts(4, SEED))
+
+
+def test_a_sampled_image_token_is_named(monkeypatch):
+    """Which TRL suppresses, unless one sets `generation_kwargs`; padded TRL fails in the model."""
+    trainer = make_trainer("grpo", "shared", **on_images("llava", "grpo"), train_dataset=vision_prompts(4, SEED))
+    tokenize = trainer._tokenize_prompts
+
+    def _generate(prompts):
+        ids, images, _ = tokenize(prompts)
+        said = [[40 + i, *([IMAGE_ID] if i == 1 else [])] for i in range(len(prompts))]
+        return ids, said, None, [[{"role": "assistant", "content": "w1"}]] * len(prompts), None, {}, images, []
+
+    trainer._generate = _generate
+    with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens of the rows"):
+        trainer.train()

@@ -10,6 +10,7 @@ import torch
 from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart, row_spans
+from ..flat.images import RowImages
 from .generated import GeneratedImages, split_by_row
 from .lengths import Example
 
@@ -174,7 +175,14 @@ class PromptGroups:
     max_completion_length: int = 256
 
     def __call__(self, examples: list[Example]) -> Inputs:
-        tokens, prompts = count(-1, -1), [x["prompt_ids"] for x in examples for _ in range(self.num_generations)]
-        rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in prompts]
+        return {"flat_batch": self.flatten([example["prompt_ids"] for example in examples])}
+
+    def flatten(self, prompts: Sequence[Sequence[int]], images: RowImages | None = None) -> FlatBatch:
+        """The flat batch of the groups of some prompts, whose `images` are those of each."""
+        tokens = count(2**40)  # which no prompt has
+        grown = [prompt for prompt in prompts for _ in range(self.num_generations)]
+        rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in grown]
+        if images is not None:
+            images = replace(images, sources=[x for x in images.sources for _ in range(self.num_generations)])
         nothing = [[IGNORE_INDEX] * len(row) for row in rows]
-        return {"flat_batch": FlatBatch.from_rows(rows, nothing, prefix_sharing=self.prefix_sharing)}
+        return FlatBatch.from_rows(rows, nothing, prefix_sharing=self.prefix_sharing, images=images)

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from ..flat.batch import FlatBatch
 from ..flat.counts import BatchCounts
 from ..flat.images import RowImages, VisionRules, sources_of
+from .images import prompt_in_messages
+from .rows import PromptGroups
 from .task import Task
 from .validate import refuse_bad_messages, refuse_unread_instructions
 from .vision import of_images
@@ -97,7 +99,7 @@ def measure(
         drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
         dataset = dataset.select(drawn[:sample])
     if image_token_id is not None:
-        num_left, lengths, count = _image_counts(dataset, tokenizer, task, max_length, image_token_id)
+        num_left, lengths, count = _image_counts(dataset, tokenizer, task, max_length, image_token_id, options)
     else:
         options |= {"max_length": max_length, "truncation_mode": truncation_mode}
         num_left, lengths, count = _text_counts(dataset, tokenizer, task, in_order, options)
@@ -157,14 +159,22 @@ def _text_counts(
     return len(rows), lengths, count
 
 
-def _image_counts(dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int) -> Counted:
+def _image_counts(
+    dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int, options: dict[str, Any]
+) -> Counted:
     """Count examples with images, which the model's processor prepares."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)
+    groups: Any = task.make_collator(**options) if issubclass(task.collator, PromptGroups) else None
+    as_prompts = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     lengths, left = [], []
     for example in dataset:
-        batch = collator.rows([example])
+        if groups is None:
+            batch = collator.rows([example])
+        else:
+            batch = processor.apply_chat_template([prompt_in_messages(example)["messages"]], **as_prompts)
+            batch["labels"] = batch["input_ids"]
         masks = batch["attention_mask"].bool()
         lengths.append(masks.sum(1).tolist())
         rows, labels = (
@@ -180,7 +190,10 @@ def _image_counts(dataset: Dataset, processor: Any, task: Task, max_length: int 
     def count(index: np.ndarray) -> BatchCounts:
         rows, labels, keys = zip(*(left[i] for i in index), strict=True)
         sources = sources_of(keys)[0] * len(rows[0])
+        images = RowImages(VisionRules(token_id), sources)
+        if groups is not None:
+            return groups.flatten([*chain(*rows)], images).counts
         by_copy = [[*chain(*zip(*of_examples, strict=True))] for of_examples in (rows, labels)]
-        return FlatBatch.from_rows(*by_copy, images=RowImages(VisionRules(token_id), sources)).counts
+        return FlatBatch.from_rows(*by_copy, images=images).counts
 
     return len(left), np.array(lengths), count

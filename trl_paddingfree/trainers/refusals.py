@@ -280,9 +280,8 @@ def refuse_images(arguments: Arguments) -> None:
         found = [name for name in column_names(dataset) if name in ("image", "images")]
         if found:
             raise ValueError(
-                f"The data has a column `{found[0]}`: no model is trained on images with it. Leave the "
-                f"column out with `dataset.remove_columns('{found[0]}')` to train on the text, or set "
-                "`padding_free=False`."
+                f"The data has a column `{found[0]}`, and this trainer trains on text only. Leave the column out with "
+                f"`dataset.remove_columns('{found[0]}')`, or set `padding_free=False`."
             )
 
 
