@@ -158,13 +158,6 @@ class CollatedImageRows(CollatedRows):
             images = taken(self.images(), cuts, owners) if any(map(images_of, chosen)) else {}
         return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, sources)
 
-    def tokens(self) -> list[int]:
-        text, rules = {name: x for name, x in self.rows.items() if name in _ROWS}, self.collator.rules
-        assert rules is not None
-        # Grids are left out: they say where tokens are, and not how many there are
-        collator = replace(self.collator, rules=replace(rules, counts_grids=False))
-        return CollatedRows.tokens(replace(self, rows=text, collator=collator))
-
     def with_flat(self, reach: int | None = None) -> Inputs:
         batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.sources))
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others

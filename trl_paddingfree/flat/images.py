@@ -139,11 +139,11 @@ class FlatImages(HasTensors):
             num_pixels=images.num_pixels,
         )
 
-    def arguments(self, given: Mapping[str, object]) -> dict[str, object]:
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the model with the images of the sources only, and none of images if there are no sources."""
         kept = dict(self.kept)
         return {
-            name: x.index_select(0, kept[name].to(x.device)) if name in kept else x  # type: ignore[attr-defined]
+            name: x.index_select(0, kept[name].to(x.device)) if name in kept else x
             for name, x in given.items()
             if name not in kept or len(kept[name])
         }
