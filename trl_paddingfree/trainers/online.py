@@ -163,7 +163,7 @@ class OnlineTrainer(FlatTrainer):
 
     def refuse_small_budget(self, plan: Plan) -> None:
         """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
-        if self.max_completion_length is None:
+        if self.max_completion_length is None or self.flat.check.images is not None:  # tokens of images are not known
             return
         prompt, name = self.longest_row()
         row = [0] * (prompt + self.max_completion_length)
@@ -191,12 +191,6 @@ class OnlineTrainer(FlatTrainer):
 
     def refuse_micro_batches(self) -> None:
         options = self.flat.options
-        if options.has_budget and self.flat.check.images is not None:
-            name = "memory_budget" if options.memory_budget is not None else "max_tokens_per_micro_batch"
-            raise ValueError(
-                f"`{name}={vars(options)[name]}`: how many tokens prompts with images have is known once TRL has "
-                f"processed them, and {self.trl_trainer.__name__}'s rows are computed whole. Leave `{name}` out."
-            )
         if options.arrange_micro_batches == "tokens":
             raise ValueError(
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
