@@ -335,11 +335,10 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
     ("options", "message"),
     [
         ({"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all examples"),
-        ({"max_tokens_per_micro_batch": 90}, "Set `oversized_examples='alone'`"),
         ({"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision datasets"),
         ({"task": "sft", "packing": True}, "Packing is not supported for vision datasets"),
     ],
-    ids=["arranging", "oversized", "precomputed", "packing"],
+    ids=["arranging", "precomputed", "packing"],
 )
 def test_options_that_images_rule_out(options, message):
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,6 @@
 """The images of generated rows: TRL gives them to a whole pass, and flat batches take them row by row."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from trl.trainer.utils import split_pixel_values_by_grid
@@ -20,11 +19,13 @@ _COUNTS = ("num_images", "num_tiles")
 class GeneratedImages:
     """The images of the rows of a pass, of which each call of the model takes the next."""
 
-    def __init__(self, num_images: list[int], cuts: Mapping[str, list[int]], firsts: list[int], grids: Any):
+    def __init__(self, images: Inputs, num_images: list[int], cuts: Mapping[str, list[int]]):
         self.num_images = num_images  # of each row
         self.ends = {name: np.cumsum([0, *cut]) for name, cut in cuts.items()}  # of each row in each argument
-        self.firsts = firsts  # of each row, the first with equal images
-        self.grids = grids  # of all images, (images, 3) int64 on the CPU, if they have any
+        self.firsts = equal_images(images, cuts)  # of each row, the first with equal images
+        grids, pixels = images.get("image_grid_thw"), images["pixel_values"]
+        self.grids = None if grids is None else grids.cpu()  # of all images, (images, 3) int64, if they have any
+        self.pixels_per_entry = pixels.shape[1:].numel()
         self.num_taken = 0  # rows that calls have taken
 
     @classmethod
@@ -34,8 +35,7 @@ class GeneratedImages:
             return None
         images = {name: given[name] for name in IMAGE_ARGUMENTS if given.get(name) is not None}
         counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
-        cuts, grids = row_cuts({**images, **counts}), images.get("image_grid_thw")
-        return cls(given["num_images"], cuts, equal_images(images, cuts), None if grids is None else grids.cpu())
+        return cls(images, given["num_images"], row_cuts({**images, **counts}))
 
     def next(self, num_rows: int, rules: VisionRules) -> RowImages:
         """What the flat batch of the next rows has to know, for a call that is given their images."""
@@ -44,18 +44,17 @@ class GeneratedImages:
         owners: dict[int, int] = {}  # within these rows, by the first row of all
         for row in rows:
             owners.setdefault(self.firsts[row], row)
-        kept = {}
+        kept, places = {}, dict[str, np.ndarray]()
         for name, ends in self.ends.items():
             spans = [np.arange(*ends[row : row + 2]) for row in owners.values() if self.num_images[row]]
-            places = np.concatenate([np.zeros(0, np.int64), *spans]) - ends[rows.start]
-            if len(places) < ends[rows.stop] - ends[rows.start] or not len(places):
-                kept[name] = places
+            places[name] = np.concatenate([np.zeros(0, np.int64), *spans])
+            if len(places[name]) < ends[rows.stop] - ends[rows.start] or not len(places[name]):
+                kept[name] = places[name] - ends[rows.start]  # of the entries that the call is given
         order, grids = list(owners), None
-        if rules.counts_grids and self.grids is not None:
-            ends = self.ends["image_grid_thw"]
-            grids = self.grids[ends[rows.start] : ends[rows.stop]]
-            grids = grids[kept["image_grid_thw"]] if "image_grid_thw" in kept else grids
-        return RowImages(rules, [order.index(self.firsts[row]) for row in rows], grids, kept)
+        if rules.counts_grids and self.grids is not None and len(places["image_grid_thw"]):
+            grids = self.grids[places["image_grid_thw"]]
+        num_pixels = len(places["pixel_values"]) * self.pixels_per_entry
+        return RowImages(rules, [order.index(self.firsts[row]) for row in rows], grids, kept, num_pixels)
 
 
 def split_by_row(batch: Inputs) -> Inputs:

@@ -286,7 +286,13 @@ class FlatTrainer(GroupedTrainer):
 
     def images_in_memory(self) -> list[Inputs]:
         """Arguments of calls with images, of which one differs from another in their number; none for text."""
-        return []
+        images = self.flat.check.images
+        if images is not None and not images.names:
+            raise ValueError(
+                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
+                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
+            )
+        return [] if images is None else images.to_count(self.flat.trained.route.prefix_sharing)
 
     def reach_of(self, batch: FlatBatch) -> int | None:
         """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""

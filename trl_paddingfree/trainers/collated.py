@@ -89,15 +89,6 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_untried(data)
         return probe
 
-    def images_in_memory(self) -> list[Inputs]:
-        images = self.flat.check.images
-        if images is not None and not images.names:
-            raise ValueError(
-                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
-                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
-            )
-        return [] if images is None else images.to_count(self.data_collator.prefix_sharing)
-
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
     def collated_by(self, name: str) -> Any:
