@@ -8,11 +8,11 @@ from transformers.utils import is_torchvision_available
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import ARCHITECTURES, make_vision, vision_pairs
-from trl_paddingfree.check.vision import ImagesAlone, check_images
-from trl_paddingfree.data.images import ImageProbe
-from trl_paddingfree.data.vision import VisionPreferenceCollator
+from trl_paddingfree.images.check import ImagesAlone, check_images
+from trl_paddingfree.images.collate import VisionPreferenceCollator
+from trl_paddingfree.images.examples import ImageProbe
+from trl_paddingfree.images.model import vision_rules, why_no_images
 from trl_paddingfree.model.routes import Route
-from trl_paddingfree.model.vision import vision_rules, why_no_images
 
 COLUMNS = ("vision-language model", "verdict", "segment", "mask", "leak, of an effect of")
 HEADING = """

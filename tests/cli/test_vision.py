@@ -15,8 +15,8 @@ from tests.helpers.vision import (
 )
 from trl_paddingfree.cli import main
 from trl_paddingfree.cli.train import main as train
-from trl_paddingfree.data.vision import VisionPreferenceCollator
-from trl_paddingfree.model.vision import vision_rules
+from trl_paddingfree.images.collate import VisionPreferenceCollator
+from trl_paddingfree.images.model import vision_rules
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX, FlatBatch
-from trl_paddingfree.flat.images import RowImages, VisionRules, equal_images
+from trl_paddingfree.images.rows import RowImages, VisionRules, equal_images
 from trl_paddingfree.model.masks import dense_mask, segment_mask
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])

@@ -30,12 +30,12 @@ from tests.helpers.vision import (
 )
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.check import vision as check_vision
-from trl_paddingfree.check.vision import check_images
-from trl_paddingfree.data.images import first_with_images, images_of
-from trl_paddingfree.data.vision import CollatedImageRows, VisionPreferenceCollator, image_cuts, taken
+from trl_paddingfree.images import check as check_vision
+from trl_paddingfree.images.check import check_images
+from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, taken
+from trl_paddingfree.images.examples import first_with_images, images_of
+from trl_paddingfree.images.model import vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
-from trl_paddingfree.model.vision import vision_rules, why_no_images
 from trl_paddingfree.trainers import TRAINERS, collated
 from trl_paddingfree.trainers.refusals import refuse_blind
 from trl_paddingfree.trainers.steps import Part

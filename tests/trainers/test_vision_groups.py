@@ -26,8 +26,8 @@ from tests.helpers.vision import (
     vision_prompts,
 )
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run, train
-from trl_paddingfree.data.generated import GeneratedImages
-from trl_paddingfree.flat.images import VisionRules
+from trl_paddingfree.images.generated import GeneratedImages
+from trl_paddingfree.images.rows import VisionRules
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
@@ -12,9 +12,11 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollator
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..flat.images import RowImages
 from .lengths import Example
 from .rows import CollatedRows
+
+if TYPE_CHECKING:
+    from ..images.rows import RowImages
 
 
 @dataclass
@@ -59,7 +61,7 @@ class FlatCollator(DataCollatorMixin):
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         """The flat batch of padded rows, with positions that tell of `reach` tokens; `images` are those of the rows."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
@@ -149,7 +151,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             rows["labels"][:, 0] = IGNORE_INDEX  # as TRL's: some losses are means over all labels, before the shift
         return rows
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)
         multiple = self.pad_to_multiple_of or 1
         packed = -(-batch.counts.real // multiple) * multiple
@@ -196,7 +198,7 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 class FlatMismatchedCollator(FlatCollator):
     """A collator that gives mismatched rows, too: their flat batch is the `companion` of the batch's."""
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)
         if "KL_input_ids" not in rows:
             return batch

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_spans
-from ..flat.images import RowImages
-from .generated import GeneratedImages, split_by_row
 from .lengths import Example
 
 if TYPE_CHECKING:
+    from ..images.rows import RowImages
     from .collate import FlatCollator
 
 
@@ -98,42 +96,6 @@ class GeneratedRows:
         )
 
 
-def _by_key(keys: Sequence[bytes]) -> list[int]:
-    """The places of `keys`, equal ones side by side."""
-    return sorted(range(len(keys)), key=keys.__getitem__)
-
-
-def by_prompt(batches: list[Inputs]) -> list[Inputs]:
-    """
-    The rows of some micro-batches of one width, those of one prompt with equal images together, in micro-batches of the
-    same size. As TRL keeps them, these hold tensors and lists of one entry per row, values that all rows have in
-    common, and images, which may have several entries per row.
-
-    >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
-    >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
-    [[[1], [1]], [[2], [2]]]
-    """
-    batches = list(map(split_by_row, batches))
-    whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-    images, prompts = GeneratedImages.of(unsplit_pixel_values_by_grid(whole)), whole["prompt_ids"].cpu().numpy()
-    firsts = [0] * len(prompts) if images is None else images.firsts
-    order = _by_key([row.tobytes() + bytes(str(first), "ascii") for row, first in zip(prompts, firsts, strict=True)])
-
-    def ordered(value):
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value[order]
-        return [value[row] for row in order] if isinstance(value, list) else value
-
-    parts: Any = split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
-    return list(map(unsplit_pixel_values_by_grid, parts))
-
-
-def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor) and values[0].ndim:
-        return torch.cat(values)
-    return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
-
-
 @dataclass
 class PromptGroups:
     """Gives the flat batch of prompts with unknown completions, equally long and all different, for predictions."""
@@ -145,7 +107,7 @@ class PromptGroups:
     def __call__(self, examples: list[Example]) -> Inputs:
         return {"flat_batch": self.flatten([example["prompt_ids"] for example in examples])}
 
-    def flatten(self, prompts: Sequence[Sequence[int]], images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, prompts: Sequence[Sequence[int]], images: "RowImages | None" = None) -> FlatBatch:
         """The flat batch of the groups of some prompts, whose `images` are those of each."""
         tokens = count(2**40)  # which no prompt has
         grown = [prompt for prompt in prompts for _ in range(self.num_generations)]

@@ -6,16 +6,18 @@ Shape legend: see `segments`; in addition
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from .counts import BatchCounts
-from .images import FlatImages, RowImages
 from .layout import FlatLayout
 from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
+
+if TYPE_CHECKING:
+    from ..images.rows import FlatImages, RowImages
 
 IGNORE_INDEX = -100
 # Arguments of a model by their names, as a collator gives them: padded rows, their flat batch, what belongs to images
@@ -45,7 +47,7 @@ class FlatBatch(HasTensors):
             The segments and what attention needs of them; tokens computed, against what other methods compute.
         companion (`FlatBatch`, *optional*):
             Other rows of the same examples, which the model computes in a call of their own.
-        images ([`~trl_paddingfree.flat.images.FlatImages`], *optional*):
+        images ([`~trl_paddingfree.images.rows.FlatImages`], *optional*):
             Which feature of the images each placeholder gets, if rows have images.
         packed (`int`, *optional*):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
@@ -75,7 +77,7 @@ class FlatBatch(HasTensors):
     layout: FlatLayout
     counts: BatchCounts
     companion: "FlatBatch | None" = None
-    images: FlatImages | None = None
+    images: "FlatImages | None" = None
     packed: int | None = None
     empty_rows: int = 0
 
@@ -91,7 +93,7 @@ class FlatBatch(HasTensors):
         width: int | None = None,
         starts: Sequence[int] | None = None,
         reach: int | None = None,
-        images: RowImages | None = None,
+        images: "RowImages | None" = None,
     ) -> "FlatBatch":
         """
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
@@ -109,7 +111,7 @@ class FlatBatch(HasTensors):
             reach (`int`, *optional*):
                 Treat the longest row as this long, so that rotary frequencies that depend on the length match those of
                 the padded batch. Costs one token of padding.
-            images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
+            images ([`~trl_paddingfree.images.rows.RowImages`], *optional*):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
         tokens, targets = ([np.asarray(row, dtype=np.int64) for row in given] for given in (rows, labels))
@@ -171,7 +173,7 @@ class FlatBatch(HasTensors):
             scored=scored_index,
             layout=FlatLayout.from_segments(segments, blocks),
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
-            images=None if images is None else FlatImages.from_rows(images, tokens, paths, starts, shape),
+            images=None if images is None else images.flat(tokens, paths, starts, shape),
             empty_rows=len(tokens) - len(filled),
         )
 

@@ -94,3 +94,8 @@ def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -
 def checkpointing_layers(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
     """`module` and those within it that can recompute their activations, outer ones first."""
     return [inner for inner in module.modules() if isinstance(inner, GradientCheckpointingLayer)]
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether a model's backbone has a vision tower whose features it merges."""
+    return hasattr(model.base_model, "get_image_features")  # no class stands for this

@@ -26,7 +26,6 @@ from .restored import attributes_set
 from .routes import backbone_mask
 from .slices import NOISE, in_slices
 from .state_layers import state_arguments
-from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 # What TRL's head may say of each scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
-_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *TYPE_ROWS)
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", "token_type_ids", "mm_token_type_ids")
 # What the libraries beneath PyTorch say of a failed allocation, in errors of no class of their own
 _FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
@@ -122,7 +121,7 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
     """The arguments of a model that are flat tensors."""
     # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
     # of all rows, so a token counts once for each row that contains it
-    positions = batch.position_ids if batch.images is None else flat_positions(flat_model.model, batch)
+    positions = batch.position_ids if batch.images is None else batch.images.positions(flat_model.model, batch)
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
 
 
@@ -209,7 +208,7 @@ def flat_backbone(
 
     with ExitStack() as hooks:
         if batch.images is not None:
-            hooks.enter_context(features_in_order(model, batch.images))
+            hooks.enter_context(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
         if (alpha := vars(embeddings).get(NOISE)) is not None:  # as in rows: it shrinks with the length of an axis
             of_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
@@ -221,7 +220,7 @@ def flat_backbone(
             hooks.enter_context(backbone.register_forward_hook(give_head))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             # A vision tower has boundaries of its own, and would take these
-            for module in [model.get_decoder()] if takes_images(model) else backbones:
+            for module in [model.get_decoder()] if architecture.takes_images(model) else backbones:
                 hooks.enter_context(module.register_forward_pre_hook(give_boundaries, with_kwargs=True))
         try:
             yield given

@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..check.prove import UnprovenModelError
-from ..data.images import ImageProbe, has_images
 from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
-from ..flat.images import VisionRules
+from ..images.examples import ImageProbe, has_images
+from ..images.model import vision_rules
+from ..images.rows import VisionRules
 from ..memory.device import PeakMemory
 from ..memory.engine import is_sharded
 from ..memory.needs import HeadBytes, fused_head
@@ -25,7 +26,6 @@ from ..memory.plan import Plan
 from ..memory.planning import make_plan
 from ..model import architecture
 from ..model.routes import why_not_in_slices
-from ..model.vision import vision_rules
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .checkpoints import append_to_card

@@ -12,11 +12,11 @@ from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.collate import FlatCollator
-from ..data.images import ImageProbe, first_examples, has_images
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
-from ..data.vision import FlatVisionCollator
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
+from ..images.collate import FlatVisionCollator
+from ..images.examples import ImageProbe, first_examples, has_images
 from ..memory.engine import is_sharded
 from ..memory.plan import Plan
 from ..model.edits import refuse_lost_batch, refuse_lost_values

@@ -9,8 +9,8 @@ from .. import upstream
 from ..data.collate import UnpairedPreferenceCollator
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
-from ..data.vision import VisionUnpairedCollator
 from ..flat.batch import Inputs
+from ..images.collate import VisionUnpairedCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
 from .state import when_flat

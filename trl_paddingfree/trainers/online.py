@@ -14,17 +14,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import ProcessorMixin
 
 from .. import upstream
-from ..data.generated import GeneratedImages
-from ..data.images import ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
-from ..data.rows import GeneratedRows, PromptGroups, by_prompt
+from ..data.rows import GeneratedRows, PromptGroups
 from ..data.task import Task
-from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
-from ..flat.images import VisionRules
+from ..images.collate import VisionLanguageModelingCollator
+from ..images.examples import ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
+from ..images.generated import GeneratedImages, by_prompt
+from ..images.rows import VisionRules
 from ..memory.plan import Plan
+from ..model.architecture import takes_images
 from ..model.flat_model import FlatModel
-from ..model.vision import takes_images
 from .base import FlatTrainer
 from .configs import Arguments
 from .refusals import refuse_oversized, refuse_to_move, refuse_untried

@@ -16,14 +16,14 @@ from transformers.utils import logging
 from .. import upstream
 from ..check.prove import CheckResult, Progress, UnprovenModelError, draws_of, prove
 from ..check.slices import check_slices
-from ..check.vision import prove_images
-from ..data.images import ImageProbe
+from ..images.check import prove_images
+from ..images.examples import ImageProbe
+from ..images.model import sees_both_ways
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
 from ..model.sequence import SequenceGroup
 from ..model.state_layers import describe_state_layers
-from ..model.vision import sees_both_ways
 from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)

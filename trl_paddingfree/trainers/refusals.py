@@ -16,8 +16,8 @@ from trl import SFTConfig
 
 from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
+from ..images.model import why_no_images
 from ..model import architecture
-from ..model.vision import why_no_images
 from .configs import Arguments, PaddingFreeOptions
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from ..data.collate import FlatCollator, FlatMismatchedCollator
+from ..data.lengths import Example
+from ..data.rows import CollatedRows
 from ..flat.batch import Inputs
-from ..flat.images import RowImages, VisionRules, equal_images, sources_of
-from .collate import FlatCollator, FlatMismatchedCollator
-from .images import images_of
-from .lengths import Example
-from .rows import CollatedRows
+from .examples import images_of
+from .rows import RowImages, VisionRules, equal_images, sources_of
 
 # What a processor and TRL's collators give row by row; all else belongs to images
 _TYPES = ("token_type_ids", "mm_token_type_ids")

@@ -8,14 +8,20 @@ placeholder token. Shape legend: see `segments`; in addition
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.modeling_outputs import ModelOutput
 
-from .transfer import HasTensors
+from ..flat.batch import FlatBatch
+from ..flat.transfer import HasTensors
+from ..model.restored import attributes_set
 
+# As a model gives them: of all images, or of each
+Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 _MISMATCH = "Image features and image tokens do not match"  # TRL knows these words, and says that `max_length` cuts
 
 
@@ -109,6 +115,28 @@ class RowImages:
             flat[path[inside]] = path[firsts[inside]]  # the first token's place: rows that share a block name it alike
         return flat
 
+    def flat(
+        self,
+        rows: Sequence[np.ndarray],
+        paths: Sequence[np.ndarray],
+        starts: Sequence[int],
+        shape: tuple[int, int],
+    ) -> "FlatImages":
+        """Those of a batch of `shape`, flat tokens and columns, from rows and the flat positions of their tokens."""
+        size, width = shape
+        wanted, (features, firsts) = np.full(size, -1), self.features(rows)
+        for feature, path in zip(features, paths, strict=True):
+            wanted[path] = feature
+        index = wanted[wanted >= 0]
+        in_order = len(index) == firsts[-1] and bool((index == np.arange(len(index))).all())
+        return FlatImages(
+            num_features=int(firsts[-1]),
+            feature_index=None if in_order else torch.from_numpy(index),
+            grids=self.counted(rows, starts, width, firsts),
+            kept=tuple((name, torch.from_numpy(places)) for name, places in self.kept.items()),
+            num_pixels=self.num_pixels,
+        )
+
 
 @dataclass(frozen=True)
 class FlatImages(HasTensors):
@@ -120,25 +148,6 @@ class FlatImages(HasTensors):
     kept: tuple[tuple[str, torch.Tensor], ...] = ()  # of an argument of the model, the entries of the sources, int64
     num_pixels: int = 0
 
-    @classmethod
-    def from_rows(
-        cls, images: RowImages, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], starts: Sequence[int], shape
-    ):
-        """Of a batch of `shape`, flat tokens and columns of rows, from the rows and the flat positions of tokens."""
-        size, width = shape
-        wanted, (features, firsts) = np.full(size, -1), images.features(rows)
-        for feature, path in zip(features, paths, strict=True):
-            wanted[path] = feature
-        index = wanted[wanted >= 0]
-        in_order = len(index) == firsts[-1] and bool((index == np.arange(len(index))).all())
-        return cls(
-            num_features=int(firsts[-1]),
-            feature_index=None if in_order else torch.from_numpy(index),
-            grids=images.counted(rows, starts, width, firsts),
-            kept=tuple((name, torch.from_numpy(places)) for name, places in images.kept.items()),
-            num_pixels=images.num_pixels,
-        )
-
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the model with the images of the sources only, and none of images if there are no sources."""
         kept = dict(self.kept)
@@ -147,6 +156,48 @@ class FlatImages(HasTensors):
             for name, x in given.items()
             if name not in kept or len(kept[name])
         }
+
+    def features_in_order(self, model: Any) -> AbstractContextManager[None]:
+        """Within this context, a model gets the features of its images in the order of the flat row's placeholders."""
+        backbone = model.base_model
+        features_of = backbone.get_image_features
+
+        def get_image_features(*args: object, **kwargs: object) -> ModelOutput:
+            outputs = features_of(*args, **kwargs)
+            outputs.pooler_output = self._ordered(outputs.pooler_output)
+            if vars(outputs).get("deepstack_features") is not None:
+                outputs.deepstack_features = [self._ordered(level) for level in outputs.deepstack_features]
+            return outputs
+
+        return attributes_set([(backbone, "get_image_features", get_image_features)])
+
+    def _ordered(self, features: Features) -> Features:
+        """Features in the order of the placeholders, in the form that the model gave them: tensor, tuple or list."""
+        parts = features if isinstance(features, list | tuple) else [features]
+        flat = torch.cat([part.reshape(-1, part.size(-1)) for part in parts])
+        if len(flat) != self.num_features:
+            raise ValueError(f"{_MISMATCH}, tokens: {self.num_features}, features: {len(flat)}")
+        if self.feature_index is None:
+            return features
+        flat = flat.index_select(0, self.feature_index.to(flat.device))
+        if isinstance(features, list | tuple):
+            return type(features)([flat])
+        return flat if features.dim() == 2 else flat[:, None]
+
+    def positions(self, model: Any, batch: FlatBatch) -> torch.Tensor:
+        """Positions of flat tokens: `(1, T)`, or `(3, 1, T)` where the model counts them by the images' grids."""
+        if not self.grids:
+            return batch.position_ids
+
+        def count() -> torch.Tensor:  # by the model's own function, on the CPU: it asks for each grid's numbers
+            device = batch.row_index.device
+            of_rows, _ = model.base_model.get_rope_index(**self.grids)
+            positions = torch.zeros(3, batch.input_ids.size(1) + 1, dtype=torch.long, device=device)
+            index = batch.row_index.masked_fill(~batch.row_mask, batch.input_ids.size(1))
+            positions[:, index.flatten()] = of_rows.to(device, non_blocking=True).flatten(1)
+            return positions[:, None, :-1]
+
+        return batch.layout.derived("grid positions", count)
 
 
 def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:

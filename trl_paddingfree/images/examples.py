@@ -13,12 +13,12 @@ from pyarrow import types
 from transformers.image_utils import load_image
 from trl.data_utils import prepare_multimodal_messages
 
+from ..data.lengths import AnyDataset, Example, has_known_lengths
+from ..data.validate import column_names
 from ..flat.batch import IGNORE_INDEX, Inputs
-from .lengths import AnyDataset, Example, has_known_lengths
-from .validate import column_names
 
 if TYPE_CHECKING:
-    from .vision import FlatVisionCollator
+    from .collate import FlatVisionCollator
 
 # How many examples are searched for images
 _EXAMPLES_SEARCHED = 256

@@ -1,12 +1,14 @@
 """The images of generated rows: TRL gives them to a whole pass, and flat batches take them row by row."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-from trl.trainer.utils import split_pixel_values_by_grid
+import torch
+from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import Inputs
-from ..flat.images import RowImages, VisionRules, equal_images
+from .rows import RowImages, VisionRules, equal_images
 
 # Arguments of TRL's passes that hold images. Beside them, a pass is told how many each row has, in pieces too
 IMAGE_ARGUMENTS = (
@@ -75,3 +77,35 @@ def row_cuts(given: Inputs) -> dict[str, list[int]]:
                 "belong. Set `padding_free=False`."
             )
     return found
+
+
+def by_prompt(batches: list[Inputs]) -> list[Inputs]:
+    """
+    The rows of some micro-batches of one width, those of one prompt with equal images together, in micro-batches of the
+    same size. As TRL keeps them, these hold tensors and lists of one entry per row, values that all rows have in
+    common, and images, which may have several entries per row.
+
+    >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
+    >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
+    [[[1], [1]], [[2], [2]]]
+    """
+    batches = list(map(split_by_row, batches))
+    whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
+    images, prompts = GeneratedImages.of(unsplit_pixel_values_by_grid(whole)), whole["prompt_ids"].cpu().numpy()
+    firsts = [0] * len(prompts) if images is None else images.firsts
+    keys = [(row.tobytes(), first) for row, first in zip(prompts, firsts, strict=True)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+
+    def ordered(value):
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return value[order]
+        return [value[row] for row in order] if isinstance(value, list) else value
+
+    parts: Any = split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
+    return list(map(unsplit_pixel_values_by_grid, parts))
+
+
+def _joined(values: list[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor) and values[0].ndim:
+        return torch.cat(values)
+    return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
