@@ -14,6 +14,7 @@ from tests.helpers.tiny import make_model, make_tokenizer, score
 from tests.helpers.vision import (
     ARCHITECTURES,
     CLOSE,
+    IMAGE,
     IMAGE_ID,
     OPEN,
     VOCABULARY,
@@ -293,3 +294,22 @@ def test_a_sampled_image_token_is_named(monkeypatch):
     trainer._generate = _generate
     with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens of the rows"):
         trainer.train()
+
+
+@pytest.mark.parametrize("fault", ["model", "template"])
+def test_tools_beside_text_train_where_made_up_images_cannot_be_tried(fault, monkeypatch, caplog):
+    """By a model that cannot take images from a flat row, or with a template that drops them."""
+    text = Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{i}"}]} for i in range(8)])
+    if fault == "model":
+        monkeypatch.setattr("trl_paddingfree.trainers.online.why_no_images", lambda model: "so it is")
+    trusted = ("supports_tool_calling", "is_chat_template_prefix_preserving", "add_response_schema")
+    with mock.patch.multiple("trl.trainer.grpo_trainer", **dict.fromkeys(trusted, lambda processor: processor)):
+        arguments = {**on_images("llava", "grpo"), "tools": [look]}
+        if fault == "template":
+            processor = arguments["processing_class"]
+            processor.chat_template = processor.chat_template.replace(IMAGE, "")
+        trainer = make_trainer("grpo", "shared", **arguments, train_dataset=text)
+    assert trainer.flat.check.images is None
+    assert ("Made-up images cannot be tried" in caplog.text) == (fault == "template")
+    with pytest.raises(ValueError, match="The rows come with `pixel_values`, and the start-up check has tried no im"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, None, None, 2, pixel_values=torch.zeros(1))

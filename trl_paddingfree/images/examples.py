@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # How many examples are searched for images
 _EXAMPLES_SEARCHED = 256
+# A kind of examples to try: of those that only tools or environments may give
+MADE_UP = "made-up"
 
 
 def has_images(dataset: AnyDataset) -> bool:

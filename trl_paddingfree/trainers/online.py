@@ -19,8 +19,9 @@ from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..images.collate import VisionLanguageModelingCollator
-from ..images.examples import ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
+from ..images.examples import MADE_UP, ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
 from ..images.generated import GeneratedImages, by_prompt
+from ..images.model import why_no_images
 from ..images.rows import VisionRules
 from ..memory.plan import Plan
 from ..model.architecture import takes_images
@@ -92,7 +93,8 @@ class OnlineTrainer(FlatTrainer):
         collator = VisionLanguageModelingCollator(processor, padding_free=True)
         probe = ImageProbe(collator, map(prompt_in_messages, first_examples(data)))
         if not probe.names and (vars(self).get("tools") or self.environment_factories):
-            probe = ImageProbe(collator, made_up_examples(), "made-up")
+            can_train = not any(why_no_images(self.flat_base(model)) for model in self.flat_models())
+            probe = ImageProbe(collator, made_up_examples() if can_train else (), MADE_UP)
         if not probe.names:
             if in_column:
                 refuse_untried(data)
@@ -107,9 +109,9 @@ class OnlineTrainer(FlatTrainer):
         pixels = given.get("pixel_values")
         if pixels is not None and self.flat.check.images is None:
             raise ValueError(
-                "The rows come with `pixel_values`, and the start-up check has tried no images: the first prompts of "
-                f"the train data have none, and {type(self).__name__} has no tools or environments that return any. "
-                "Shuffle the data, or set `padding_free=False`."
+                "The rows come with `pixel_values`, and the start-up check has tried no images, or could not: the "
+                f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
+                "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
             )
         if pixels is not None and pixels not in self._seen:  # policy, reference and all iterations ask the same
             self._seen[pixels] = GeneratedImages.of(given)
