@@ -279,7 +279,7 @@ def report(result: dict[str, Any]) -> str:
         f"{TIMED_STEPS} steps that are collated and computed in turn (20 to 80 %).",
         "- **digits read**: the share of 200 questions about other pictures that the model answers, before and after.",
         "- **largest difference**: the largest difference of a step's loss from that of padded TRL, after the same "
-        "number of steps.",
+        "number of steps. That of GRPO, with one update per batch, shows only that the same answers are sampled.",
         "- **tower, text**: the floating-point operations of a training step per example, counted by PyTorch: those of "
         "the vision tower with its projector, and all others.",
         "",
