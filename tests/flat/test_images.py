@@ -66,18 +66,18 @@ def test_rows_of_one_source_that_were_cut_apart_are_refused_in_words_that_trl_kn
         flat([[1, IMAGE, IMAGE, 2], [1, IMAGE]], [0, 0])
 
 
-def test_grids_are_given_for_each_row_in_its_columns():
-    """Grids of one, three and two tokens, of four patches each; and rows that begin at any column."""
+def test_grids_are_given_for_each_row():
+    """Grids of one, three and two tokens, of four patches each."""
     grids = torch.tensor([[1, 2, 2], [1, 2, 6], [1, 4, 2]])
     rows = [[1, IMAGE, *[IMAGE] * 3], [IMAGE, IMAGE, 7], [2, *[IMAGE] * 4], [3]]
     images = RowImages(VisionRules(IMAGE, counts_grids=True), [0, 1, 0, 2], grids)
-    batch = FlatBatch.from_rows(rows, rows, images=images, starts=[2, 0, 1, 6], width=8)
+    batch = FlatBatch.from_rows(rows, rows, images=images, width=8)
     found = batch.images.grids
     assert found["image_grid_thw"].tolist() == grids[[0, 1, 2, 0, 1]].tolist()
     assert [
         row[mask > 0].tolist() for row, mask in zip(found["input_ids"], found["attention_mask"], strict=True)
     ] == rows
-    assert found["mm_token_type_ids"][0].tolist() == [0, 0, 0, 1, 1, 1, 1, 0]
+    assert found["mm_token_type_ids"][0].tolist() == [0, 1, 1, 1, 1]
     cut, images = [rows[1], rows[0][:4]], RowImages(images.rules, [0, 1], grids[:2])
     with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens: 5, images end"):
         FlatBatch.from_rows(cut, cut, images=images)

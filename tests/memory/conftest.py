@@ -3,11 +3,11 @@
 import os
 
 import pytest
+from trl_paddingfree.memory.budget import Budget
 
 from tests.helpers.memory import LAYERS, generating, least_room
 from tests.helpers.tiny import make_model, prompts
 from tests.runs import run
-from trl_paddingfree.memory.budget import Budget
 
 
 @pytest.fixture(scope="session")

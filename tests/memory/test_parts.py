@@ -8,13 +8,13 @@ import pytest
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import is_torchvision_available
+from trl_paddingfree.memory.budget import Budget, parts_that_fit
 
 from tests.helpers.memory import LAYERS, generating, generating_with_dropout, least_room, with_images
 from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
 from tests.helpers.versions import is_older
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, run
-from trl_paddingfree.memory.budget import Budget, parts_that_fit
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.plan import MemoryBudget, adds_up_shards
 from trl_paddingfree.model import forward

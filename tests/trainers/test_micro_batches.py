@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
+from trl_paddingfree.memory.budget import split_by_tokens
 
 from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
@@ -23,7 +24,6 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
-from trl_paddingfree.memory.budget import split_by_tokens
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

@@ -117,7 +117,9 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     head[0] = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
     rows, columns = upstream.lm_head_tile()
     working = WORKING_TENSORS * every.largest.max(0)
-    return MemoryNeeds(fixed, every.kept, every.recomputed, every.outside, head, (BYTES * columns, rows), working)
+    of_keys = float(kept.of_keys) * len(which) / len(layers)
+    tile = (BYTES * columns, rows)
+    return MemoryNeeds(fixed, every.kept, every.recomputed, every.outside, head, tile, working, of_keys)
 
 
 def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:

@@ -17,7 +17,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from ..flat.batch import FlatBatch
-from ..flat.transfer import HasTensors
+from ..flat.transfer import HasTensors, on_device
 from ..model.restored import attributes_set
 
 # As a model gives them: of all images, or of each
@@ -77,15 +77,13 @@ class RowImages:
         firsts = np.cumsum([0, *(of_source[source] for source in range(len(of_source)))])
         return self._numbered(rows, firsts[list(self.sources)].tolist()), firsts
 
-    def counted(
-        self, rows: Sequence[np.ndarray], starts: Sequence[int], width: int, firsts: np.ndarray
-    ) -> dict[str, torch.Tensor]:
-        """By what a model counts positions: the rows in their columns, which tokens are placeholders, and the grids."""
+    def counted(self, rows: Sequence[np.ndarray], firsts: np.ndarray) -> dict[str, torch.Tensor]:
+        """By what a model counts positions: rows padded on the right, their placeholders, and the grids of each row."""
         if self.grids is None:
             return {}
-        ids, mask = np.zeros((2, len(rows), width), dtype=np.int64)
-        for r, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            ids[r, start : start + len(row)], mask[r, start : start + len(row)] = row, 1
+        ids, mask = np.zeros((2, len(rows), max(map(len, rows))), dtype=np.int64)
+        for r, row in enumerate(rows):
+            ids[r, : len(row)], mask[r, : len(row)] = row, 1
         # A grid has as many tokens as all others, relative to its size
         sizes = np.cumsum([0, *self.grids.prod(1).tolist()])
         ends = sizes * firsts[-1] // sizes[-1]
@@ -115,15 +113,8 @@ class RowImages:
             flat[path[inside]] = path[firsts[inside]]  # the first token's place: rows that share a block name it alike
         return flat
 
-    def flat(
-        self,
-        rows: Sequence[np.ndarray],
-        paths: Sequence[np.ndarray],
-        starts: Sequence[int],
-        shape: tuple[int, int],
-    ) -> "FlatImages":
-        """Those of a batch of `shape`, flat tokens and columns, from rows and the flat positions of their tokens."""
-        size, width = shape
+    def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> "FlatImages":
+        """Those of a batch of `size` flat tokens, from rows and the flat positions of their tokens."""
         wanted, (features, firsts) = np.full(size, -1), self.features(rows)
         for feature, path in zip(features, paths, strict=True):
             wanted[path] = feature
@@ -132,7 +123,8 @@ class RowImages:
         return FlatImages(
             num_features=int(firsts[-1]),
             feature_index=None if in_order else torch.from_numpy(index),
-            grids=self.counted(rows, starts, width, firsts),
+            grids=self.counted(rows, firsts),
+            places=np.concatenate(paths),
             kept=tuple((name, torch.from_numpy(places)) for name, places in self.kept.items()),
             num_pixels=self.num_pixels,
         )
@@ -145,6 +137,7 @@ class FlatImages(HasTensors):
     num_features: int  # `F`, by the placeholders of the sources: the vision tower must give as many
     feature_index: torch.Tensor | None  # (I,) int64: of each placeholder, in flat order; `None` if that is their own
     grids: Mapping[str, torch.Tensor]  # see [`RowImages.counted`]; they stay on the CPU, where positions are counted
+    places: np.ndarray  # flat positions of the rows' tokens, one row after another, int64
     kept: tuple[tuple[str, torch.Tensor], ...] = ()  # of an argument of the model, the entries of the sources, int64
     num_pixels: int = 0
 
@@ -190,12 +183,10 @@ class FlatImages(HasTensors):
             return batch.position_ids
 
         def count() -> torch.Tensor:  # by the model's own function, on the CPU: it asks for each grid's numbers
-            device = batch.row_index.device
             of_rows, _ = model.base_model.get_rope_index(**self.grids)
-            positions = torch.zeros(3, batch.input_ids.size(1) + 1, dtype=torch.long, device=device)
-            index = batch.row_index.masked_fill(~batch.row_mask, batch.input_ids.size(1))
-            positions[:, index.flatten()] = of_rows.to(device, non_blocking=True).flatten(1)
-            return positions[:, None, :-1]
+            flat = torch.zeros(3, 1, batch.input_ids.size(1), dtype=torch.long)
+            flat[:, 0, self.places] = of_rows[:, self.grids["attention_mask"] > 0]
+            return on_device(flat, batch.input_ids.device)
 
         return batch.layout.derived("grid positions", count)
 
