@@ -34,10 +34,9 @@ from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
 from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, taken
 from trl_paddingfree.images.examples import first_with_images, images_of
-from trl_paddingfree.images.model import vision_rules, why_no_images
+from trl_paddingfree.images.model import refuse_blind, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.trainers import TRAINERS, collated
-from trl_paddingfree.trainers.refusals import refuse_blind
 from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])

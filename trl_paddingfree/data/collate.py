@@ -204,7 +204,7 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 
 @dataclass
 class FlatMismatchedCollator(FlatCollator):
-    """A collator that gives mismatched rows, too: their flat batch is the `companion` of the batch's."""
+    """Gives mismatched rows (`"KL_input_ids"`), too: their flat batch is the `companion` of the batch's."""
 
     def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)
@@ -219,8 +219,6 @@ class UnpairedPreferenceCollator(FlatMismatchedCollator, DataCollatorForUnpaired
     """
     Collator of completions that are desirable or not: TRL's
     [`~trl.trainer.kto_trainer.DataCollatorForUnpairedPreference`], with its arguments and those of [`FlatCollator`].
-
-    The flat batch of the mismatched rows (`"KL_input_ids"`), if there are any, is the `companion` of the batch's.
 
     >>> from trl_paddingfree import UnpairedPreferenceCollator
     >>> collator = UnpairedPreferenceCollator(pad_token_id=0, padding_free=True)

@@ -4,6 +4,8 @@ The model merges its images itself. It is given its features in the order of the
 that it counts itself over the rows, and the blocks of image tokens that see one another.
 """
 
+from collections.abc import Sequence
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -49,3 +51,26 @@ def why_no_images(model: PreTrainedModel) -> str:
         if isinstance(module, BATCH_NORMS):  # TRL computes equal images as often as rows have them
             return f"`{name}` takes statistics over all images of a call, in which equal ones are there once"
     return ""
+
+
+def refuse_blind(model: PreTrainedModel) -> None:
+    """Refuse to train a model on images that cannot take them from a flat row."""
+    if reason := why_no_images(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "
+            "train another model."
+        )
+
+
+def rules_of_all(models: Sequence[PreTrainedModel]) -> VisionRules:
+    """What models that compute the same rows want to know of images. Refuses those that cannot, or that disagree."""
+    for model in models:
+        refuse_blind(model)
+    first, *others = map(vision_rules, models)
+    for model, rules in zip(models[1:], others, strict=True):
+        if rules != first:
+            raise ValueError(
+                f"{type(model).__name__} and {type(models[0]).__name__} compute the same rows, and read images by "
+                f"other rules ({rules} and {first}): take models of one family, or set `padding_free=False`."
+            )
+    return first

@@ -17,7 +17,7 @@ from ..data.task import Task
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..images.examples import ImageProbe, has_images
-from ..images.model import vision_rules
+from ..images.model import rules_of_all
 from ..images.rows import VisionRules
 from ..memory.device import PeakMemory
 from ..memory.engine import is_sharded
@@ -130,18 +130,8 @@ class FlatTrainer(GroupedTrainer):
         return None
 
     def image_rules(self) -> VisionRules:
-        """What all models want to know of images. Refuses those that cannot take them, or that disagree."""
-        bases = [self.flat_base(model) for model in self.flat_models()]
-        for base in bases:
-            refusals.refuse_blind(base)
-        first, *others = map(vision_rules, bases)
-        for base, rules in zip(bases[1:], others, strict=True):
-            if rules != first:
-                raise ValueError(
-                    f"{type(base).__name__} and {type(bases[0]).__name__} compute the same rows, and read images by "
-                    f"other rules ({rules} and {first}): take models of one family, or set `padding_free=False`."
-                )
-        return first
+        """What all models want to know of images."""
+        return rules_of_all([self.flat_base(model) for model in self.flat_models()])
 
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on which others share its micro-batch."""

@@ -16,7 +16,6 @@ from trl import SFTConfig
 
 from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
-from ..images.model import why_no_images
 from ..model import architecture
 from .configs import Arguments, PaddingFreeOptions
 
@@ -277,12 +276,3 @@ def refuse_images(arguments: Arguments) -> None:
                 f"The data has a column `{found[0]}`, and this trainer trains on text only. Leave the column out with "
                 f"`dataset.remove_columns('{found[0]}')`, or set `padding_free=False`."
             )
-
-
-def refuse_blind(model: PreTrainedModel) -> None:
-    """Refuse to train a model on images that cannot take them from a flat row."""
-    if reason := why_no_images(model):
-        raise ValueError(
-            f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "
-            "train another model."
-        )
