@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import gather
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -85,9 +86,8 @@ class Plan:
     def decide(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch. Those of one batch are computed alike, with gradients or without."""
         decision = self.own_decision(batch)
-        if self.is_sharded:
-            key = ("agreed", self.budget, self.limit)
-            decision = batch.layout.derived(key, lambda: self._agreed(batch, decision))
+        if self.is_sharded:  # in each pass: a process with fewer parts repeats one, beside others of others
+            decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
             if decision.expected > self.budget and not self.has_shrunk and self.needs is not None:
                 raise self.too_small_for(batch)
@@ -130,8 +130,9 @@ class Plan:
 
     def _agreed(self, batch: FlatBatch, own: Decision) -> Decision:
         """What all processes do, which gather weights together: as many slices, and as many layers recomputed."""
-        counts = [own.num_slices, own.num_recomputed or 0]
-        number, layers = map(int, of_all_processes(counts, self.accelerator).amax(0).tolist())
+        counts = torch.tensor([[own.num_slices, own.num_recomputed or 0]], device=self.accelerator.device)
+        # Not by the accelerator, whose methods do nothing while a part of a micro-batch is computed
+        number, layers = map(int, gather(counts).amax(0).tolist())
         if number == 1 and self.needs is not None:
             return replace(own, num_recomputed=layers)
         if number == own.num_slices:

@@ -169,8 +169,9 @@ class StartUpCheck:
         base = self._base(model)
         trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
-            flat.flattener = None  # the check compares with rows
-            flat.divide_among(None)  # by this run, if at all
+            # The check compares with rows, and slices are those of this run: not by the budget of a trainer before
+            flat.flattener = flat.decide = None
+            flat.divide_among(None)
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):

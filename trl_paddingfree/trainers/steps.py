@@ -226,8 +226,6 @@ class TrainingSteps:
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
         trainer, inputs = self.trainer, part.inputs
-        if isinstance(inputs, dict):  # prompts to be completed are a list
-            inputs = {name: value for name, value in inputs.items() if name != "rows"}
         if metrics is None:
             loss = step(inputs)
         else:
