@@ -91,9 +91,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"flat", "upstream", "model"},
     "data": {"flat"},
     "charts": {"data"},
-    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data"},
+    "images": {"flat", "model", "check", "data"},
+    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
     "quickstart": {"charts", "data", "memory", "trainers"},
-    "cli": {"flat", "upstream", "versions", "model", "memory", "check", "charts", "data", "trainers", "quickstart"},
+    "cli": {
+        *("flat", "upstream", "versions", "model", "memory", "check", "charts", "data", "images", "trainers"),
+        "quickstart",
+    },
     "__main__": {"cli"},
     "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
 }
@@ -104,10 +108,12 @@ def part_of(path: str) -> str:
 
 
 def imported_parts(file: Path) -> set[str]:
-    """Parts of the package that a file imports, also inside functions."""
+    """Parts of the package that a file imports, also inside functions, but for type annotations."""
     package = Path(trl_paddingfree.__file__).parent
     folder, parts = file.relative_to(package).parent.parts, set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    typed = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for node in set(nodes) - {child for each in typed for child in ast.walk(each)}:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = folder[: len(folder) - node.level + 1]
             names = [node.module] if node.module else [alias.name for alias in node.names]
@@ -188,7 +194,7 @@ def test_no_files_import_each_other_by_any_way():
 def test_the_package_has_few_parts_and_each_is_listed():
     package = Path(trl_paddingfree.__file__).parent
     entries = sorted(path.name for path in package.iterdir() if path.name != "__pycache__")
-    assert len(entries) <= 14
+    assert len(entries) <= 15
     assert {name.removesuffix(".py") for name in entries} - {"py.typed"} == MAY_IMPORT.keys()
 
 

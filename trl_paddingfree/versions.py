@@ -41,7 +41,7 @@ _COUNTS = "_metrics _total_train_tokens"
 INSTANCE_NAMES = {
     "Trainer": "_signature_columns _train_batch_size",
     "DPOTrainer": f"{_COUNTS} _is_vision_dataset _tokenizer",
-    "KTOTrainer": f"{_COUNTS} _tokenizer",
+    "KTOTrainer": f"{_COUNTS} _is_vision_dataset _tokenizer",
     "SFTTrainer": f"{_COUNTS} _is_vision_dataset _tokenizer",
     "RewardTrainer": _COUNTS,
     "GRPOTrainer": f"{_COUNTS} _buffered_inputs _entropy_window_stats _last_world_entropy _step",

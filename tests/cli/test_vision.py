@@ -5,11 +5,18 @@ import os
 
 import pytest
 
-from tests.helpers.vision import IMAGE_ID, make_vision, vision_messages, vision_pairs
+from tests.helpers.vision import (
+    IMAGE_ID,
+    make_vision,
+    vision_labelled,
+    vision_messages,
+    vision_pairs,
+    vision_prompts,
+)
 from trl_paddingfree.cli import main
 from trl_paddingfree.cli.train import main as train
-from trl_paddingfree.data.vision import VisionPreferenceCollator
-from trl_paddingfree.model.vision import vision_rules
+from trl_paddingfree.images.collate import VisionPreferenceCollator
+from trl_paddingfree.images.model import vision_rules
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -33,15 +40,36 @@ def test_inspect_counts_the_tokens_of_images(monkeypatch, tmp_path, capsys, visi
     assert batch["computed_tokens"] == counts.computed
 
 
-@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_inspect_counts_groups_of_prompts_with_images(monkeypatch, tmp_path, capsys, vision_dir):
+    """Completions of one length, all different; of the data, two prompts are one text with one image."""
+    monkeypatch.chdir(tmp_path)
+    rows = vision_prompts(4, SEED, most_images=1)
+    rows.select([0, 1, 0]).to_parquet("prompts.parquet")
+    options = ["--batch_size", "3", "--num_generations", "3", "--max_completion_length", "5", "--json"]
+    assert main(["inspect", "prompts.parquet", "--tokenizer", vision_dir, *options]) == 0
+    (batch, *_) = json.loads(capsys.readouterr().out)["batch_sizes"]
+    # A mark before and after each text, its role, four tokens of the image, and two before the answer
+    first, second = (3 + 4 + len(row["prompt"][0]["content"].split()) + 2 for row in rows.select([0, 1]))
+    assert batch["real_tokens"] == 3 * (2 * first + second) + 9 * 5
+    # The last token of a prompt is there for each completion; the two prompts have a beginning in common
+    assert first + second - 2 + 9 * (1 + 5) - batch["computed_tokens"] in (1, 2)
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft", "kto", "grpo", "rloo", "distillation"])
 def test_the_scripts_train_a_vision_model(tmp_path, capsys, vision_dir, pairs, task):
     file = pairs
-    if task == "sft":
-        file = str(tmp_path / "messages.parquet")
-        vision_messages(8, SEED).to_parquet(file)
+    make = {"sft": vision_messages, "kto": vision_labelled}.get(task, vision_prompts)
+    if task != "dpo":
+        file = str(tmp_path / "data.parquet")
+        make(8, SEED, 1).to_parquet(file)
     options = {"use_cpu": "true", "bf16": "false", "max_steps": "1", "report_to": "none", "dtype": "float32"}
     options |= {"output_dir": str(tmp_path / "out"), "per_device_train_batch_size": "4"}
     argv = ["--model_name_or_path", vision_dir, "--dataset_name", file, "--use_peft"]
     argv += ["--lora_target_modules", "all-linear"]
+    if task in ("grpo", "rloo", "distillation"):
+        options |= {"max_completion_length": "4"}
+        options |= {"teacher_model_name_or_path": vision_dir} if task == "distillation" else {"num_generations": "4"}
+    if task in ("grpo", "rloo"):
+        argv += ["--reward_funcs", "think_format_reward"]
     train(task, [*argv, *(part for name, value in options.items() for part in (f"--{name}", value))])
     assert "Trained by padding-free" in capsys.readouterr().out

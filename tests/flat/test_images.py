@@ -8,56 +8,48 @@ import pytest
 import torch
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX, FlatBatch
-from trl_paddingfree.flat.images import RowImages
+from trl_paddingfree.images.rows import RowImages, VisionRules, equal_images
 from trl_paddingfree.model.masks import dense_mask, segment_mask
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 IMAGE = 99
 
 
-def flat(rows, groups, copies=1, sharing=True, blocks=None):
+def flat(rows, sources, sharing=True, has_blocks=False):
     """A flat batch of rows that score all tokens but their first."""
     labels = [[IGNORE_INDEX, *row[1:]] for row in rows]
-    images = RowImages(IMAGE, groups, copies, blocks=blocks)
+    images = RowImages(VisionRules(IMAGE, has_blocks), sources)
     return FlatBatch.from_rows(rows, labels, prefix_sharing=sharing, images=images)
 
 
 def random_rows(seed):
-    """Pairs of rows with up to two images of up to three tokens, some rows with equal images; and their groups."""
+    """Pairs of rows with up to two images of up to three tokens, some rows with equal images; and their sources."""
     rng = np.random.default_rng(seed)
-    prompts, groups = [], []
-    for group in range(4):
+    prompts = []
+    for _ in range(4):
         runs = [[IMAGE] * int(rng.integers(1, 4)) for _ in range(int(rng.integers(0, 3)))]
         prompts.append([1, *(t for run in runs for t in (*run, int(rng.integers(2, 4))))])
-        groups.append(group if runs else 100)
     prompts.append(prompts[0])
-    groups.append(groups[0])
     rows = [prompt + rng.integers(4, 6, rng.integers(1, 4)).tolist() for _ in range(2) for prompt in prompts]
-    return rows, groups * 2
+    return rows, [0, 1, 2, 3, 0] * 2
 
 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("draw", range(8))
 def test_every_row_gets_its_own_features_in_order(draw, sharing):
-    rows, groups = random_rows(SEED + draw)
-    batch = flat(rows, groups, copies=2, sharing=sharing)
+    rows, sources = random_rows(SEED + draw)
+    batch = flat(rows, sources, sharing=sharing)
     assert batch.to_rows() == rows
     # What the model does: write the next feature at each placeholder of the flat row
     index = batch.images.feature_index
     index = torch.arange(batch.images.num_features) if index is None else index
     written = torch.full((batch.input_ids.size(1),), -1)
     written[batch.input_ids[0] == IMAGE] = index
-    half = rows[: len(rows) // 2]
-    firsts = np.cumsum([0, *(row.count(IMAGE) for row in half)])
-    first_of = {}
-    for r, group in enumerate(groups[: len(half)]):
-        first_of.setdefault(group, firsts[r])
+    firsts = np.cumsum([0, *(rows[source].count(IMAGE) for source in range(4))])
+    assert batch.images.num_features == firsts[-1]
     for r, row in enumerate(rows):
         got = [int(x) for x in written[batch.row_index[r, : len(row)]] if x >= 0]
-        own = [int(firsts[r % len(half)]) + k for k in range(row.count(IMAGE))]
-        equal = [int(first_of[groups[r]]) + k for k in range(row.count(IMAGE))]
-        assert all(x in (a, b) for x, a, b in zip(got, own, equal, strict=True))
-        assert len(got) == row.count(IMAGE)
+        assert got == [int(firsts[sources[r]]) + k for k in range(row.count(IMAGE))]
 
 
 def test_rows_share_equal_images_and_no_others():
@@ -69,15 +61,68 @@ def test_rows_share_equal_images_and_no_others():
     assert flat(rows, [0, 1], sharing=False).images.feature_index is None
 
 
-def test_copies_that_were_cut_apart_are_refused_in_words_that_trl_knows():
+def test_rows_of_one_source_that_were_cut_apart_are_refused_in_words_that_trl_knows():
     with pytest.raises(ValueError, match="Image features and image tokens do not match"):
-        flat([[1, IMAGE, IMAGE, 2], [1, IMAGE]], [0, 0], copies=2)
+        flat([[1, IMAGE, IMAGE, 2], [1, IMAGE]], [0, 0])
+
+
+def test_grids_are_given_for_each_row():
+    """Grids of one, three and two tokens, of four patches each."""
+    grids = torch.tensor([[1, 2, 2], [1, 2, 6], [1, 4, 2]])
+    rows = [[1, IMAGE, *[IMAGE] * 3], [IMAGE, IMAGE, 7], [2, *[IMAGE] * 4], [3]]
+    images = RowImages(VisionRules(IMAGE, counts_grids=True), [0, 1, 0, 2], grids)
+    batch = FlatBatch.from_rows(rows, rows, images=images, width=8)
+    found = batch.images.grids
+    assert found["image_grid_thw"].tolist() == grids[[0, 1, 2, 0, 1]].tolist()
+    assert [
+        row[mask > 0].tolist() for row, mask in zip(found["input_ids"], found["attention_mask"], strict=True)
+    ] == rows
+    assert found["mm_token_type_ids"][0].tolist() == [0, 1, 1, 1, 1]
+    cut, images = [rows[1], rows[0][:4]], RowImages(images.rules, [0, 1], grids[:2])
+    with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens: 5, images end"):
+        FlatBatch.from_rows(cut, cut, images=images)
+
+
+@pytest.mark.parametrize("limit", [3, 4])
+def test_blocks_that_a_window_does_not_cut_are_refused_beyond_it(limit):
+    """As in Gemma 4 Unified: a block of four tokens, and one of two."""
+    rows, rules = [[5, *[IMAGE] * 4, 5, IMAGE, IMAGE]], VisionRules(IMAGE, has_blocks=True, longest_block=limit)
+    images = RowImages(rules, [0])
+    if limit == 4:
+        assert FlatBatch.from_rows(rows, rows, images=images).layout.blocks.tolist() == [-1, 1, 1, 1, 1, -1, 6, 6]
+    else:
+        with pytest.raises(ValueError, match="An image has 4 tokens, and in layers with `sliding_window=3`"):
+            FlatBatch.from_rows(rows, rows, images=images)
+
+
+# --- which rows have equal images -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("draw", range(4))
+def test_rows_with_equal_images_are_found(draw, dtype):
+    """Several entries per row, or none, and arguments that only together tell images apart."""
+    rng = np.random.default_rng(SEED + draw)
+    known = [(rng.normal(size=(n, 3, 2)), rng.integers(0, 2, (1, 2))) for n in (0, 1, 2, 2)]
+    known.append((known[2][0], known[2][1] + 1))
+    drawn = rng.integers(0, len(known), 12)
+    pixels, sizes = (torch.from_numpy(np.concatenate([known[i][part] for i in drawn])) for part in range(2))
+    pixels = (100 * pixels).to(dtype)
+    cuts = {"pixel_values": [len(known[i][0]) for i in drawn], "image_sizes": [1] * len(drawn)}
+    found = equal_images({"pixel_values": pixels, "image_sizes": sizes}, cuts)
+    assert found == [drawn.tolist().index(i) for i in drawn]
+
+
+def test_images_with_equal_sums_are_told_apart():
+    pixels = torch.tensor([[1.0, 2.0], [2.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
+    assert equal_images({"pixel_values": pixels}, {"pixel_values": [1] * 4}) == [0, 1, 2, 0]
+    assert equal_images({"pixel_values": pixels[:0]}, {"pixel_values": [0, 0]}) == [0, 0]
 
 
 def test_images_travel_with_the_batch():
     batch = flat([[1, IMAGE, 2], [1, IMAGE, 3], [4, IMAGE, 3]], [0, 1, 0])
     moved = pickle.loads(pickle.dumps(batch)).to("cpu")
-    assert moved.images.num_features == 3
+    assert moved.images.num_features == 2
     text = FlatBatch.from_rows([[1, 2]], [[1, 2]])
     assert text.images is None
     assert text.to("cpu").images is None
@@ -86,14 +131,12 @@ def test_images_travel_with_the_batch():
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("draw", range(4))
 def test_tokens_of_a_block_see_each_other_in_every_row(draw, window):
-    rows, groups = random_rows(SEED + draw)
-    width = max(map(len, rows))
-    blocks = np.array([[t == IMAGE for t in row] + [False] * (width - len(row)) for row in rows])
-    batch = flat(rows, groups, copies=2, blocks=blocks)
+    rows, sources = random_rows(SEED + draw)
+    batch = flat(rows, sources, has_blocks=True)
     whole = dense_mask(batch.layout, window, torch.float32)[0, 0] == 0
-    for row, inside, path in zip(rows, blocks, batch.row_index, strict=True):
-        path, length = path[: len(row)], len(row)
-        runs = np.cumsum(np.diff(inside[:length], prepend=False))
+    for row, path in zip(rows, batch.row_index, strict=True):
+        path, length, inside = path[: len(row)], len(row), np.array(row) == IMAGE
+        runs = np.cumsum(np.diff(inside, prepend=False))
         for q in range(length):
             for k in range(length):
                 same = inside[q] and inside[k] and runs[q] == runs[k]
@@ -103,7 +146,7 @@ def test_tokens_of_a_block_see_each_other_in_every_row(draw, window):
 
 def test_segments_of_equal_shape_have_masks_of_their_own_where_blocks_differ():
     rows = [[1, IMAGE, IMAGE, 2], [1, 3, IMAGE, IMAGE]]
-    batch = flat(rows, [0, 1], sharing=False, blocks=np.array(rows) == IMAGE)
+    batch = flat(rows, [0, 1], sharing=False, has_blocks=True)
     first, second = (segment_mask(batch.layout, [i]) for i in range(2))
     assert first[0, 0, 1, 2]
     assert not second[0, 0, 1, 2]

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
 
-from tests.helpers.tiny import word_level
+from tests.helpers.tiny import score, word_level
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 WORDS = [f"w{i}" for i in range(40)]
@@ -315,10 +315,18 @@ def make_vision(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **
 def on_images(kind: str, task: str, lora: bool = False, seed: int = SEED) -> dict[str, Any]:
     """What trains a tiny model on images: adapters on every linear layer, the tower's included, or all weights."""
     model, processor = make_vision(kind, seed=seed)
-    arguments = {"model": model, "processing_class": processor, "max_length": None}
+    arguments = {"model": model, "processing_class": processor}
+    if task in ("grpo", "rloo", "distillation"):
+        processor.tokenizer.padding_side = "left"  # as TRL loads it; on the right, padded TRL fails or is wrong
+    if task in ("grpo", "rloo"):
+        arguments["reward_funcs"] = score
+    elif task == "distillation":
+        arguments["teacher_model"] = make_vision(kind, seed=seed + 1)[0]
+    else:
+        arguments["max_length"] = None
     if lora:
         arguments["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    elif task == "dpo":
+    elif task in ("dpo", "kto"):
         arguments["ref_model"] = make_vision(kind, seed=seed + 1)[0]
     return arguments
 
@@ -357,6 +365,17 @@ def vision_pairs(n: int, seed: int, most_images: int = 2) -> Dataset:
 def vision_completions(n: int, seed: int, most_images: int = 2) -> Dataset:
     """The same as prompts and completions."""
     return vision_pairs(n, seed, most_images).rename_column("chosen", "completion").remove_columns("rejected")
+
+
+def vision_labelled(n: int, seed: int, most_images: int = 2) -> Dataset:
+    """The same, as completions that are desirable or not."""
+    return vision_completions(n, seed, most_images).add_column("label", [i % 3 > 0 for i in range(n)])
+
+
+def vision_prompts(n: int, seed: int, most_images: int = 2) -> Dataset:
+    """The same prompts without completions. All have an image, with which TRL takes no prompts without."""
+    rows = vision_pairs(2 * n, seed, most_images).select_columns(["images", "prompt"])
+    return rows.filter(lambda row: row["images"]).select(range(n))
 
 
 def vision_messages(n: int, seed: int, most_images: int = 2) -> Dataset:

@@ -7,10 +7,10 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions
-from trl_paddingfree.data.vision import VisionLanguageModelingCollator
+from trl_paddingfree.images.collate import VisionLanguageModelingCollator
+from trl_paddingfree.images.model import vision_rules
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
-from trl_paddingfree.model.vision import vision_rules
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # float32 (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms

@@ -222,14 +222,6 @@ def test_rows_that_are_no_rows_are_refused(data, mask, message):
         trainer._get_per_token_logps_and_entropies(trainer.model, torch.tensor([[1, 2, 3, 4]]), torch.tensor(mask), 2)
 
 
-def test_images_are_refused(data):
-    with pytest.raises(ValueError, match="The data has a column `image`"):
-        run("grpo", "shared", **plain(), train_dataset=data.add_column("image", [None] * len(data)))
-    trainer = run("grpo", "shared", **plain(), train_dataset=data, steps=1).trainer
-    with pytest.raises(ValueError, match="The rows come with `pixel_values`"):
-        trainer._get_per_token_logps_and_entropies(trainer.model, None, None, 2, pixel_values=torch.zeros(1))
-
-
 def test_padding_free_false_is_trl(data):
     trained = run("grpo", "ours", **plain(), train_dataset=data, padding_free=False)
     counts = trained.trainer.total_counts()

@@ -24,20 +24,19 @@ from tests.helpers.vision import (
     on_images,
     picture,
     vision_completions,
+    vision_labelled,
     vision_messages,
     vision_pairs,
 )
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-from trl_paddingfree.check import vision as check_vision
-from trl_paddingfree.check.vision import check_images
-from trl_paddingfree.data.images import first_with_images, images_key, images_of
-from trl_paddingfree.data.vision import CollatedImageRows, VisionPreferenceCollator, take_images
-from trl_paddingfree.flat.images import VisionRules
+from trl_paddingfree.images import check as check_vision
+from trl_paddingfree.images.check import check_images
+from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, taken
+from trl_paddingfree.images.examples import first_with_images, images_of
+from trl_paddingfree.images.model import refuse_blind, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
-from trl_paddingfree.model.vision import vision_rules, why_no_images
 from trl_paddingfree.trainers import TRAINERS, collated
-from trl_paddingfree.trainers.refusals import refuse_blind
 from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -136,15 +135,22 @@ def test_whole_batches_without_images():
 # --- each image once -------------------------------------------------------------------------------------------------
 
 
-def test_dpo_runs_the_tower_half_as_often():
-    seen = {}
-    for layout in ("padded", "shared"):
-        counts = []
-        with patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as embed:
-            run("dpo", layout, **on_images("llava", "dpo"), train_dataset=vision_pairs(4, SEED), steps=1)
-            counts = [call.args[1].size(0) for call in embed.call_args_list]
-        seen[layout] = counts[-2:]  # the policy and the reference, after the check
-    assert sum(seen["padded"]) == 2 * sum(seen["shared"])
+def images_embedded(make, task, layout, data, calls, **options):
+    """How many images the tower computes in the last so many calls of the models, after the check."""
+    with patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as embed:
+        run(task, layout, **make(), train_dataset=data, steps=1, **options)
+        return [call.args[1].size(0) for call in embed.call_args_list][-calls:]
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft", "kto"])
+def test_equal_images_are_computed_once(task):
+    """The fourth example has the first one's image. KTO calls policy and reference on mismatched rows, too."""
+    rows = {"dpo": vision_pairs, "sft": vision_completions, "kto": vision_labelled}[task](4, SEED)
+    calls, copies = {"dpo": (2, 2), "sft": (1, 1), "kto": (4, 1)}[task]
+    assert [len(row["images"]) for row in rows] == [1, 2, 0, 1]
+    make = partial(on_images, "llava", task)
+    assert images_embedded(make, task, "padded", rows, calls) == [4 * copies] * calls
+    assert images_embedded(make, task, "shared", rows, calls) == [3] * calls
 
 
 @pytest.mark.drawn(3)
@@ -163,31 +169,31 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
     with patch.object(type(processor.image_processor), "__call__", counting):
         whole = collator(rows)["rows"]
         parts = [whole.take(examples).batch() for examples in ([0, 3], [1, 2, 4], [5])]
-    # InternVL's tiles have no lengths that tell whose they are
-    assert kind == "internvl" or len(images) == sum(len(row["images"]) for row in rows)
+    assert len(images) == sum(len(row["images"]) for row in rows)  # cut, and not processed again
     assert sum(len(part["input_ids"]) for part in parts) == 2 * len(rows)
-    cut = take_images(collator.rows(rows), [0, 3, 2], [len(row["images"]) for row in rows])
-    for name, values in (cut or {}).items():
-        alone = torch.as_tensor(collator.rows([rows[i] for i in (0, 3, 2)])[name])
+    owners = [0, 3, 2]
+    cut = taken(whole.images(), whole._cuts(), [whole.sources[i] for i in owners])
+    for name, values in cut.items():
+        alone = torch.as_tensor(collator.rows([rows[i] for i in owners])[name])
         if alone.shape == values.shape:  # else the others are larger, and it is padded to their size
             assert torch.equal(alone, values)
 
 
-def test_images_whose_owners_lengths_do_not_tell_are_processed_again():
-    rows = {"input_ids": torch.zeros(2, 3), "pixel_values": torch.arange(2.0)[:, None]}
-    assert take_images(rows, [0], [1, 1])["pixel_values"].tolist() == [[0.0]]
-    assert take_images(rows, [1], [2, 0]) is None  # two images, or two examples
-    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], ["", ""])
+def test_images_of_which_nothing_tells_whose_they_are_are_processed_again():
+    images = {"pixel_values": torch.arange(2.0)[:, None]}
+    assert image_cuts(images, [1, 1], [4, 4]) == {"pixel_values": [1, 1]}
+    assert image_cuts(images, [2, 0], [8, 0]) is None  # two images, or two examples
+    assert image_cuts(images, [0, 0], [4, 4]) is None  # images that are not found in the examples
+    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1])
     assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
 
 
 def test_tiles_are_no_examples_where_there_are_as_many():
     """Two images of three tiles and one, and two rows without."""
-    rows = {"input_ids": torch.zeros(4, 3), "pixel_values": torch.arange(4.0).view(4, 1, 1, 1)}
-    assert take_images(rows, [0, 2, 3], [1, 1, 0, 0]) is None
-    assert take_images({**rows, "pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [0, 2, 3], [1, 1, 0, 0]) is not None
-    assert take_images(rows, [0], [0, 0, 0, 0]) is None  # images that are not found in the examples
-    assert take_images({"input_ids": rows["input_ids"]}, [0], [0, 0, 0, 0]) == {}
+    tiles = {"pixel_values": torch.arange(4.0).view(4, 1, 1, 1)}
+    assert image_cuts(tiles, [1, 1, 0, 0], [12, 4, 0, 0]) == {"pixel_values": [3, 1, 0, 0]}
+    assert image_cuts(tiles, [1, 1, 0, 0], [11, 4, 0, 0]) is None
+    assert image_cuts({"pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [1, 1, 0, 0], [4] * 4) == {"pixel_values": [1] * 4}
 
 
 def test_images_are_found_where_trl_reads_them():
@@ -198,7 +204,6 @@ def test_images_are_found_where_trl_reads_them():
     assert list(map(images_of, by_address)) == [["a.png"], ["b.png"]]
     assert images_of(said(type="image", path="c.png")) == ["c.png"]
     assert images_of({"image": "read", "images": ["not read"]}) == ["read"]
-    assert len(set(map(images_key, by_address))) == 2
 
 
 def test_images_in_files_train_as_those_in_memory(tmp_path):
@@ -339,21 +344,13 @@ def test_options_that_images_rule_out(options, message):
         refused(**options)
 
 
-def test_statistics_over_all_images_are_refused_beside_a_budget():
-    towers, make = [], make_vision
-
-    def normalized(*args, **kwargs):
-        model, processor = make(*args, **kwargs)
-        model.model.vision_tower.norm = torch.nn.BatchNorm2d(3)
-        towers.append(model.model.vision_tower)
-        return model, processor
-
-    with (
-        patch.dict(globals(), {"make_vision": normalized}),
-        pytest.raises(ValueError, match=r"`.*vision_tower.norm` of LlavaForCond.* takes statistics over all images"),
-    ):
-        refused(memory_budget=8)
-    assert towers
+def test_statistics_over_all_images_are_refused():
+    """Equal images are computed once, and would count once."""
+    model = make_vision("llava", seed=SEED)[0]
+    refuse_blind(model)
+    model.model.vision_tower.norm = torch.nn.BatchNorm2d(3)
+    with pytest.raises(ValueError, match=r"`vision_tower.norm` takes statistics over all images of a call"):
+        refuse_blind(model)
 
 
 def test_positions_that_are_counted_by_something_unknown_are_refused():
@@ -362,20 +359,6 @@ def test_positions_that_are_counted_by_something_unknown_are_refused():
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=rules)
     with pytest.raises(ValueError, match="The model counts positions of image tokens by what this package does not"):
         collator([row for row in vision_pairs(8, SEED) if row["images"]])
-
-
-@pytest.mark.parametrize("limit", [3, 4])
-def test_blocks_that_a_window_does_not_cut_are_refused_beyond_it(limit):
-    """As in Gemma 4 Unified: a block of four tokens, and one of two."""
-    rules = VisionRules(9, block_row="token_type_ids", block_types=(1,), longest_block=limit)
-    collator = VisionPreferenceCollator(None, padding_free=True, rules=rules)
-    types = torch.tensor([[0, 1, 1, 1, 1, 0, 1, 1]])
-    rows = {"input_ids": torch.where(types == 1, 9, 5), "token_type_ids": types}
-    if limit == 4:
-        assert collator.images(rows, ["a"]).blocks.tolist() == types.bool().tolist()
-    else:
-        with pytest.raises(ValueError, match="An image has 4 tokens, and in layers with `sliding_window=3`"):
-            collator.images(rows, ["a"])
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
@@ -418,18 +401,14 @@ def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):
 def build_other(task, model, processor, **options):
     trainer, arguments, data = TRAINERS[task], {}, vision_pairs(4, SEED)
     if task == "kto":
-        arguments["ref_model"] = make_vision("llava", seed=SEED)[0]
-        data = vision_completions(4, SEED).add_column("label", [True, False] * 2)
-    elif task in ("grpo", "rloo"):
-        arguments["reward_funcs"], options["beta"] = len, 0.0
+        arguments["ref_model"], data = make_vision("llava", seed=SEED)[0], vision_labelled(4, SEED)
     args = trainer.config_class("unused", bf16=False, use_cpu=True, report_to="none", **options)
     return trainer(model=model, args=args, train_dataset=data, processing_class=processor, **arguments)
 
 
-@pytest.mark.parametrize("task", ["kto", "reward", "grpo", "rloo"])
-def test_other_trainers_refuse_images(task):
-    with pytest.raises(ValueError, match="The data has a column `images`: only SFT and DPO train on images"):
-        build_other(task, *make_vision("llava", seed=SEED))
+def test_reward_models_refuse_images():
+    with pytest.raises(ValueError, match="The data has a column `images`, and this trainer trains on text only"):
+        build_other("reward", *make_vision("llava", seed=SEED))
 
 
 def test_what_trl_refuses_of_images_in_kto_is_refused_in_its_words():

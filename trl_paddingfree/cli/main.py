@@ -93,11 +93,12 @@ def inspect(args: argparse.Namespace) -> int:
     from transformers import AutoProcessor, AutoTokenizer
 
     from ..charts import drawn, plot_waste
-    from ..data.images import has_images
     from ..data.load import load_rows
     from ..data.savings import measure
     from ..data.task import task_of
     from ..data.turns import split_turns
+    from ..images.examples import has_images
+    from ..images.savings import image_counts
     from ..trainers import TASKS
     from ..trainers.configs import silence
     from .tables import print_memory, print_waste
@@ -126,7 +127,7 @@ def inspect(args: argparse.Namespace) -> int:
         in_order=args.one_sample_per_turn,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
-        image_token_id=image_token(args.tokenizer) if with_images else None,
+        count_images=partial(image_counts, image_token(args.tokenizer)) if with_images else None,
         track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
     memory = None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
@@ -12,9 +12,11 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollator
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..flat.images import RowImages
 from .lengths import Example
 from .rows import CollatedRows
+
+if TYPE_CHECKING:
+    from ..images.rows import RowImages
 
 
 @dataclass
@@ -60,7 +62,7 @@ class FlatCollator(DataCollatorMixin):
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         """The flat batch of padded rows, with positions that tell of `reach` tokens; `images` are those of the rows."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
@@ -78,12 +80,12 @@ class FlatCollator(DataCollatorMixin):
         rows = super().__call__(features, return_tensors)
         if not self.padding_free:
             return rows
-        on_host = self.on_host(rows, len(features))
+        on_host = self.on_host(rows, features)
         return on_host.batch() if self.keeps_rows else on_host.with_flat()
 
-    def on_host(self, rows: Inputs, num_features: int) -> CollatedRows:
-        """What batches are made of: the rows of so many features."""
-        num_rows, per_example = len(rows["input_ids"]), self.rows_per_example
+    def on_host(self, rows: Inputs, features: list[Example]) -> CollatedRows:
+        """What batches are made of: the rows of the `features` that the collator was given."""
+        num_rows, per_example, num_features = len(rows["input_ids"]), self.rows_per_example, len(features)
         if per_example is None and isinstance(self, (DataCollatorForPreference, DataCollatorForReward)):
             per_example = 2  # however many pairs a subclass has left out
         if per_example is None and (num_rows % num_features or not num_rows):
@@ -157,7 +159,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             rows["labels"][:, 0] = IGNORE_INDEX  # as TRL's: some losses are means over all labels, before the shift
         return rows
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)
         multiple = self.pad_to_multiple_of or 1
         packed = -(-batch.counts.real // multiple) * multiple
@@ -201,12 +203,22 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 
 
 @dataclass
-class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference):
+class FlatMismatchedCollator(FlatCollator):
+    """Gives mismatched rows (`"KL_input_ids"`), too: their flat batch is the `companion` of the batch's."""
+
+    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
+        batch = super().flatten(rows, reach, images)
+        if "KL_input_ids" not in rows:
+            return batch
+        mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
+        return replace(batch, companion=super().flatten(mismatched, images=images))
+
+
+@dataclass
+class UnpairedPreferenceCollator(FlatMismatchedCollator, DataCollatorForUnpairedPreference):
     """
     Collator of completions that are desirable or not: TRL's
     [`~trl.trainer.kto_trainer.DataCollatorForUnpairedPreference`], with its arguments and those of [`FlatCollator`].
-
-    The flat batch of the mismatched rows (`"KL_input_ids"`), if there are any, is the `companion` of the batch's.
 
     >>> from trl_paddingfree import UnpairedPreferenceCollator
     >>> collator = UnpairedPreferenceCollator(pad_token_id=0, padding_free=True)
@@ -220,13 +232,6 @@ class UnpairedPreferenceCollator(FlatCollator, DataCollatorForUnpairedPreference
     """
 
     rows_per_example: ClassVar[int | None] = 1
-
-    def flatten(self, rows: Inputs, reach: int | None = None, images: RowImages | None = None) -> FlatBatch:
-        batch = super().flatten(rows, reach, images)
-        if "KL_input_ids" not in rows:
-            return batch
-        mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
-        return replace(batch, companion=super().flatten(mismatched))
 
 
 def concatenated_inputs(

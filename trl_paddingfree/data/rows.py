@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from trl.trainer.utils import split_tensor_dict
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_spans
 from .lengths import Example
 
 if TYPE_CHECKING:
+    from ..images.rows import RowImages
     from .collate import FlatCollator
 
 
@@ -94,38 +94,6 @@ class GeneratedRows:
         return FlatBatch.from_padded(self.input_ids, self.attention_mask, self.labels, reach=reach, **self.options)
 
 
-def _by_key(keys: Sequence[bytes]) -> list[int]:
-    """The places of `keys`, equal ones side by side."""
-    return sorted(range(len(keys)), key=keys.__getitem__)
-
-
-def by_prompt(batches: list[Inputs]) -> list[Inputs]:
-    """
-    The rows of some micro-batches of one width, those of one prompt together, in micro-batches of the same size. As TRL
-    keeps them, these hold tensors and lists of one entry per row, and values that all rows have in common.
-
-    >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
-    >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
-    [[[1], [1]], [[2], [2]]]
-    """
-    whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-    prompts = [row.tobytes() for row in whole["prompt_ids"].cpu().numpy()]
-    order = _by_key(prompts)
-
-    def ordered(value):
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value[order]
-        return [value[row] for row in order] if isinstance(value, list) else value
-
-    return split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
-
-
-def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor) and values[0].ndim:
-        return torch.cat(values)
-    return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
-
-
 @dataclass
 class PromptGroups:
     """Gives the flat batch of prompts with unknown completions, equally long and all different, for predictions."""
@@ -135,7 +103,14 @@ class PromptGroups:
     max_completion_length: int = 256
 
     def __call__(self, examples: list[Example]) -> Inputs:
-        tokens, prompts = count(-1, -1), [x["prompt_ids"] for x in examples for _ in range(self.num_generations)]
-        rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in prompts]
+        return {"flat_batch": self.flatten([example["prompt_ids"] for example in examples])}
+
+    def flatten(self, prompts: Sequence[Sequence[int]], images: "RowImages | None" = None) -> FlatBatch:
+        """The flat batch of the groups of some prompts, whose `images` are those of each."""
+        tokens = count(2**40)  # which no prompt has
+        grown = [prompt for prompt in prompts for _ in range(self.num_generations)]
+        rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in grown]
+        if images is not None:
+            images = replace(images, sources=[x for x in images.sources for _ in range(self.num_generations)])
         nothing = [[IGNORE_INDEX] * len(row) for row in rows]
-        return {"flat_batch": FlatBatch.from_rows(rows, nothing, prefix_sharing=self.prefix_sharing)}
+        return FlatBatch.from_rows(rows, nothing, prefix_sharing=self.prefix_sharing, images=images)

@@ -3,17 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from ..flat.batch import FlatBatch
 from ..flat.counts import BatchCounts
-from ..flat.images import RowImages
-from .images import images_key
 from .task import Task
 from .validate import refuse_bad_messages, refuse_unread_instructions
 
@@ -80,7 +76,7 @@ def measure(
     sample: int | None = 2000,
     seed: int = 0,
     in_order: bool = False,
-    image_token_id: int | None = None,
+    count_images: "Callable[..., Counted] | None" = None,
     track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] = lambda batches, total, what: batches,
     **options: object,
 ) -> WasteReport:
@@ -88,15 +84,16 @@ def measure(
     Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
 
     The `sample` and the batches are drawn at random, or are neighbours, `in_order`. Data with images needs the model's
-    processor in place of its tokenizer, and its placeholder token. `track` shows progress: it gets the batches, how
-    many will come, and what they are. `options` are further ones of the task's collator.
+    processor in place of its tokenizer, and what counts them, such as that of [`~trl_paddingfree.images.savings`].
+    `track` shows progress: it gets the batches, how many will come, and what they are. `options` are further ones of
+    the task's collator.
     """
     num_rows, max_length = len(dataset), max_length if task.truncates else None
     if sample is not None and sample < num_rows:
         drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
         dataset = dataset.select(drawn[:sample])
-    if image_token_id is not None:
-        num_left, lengths, count = _image_counts(dataset, tokenizer, task, max_length, image_token_id)
+    if count_images is not None:
+        num_left, lengths, count = count_images(dataset, tokenizer, task, max_length, options)
     else:
         options |= {"max_length": max_length, "truncation_mode": truncation_mode}
         num_left, lengths, count = _text_counts(dataset, tokenizer, task, in_order, options)
@@ -154,28 +151,3 @@ def _text_counts(
         return collator(examples)["flat_batch"].counts
 
     return len(rows), lengths, count
-
-
-def _image_counts(dataset: Dataset, processor: Any, task: Task, max_length: int | None, token_id: int) -> Counted:
-    """Count examples with images, which the model's processor prepares."""
-    only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
-    vision_collator: Any = task.vision_collator
-    collator = vision_collator(processor, padding_free=True, **only_completion)
-    lengths, left = [], []
-    for example in dataset:
-        batch = collator.rows([example])
-        masks = batch["attention_mask"].bool()
-        lengths.append(masks.sum(1).tolist())
-        rows, labels = (
-            [row[mask][:max_length].numpy() for row, mask in zip(x, masks, strict=True)]
-            for x in (batch["input_ids"], collator.row_labels(batch))
-        )
-        left.append((rows, labels, images_key(example)))  # of data with images, TRL drops none
-
-    def count(index: np.ndarray) -> BatchCounts:
-        rows, labels, keys = zip(*(left[i] for i in index), strict=True)
-        groups, copies = np.unique(keys, return_inverse=True)[1].tolist(), len(rows[0])
-        by_copy = [[*chain(*zip(*of_examples, strict=True))] for of_examples in (rows, labels)]
-        return FlatBatch.from_rows(*by_copy, images=RowImages(token_id, groups * copies, copies)).counts
-
-    return len(left), np.array(lengths), count

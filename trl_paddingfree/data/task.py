@@ -83,7 +83,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     for task in tasks:
         if any(names.issuperset(needed) for needed in task.found_by):
             if names & {"image", "images"} and task.vision_collator is None:
-                raise ValueError(f"The data set has columns {sorted(names)}: only SFT and DPO train on images.")
+                raise ValueError(f"The data set has columns {sorted(names)}: {task.name} does not train on images.")
             return task
     raise ValueError(
         f"The data set has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "

@@ -6,16 +6,18 @@ Shape legend: see `segments`; in addition
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from .counts import BatchCounts
-from .images import FlatImages, RowImages, flat_blocks
 from .layout import FlatLayout
 from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
+
+if TYPE_CHECKING:
+    from ..images.rows import FlatImages, RowImages
 
 IGNORE_INDEX = -100
 # Bits of a token, above which stands how many places were skipped before it
@@ -48,7 +50,7 @@ class FlatBatch(HasTensors):
             The segments and what attention needs of them; tokens computed, against what other methods compute.
         companion (`FlatBatch`, *optional*):
             Other rows of the same examples, which the model computes in a call of their own.
-        images ([`~trl_paddingfree.flat.images.FlatImages`], *optional*):
+        images ([`~trl_paddingfree.images.rows.FlatImages`], *optional*):
             Which feature of the images each placeholder gets, if rows have images.
         packed (`int`, *optional*):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
@@ -78,7 +80,7 @@ class FlatBatch(HasTensors):
     layout: FlatLayout
     counts: BatchCounts
     companion: "FlatBatch | None" = None
-    images: FlatImages | None = None
+    images: "FlatImages | None" = None
     packed: int | None = None
     empty_rows: int = 0
 
@@ -93,7 +95,7 @@ class FlatBatch(HasTensors):
         pad_token_id: int = 0,
         width: int | None = None,
         reach: int | None = None,
-        images: RowImages | None = None,
+        images: "RowImages | None" = None,
     ) -> "FlatBatch":
         """
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
@@ -110,7 +112,7 @@ class FlatBatch(HasTensors):
             reach (`int`, *optional*):
                 Treat the longest row as this long, so that rotary frequencies that depend on the length match those of
                 the padded batch. Costs one token of padding.
-            images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
+            images ([`~trl_paddingfree.images.rows.RowImages`], *optional*):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
         tokens, targets = ([np.asarray(row, dtype=np.int64) for row in given] for given in (rows, labels))
@@ -141,7 +143,7 @@ class FlatBatch(HasTensors):
         if reach:
             positions[-1] = reach - 1  # of the padding
         if images is not None:
-            flat = np.where(flat < 0, images.token_id, flat)
+            flat = np.where(flat < 0, images.rules.token_id, flat)
 
         row_index = np.zeros((len(tokens), width), dtype=np.int64)
         row_mask = np.zeros((len(tokens), width), dtype=bool)
@@ -157,7 +159,7 @@ class FlatBatch(HasTensors):
         scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
         if not len(scored_index):
             scored_index = np.zeros(1, dtype=np.int64)
-        blocks = None if images is None or images.blocks is None else flat_blocks(images.blocks, paths, len(flat))
+        blocks = None if images is None else images.blocks(tokens, paths, len(flat))
         return cls(
             input_ids=torch.from_numpy(flat)[None],
             position_ids=torch.from_numpy(positions)[None],
@@ -169,7 +171,7 @@ class FlatBatch(HasTensors):
             scored=scored_index,
             layout=FlatLayout.from_segments(segments, blocks),
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
-            images=None if images is None else FlatImages.from_rows(images, tokens, paths, len(flat)),
+            images=None if images is None else images.flat(tokens, paths, len(flat)),
             empty_rows=len(tokens) - len(filled),
         )
 

@@ -8,6 +8,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+# Rows that a processor gives beside `input_ids`, and that a flat batch replaces
+TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
+
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """An entry of a configuration; `None` if its kind of model has none. It may stand there under another name."""
@@ -107,3 +110,8 @@ def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -
 def checkpointing_layers(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
     """`module` and those within it that can recompute their activations, outer ones first."""
     return [inner for inner in module.modules() if isinstance(inner, GradientCheckpointingLayer)]
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether a model's backbone has a vision tower whose features it merges."""
+    return hasattr(model.base_model, "get_image_features")  # no class stands for this

@@ -159,7 +159,7 @@ class FlatModel:
             return self.forwards[-1](*args, **kwargs)
         return flat_forward(self, batch, **kwargs)
 
-    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
         """
         The last hidden states of a flat batch, for a loss with a head of its own, such as a divergence over the
         vocabulary.
@@ -170,6 +170,8 @@ class FlatModel:
             scored (`torch.Tensor` of shape `(R, L-1)`, bool):
                 Of each row as wide as TRL pads it, which of its tokens from the second on are scored. On the CPU, too:
                 nothing then waits for the device.
+            **images:
+                Arguments of the model with the images of the rows, if the batch has some.
 
         Returns:
             `(1, N, H)`: for each scored token, row by row, the hidden state by which the model predicts it. A token
@@ -187,8 +189,9 @@ class FlatModel:
         if places.device.type == "cpu":  # nothing waits for the device if the host says what is scored
             places = on_device(places, batch.row_index.device)
         index = batch.row_index[tuple(places)]
+        given: Inputs = images if batch.images is None else batch.images.arguments(images)
         with flat_backbone(self, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
-            return self.model.base_model(**flat_inputs(self, batch)).last_hidden_state
+            return self.model.base_model(**given, **flat_inputs(self, batch)).last_hidden_state
 
     def decision(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch."""

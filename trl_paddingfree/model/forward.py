@@ -26,7 +26,6 @@ from .restored import attributes_set
 from .routes import backbone_mask
 from .slices import NOISE, in_slices
 from .state_layers import state_arguments
-from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 # What TRL's head may say of each scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
-_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *TYPE_ROWS)
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
 # What the libraries beneath PyTorch say of a failed allocation, in errors of no class of their own
 _FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
@@ -66,6 +65,13 @@ def flat_forward(
     model = flat_model.model
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     beside: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    if batch.images is not None:
+        beside = batch.images.arguments(beside)
+    elif beside.get("pixel_values") is not None:
+        raise ValueError(
+            "The call has `pixel_values`, and its flat batch knows of no images: have TRL's pass call the model, which "
+            "says whose they are, or set `padding_free=False`."
+        )
     if flat_model.group is not None and not fused_lm_head:
         raise ValueError(
             f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "
@@ -140,7 +146,7 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
     """The arguments of a model that are flat tensors."""
     # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
     # of all rows, so a token counts once for each row that contains it
-    positions = batch.position_ids if batch.images is None else flat_positions(flat_model.model, batch)
+    positions = batch.position_ids if batch.images is None else batch.images.positions(flat_model.model, batch)
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
 
 
@@ -198,7 +204,7 @@ def computing(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
 
     with ExitStack() as hooks:
         if batch.images is not None:
-            hooks.enter_context(features_in_order(model, batch.images))
+            hooks.enter_context(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
         if (alpha := vars(embeddings).get(NOISE)) is not None:  # as in rows: it shrinks with the length of an axis
             of_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
@@ -206,7 +212,7 @@ def computing(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
         if decision.cuts:
             hooks.enter_context(in_slices(model, batch, decision.cuts, flat_model.group))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
-            if takes_images(model):  # a vision tower has boundaries of its own, and would take these
+            if architecture.takes_images(model):  # a vision tower has boundaries of its own, and would take these
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))
             else:
                 told |= boundaries(layout)

@@ -16,10 +16,10 @@ from transformers.utils import logging
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
+from .architecture import TYPE_ROWS, takes_images
 from .flat_model import FlatModel
 from .forward import computing, flat_forward, flat_inputs, is_pooled
 from .restored import attributes_set
-from .vision import TYPE_ROWS, takes_images
 
 logger = logging.get_logger(__name__)
 

@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..check.prove import UnprovenModelError
-from ..data.images import ImageProbe, has_images
 from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
+from ..images.examples import ImageProbe, has_images
+from ..images.model import rules_of_all
+from ..images.rows import VisionRules
 from ..memory.device import PeakMemory
 from ..memory.engine import is_sharded
 from ..memory.needs import HeadBytes, fused_head
@@ -126,6 +128,10 @@ class FlatTrainer(GroupedTrainer):
     def images_to_try(self) -> ImageProbe | None:
         """Examples with images for the check; `None` for text."""
         return None
+
+    def image_rules(self) -> VisionRules:
+        """What all models want to know of images."""
+        return rules_of_all([self.flat_base(model) for model in self.flat_models()])
 
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on which others share its micro-batch."""
@@ -271,7 +277,13 @@ class FlatTrainer(GroupedTrainer):
 
     def images_in_memory(self) -> list[Inputs]:
         """Arguments of calls with images, of which one differs from another in their number; none for text."""
-        return []
+        images = self.flat.check.images
+        if images is not None and not images.names:
+            raise ValueError(
+                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
+                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
+            )
+        return [] if images is None else images.to_count(self.flat.trained.route.prefix_sharing)
 
     def reach_of(self, batch: FlatBatch) -> int | None:
         """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""

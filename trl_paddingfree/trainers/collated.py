@@ -12,15 +12,14 @@ from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
 from ..data.collate import FlatCollator
-from ..data.images import ImageProbe, first_with_images, has_images
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
-from ..data.vision import FlatVisionCollator
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
+from ..images.collate import FlatVisionCollator
+from ..images.examples import ImageProbe, first_examples, has_images
 from ..memory.engine import is_sharded
 from ..memory.plan import Plan
 from ..model.edits import refuse_lost_batch, refuse_lost_values
-from ..model.vision import vision_rules
 from . import refusals
 from .base import FlatTrainer
 from .configs import Arguments
@@ -75,9 +74,7 @@ class CollatedTrainer(FlatTrainer):
         if not self._is_vision_dataset:
             return replace(collator, padding_free=True)
         assert isinstance(collator, FlatVisionCollator)
-        model = self.flat_base(self.model)
-        refusals.refuse_blind(model)
-        return replace(collator, padding_free=True, rules=vision_rules(model))
+        return replace(collator, padding_free=True, rules=self.image_rules())
 
     def images_to_try(self) -> ImageProbe | None:
         """The first examples with images, as the collator will get them; `None` for text."""
@@ -87,24 +84,10 @@ class CollatedTrainer(FlatTrainer):
         assert isinstance(collator, FlatVisionCollator)
         self._set_signature_columns_if_needed()
         kept = self._signature_columns if self.args.remove_unused_columns else None
-        if has_known_lengths(data):  # with the example before, which has none
-            data = data.select(range(max(first_with_images(data) - 1, 0), len(data)))
-        probe = ImageProbe(collator, ({k: v for k, v in row.items() if kept is None or k in kept} for row in data))
-        if not probe.names and data is self.train_dataset:
-            raise ValueError(
-                "The first examples of the train data have no images, so that the model's images cannot be tried: "
-                "shuffle the data, or set `padding_free=False`."
-            )
+        probe = ImageProbe(collator, first_examples(data, kept))
+        if not probe.names:
+            refusals.refuse_untried(data)
         return probe
-
-    def images_in_memory(self) -> list[Inputs]:
-        images = self.flat.check.images
-        if images is not None and not images.names:
-            raise ValueError(
-                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
-                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
-            )
-        return [] if images is None else images.to_count(self.data_collator.prefix_sharing)
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
@@ -147,8 +130,6 @@ class CollatedTrainer(FlatTrainer):
                 if self.exceeds(length):
                     raise ValueError(self.group.too_long(kind, length))
         refusals.refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
-        if options.has_budget and self._is_vision_dataset:
-            refusals.refuse_batch_statistics(self.flat_base(self.model))
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
 

@@ -7,15 +7,14 @@ from transformers import PreTrainedModel
 from trl import DistillationConfig, DistillationTrainer
 
 from .. import upstream
-from ..flat.batch import IGNORE_INDEX, FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..images.generated import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
 from ..model.flat_model import FlatModel
 from .configs import Arguments, PaddingFreeDistillationConfig
 from .online import PROMPTS, OnlineTrainer
 from .state import when_flat
 
-# What TRL says of rows; all else would be of images
-_ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "num_items_in_batch")
 # Without Triton, TRL makes a tile into its gradient by ten more of its size at a time, in float32
 _TORCH_TILES = 10
 
@@ -56,6 +55,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     config_class = PaddingFreeDistillationConfig
     head_bytes = staticmethod(divergence)
     _row: tuple[FlatBatch, torch.Tensor]  # the rows of a micro-batch, and which of their tokens are scored
+    _pixels: Inputs  # arguments with their images
     _states: dict[tuple[torch.nn.Module, bool], torch.Tensor]  # what models have made of them
 
     def refuse_arguments(self, arguments: Arguments) -> None:
@@ -76,13 +76,14 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     @when_flat
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         """TRL's loss of one row: that of all scored tokens."""
-        self.refuse_beside_rows([name for name in inputs if name not in _ROWS])
         ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
         scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
         host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # one copy: each waits for the device
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
-        batch = self.flatten(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
+        with self.images_of(inputs):
+            batch = self.flatten(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
         self._row, self._states = (batch, scored[:, 1:] > 0), {}
+        self._pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
         ones = ids.new_ones(1, int(scored.sum()))
         nothing = ones[:, :0]
         row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
@@ -93,7 +94,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
                 call(self.teacher_model, teacher, self._get_last_hidden_state, teacher, ids, mask, len(ids))
             return super()._compute_loss(unwrapped_student, row, num_items_in_batch)
         finally:
-            del self._row, self._states
+            del self._row, self._states, self._pixels
 
     @when_flat
     def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):
@@ -102,5 +103,5 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         if name not in self._states:
             flat = FlatModel.of(unwrapped_model)
             assert flat is not None
-            self._states[name] = flat.hidden_states(*self._row)
+            self._states[name] = flat.hidden_states(*self._row, **self._pixels)
         return self._states[name]

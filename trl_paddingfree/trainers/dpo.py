@@ -9,8 +9,8 @@ from ..data.collate import PreferenceCollator
 from ..data.lengths import truncated
 from ..data.task import Task
 from ..data.validate import check_preferences, log_dropped
-from ..data.vision import VisionPreferenceCollator
 from ..flat.batch import Inputs
+from ..images.collate import VisionPreferenceCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
 from .state import when_flat

@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..data.images import has_images
 from ..flat.batch import FlatBatch, Inputs
+from ..images.examples import has_images
 from ..model.restored import attributes_set
 from ..model.sequence import SequenceGroup
 from .checkpoints import ResumableTrainer

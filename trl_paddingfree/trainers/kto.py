@@ -10,6 +10,7 @@ from ..data.collate import UnpairedPreferenceCollator
 from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
+from ..images.collate import VisionUnpairedCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeKTOConfig
 from .state import when_flat
@@ -22,6 +23,7 @@ KTO = Task(
     other_columns=("label",),
     collator=UnpairedPreferenceCollator,
     prepare=upstream.preparation(KTOTrainer, KTOConfig, calculate_KL=False),
+    vision_collator=VisionUnpairedCollator,
 )
 
 

@@ -1,23 +1,34 @@
 """The base of the trainers that generate their own rows, which become flat where the model is called."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 from datasets import Dataset
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import ProcessorMixin
 
 from .. import upstream
-from ..data.rows import GeneratedRows, PromptGroups, by_prompt
+from ..data.rows import GeneratedRows, PromptGroups
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
+from ..images.collate import VisionLanguageModelingCollator
+from ..images.examples import MADE_UP, ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
+from ..images.generated import GeneratedImages, by_prompt
+from ..images.model import why_no_images
+from ..images.rows import VisionRules
 from ..memory.plan import Plan
+from ..model.architecture import takes_images
 from ..model.flat_model import FlatModel
 from .base import FlatTrainer
 from .configs import Arguments
-from .refusals import refuse_oversized, refuse_to_move
+from .refusals import refuse_oversized, refuse_to_move, refuse_untried
 from .state import when_flat
 
 # Of tasks that generate. Trainers give it their names, and the first of them what it is found by
@@ -28,9 +39,8 @@ PROMPTS = Task(
     collator=PromptGroups,
     prepare=upstream.prepare_prompts,
     truncates=False,
+    vision_collator=VisionLanguageModelingCollator,
 )
-# Arguments of TRL's passes that are no part of the rows. All others hold images, or say which tokens stand for them
-_PASS_OPTIONS = ("batch_size", "compute_entropy", "compute_aux_loss")
 
 
 class OnlineTrainer(FlatTrainer):
@@ -53,6 +63,9 @@ class OnlineTrainer(FlatTrainer):
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     _buffered_inputs: Any
     _step: int
+    _rules: VisionRules  # of the models, if rows may have images
+    _seen: WeakTensorKeyDictionary  # what is known of the images of passes, by their `pixel_values`
+    _images: GeneratedImages | None = None  # those of the pass that is computed
     _generated: Inputs | None = None  # the rows of the last pass under a budget, which may have to be made again
     sample_unit = "completions"
 
@@ -65,6 +78,49 @@ class OnlineTrainer(FlatTrainer):
                 "this process may use, with what vLLM holds."
             )
 
+    # --- images -----------------------------------------------------------------------------------------------------
+
+    def images_to_try(self) -> ImageProbe | None:
+        """The first prompts with images, or made-up ones if only tools or environments give any; `None` for text."""
+        data, processor, in_column = self.train_dataset, self.processing_class, has_images(self.train_dataset)
+        if not isinstance(processor, ProcessorMixin) or not (in_column or takes_images(self.flat_base(self.model))):
+            if in_column:
+                raise ValueError(
+                    f"The data has images, and `processing_class` is a {type(processor).__name__}, which reads text "
+                    "only: pass the model's processor, or remove the column of images."
+                )
+            return None
+        collator = VisionLanguageModelingCollator(processor, padding_free=True)
+        probe = ImageProbe(collator, map(prompt_in_messages, first_examples(data)))
+        if not probe.names and (vars(self).get("tools") or self.environment_factories):
+            can_train = not any(why_no_images(self.flat_base(model)) for model in self.flat_models())
+            probe = ImageProbe(collator, made_up_examples() if can_train else (), MADE_UP)
+        if not probe.names:
+            if in_column:
+                refuse_untried(data)
+            return None
+        self._rules, self._seen = self.image_rules(), WeakTensorKeyDictionary()
+        probe.collator = replace(collator, rules=self._rules)
+        return probe
+
+    @contextmanager
+    def images_of(self, given: Inputs) -> Iterator[None]:
+        """Within this context, the rows that become flat have the images that are among the arguments of a pass."""
+        pixels = given.get("pixel_values")
+        if pixels is not None and self.flat.check.images is None:
+            raise ValueError(
+                "The rows come with `pixel_values`, and the start-up check has tried no images, or could not: the "
+                f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
+                "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
+            )
+        if pixels is not None and pixels not in self._seen:  # policy, reference and all iterations ask the same
+            self._seen[pixels] = GeneratedImages.of(given)
+        self._images = None if pixels is None else copy(self._seen[pixels])
+        try:
+            yield
+        finally:
+            self._images = None
+
     # --- rows become flat -------------------------------------------------------------------------------------------
 
     def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
@@ -73,6 +129,7 @@ class OnlineTrainer(FlatTrainer):
             *(input_ids, attention_mask, labels),
             prefix_sharing=self.flat.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
+            images=self._images and self._images.next(len(input_ids), self._rules),
         )
         batch = rows.batch()
         if reach := self.reach_of(batch):
@@ -95,17 +152,9 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        self.refuse_beside_rows([name for name, x in kwargs.items() if name not in _PASS_OPTIONS and x is not None])
         self.prove_placed(model)
-        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
-
-    def refuse_beside_rows(self, names: list[str]) -> None:
-        """Refuse what comes with the rows of a pass, by its names: only images do."""
-        if names:
-            raise ValueError(
-                f"The rows come with `{names[0]}`: only SFT and DPO train on images without padding. Leave out "
-                "images, also those that tools return, or set `padding_free=False`."
-            )
+        with self.images_of(kwargs):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
     @when_flat
     def _generate_single_turn(self, *args, **kwargs):
@@ -116,7 +165,7 @@ class OnlineTrainer(FlatTrainer):
 
     def refuse_small_budget(self, plan: Plan) -> None:
         """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
-        if self.max_completion_length is None:
+        if self.max_completion_length is None or self.flat.check.images is not None:  # tokens of images are not known
             return
         prompt, name = self.longest_row()
         row = [0] * (prompt + self.max_completion_length)

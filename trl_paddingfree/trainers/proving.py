@@ -16,14 +16,14 @@ from transformers.utils import logging
 from .. import upstream
 from ..check.prove import CheckResult, Progress, UnprovenModelError, draws_of, prove
 from ..check.slices import check_slices
-from ..check.vision import prove_images
-from ..data.images import ImageProbe
+from ..images.check import prove_images
+from ..images.examples import MADE_UP, ImageProbe
+from ..images.model import sees_both_ways
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
 from ..model.sequence import SequenceGroup
 from ..model.state_layers import describe_state_layers
-from ..model.vision import sees_both_ways
 from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
@@ -117,10 +117,11 @@ class StartUpCheck:
         with self.progress.after(_PATIENCE):
             results = self._results_of(models)
         if self.accelerator.is_main_process:
-            seconds = time.perf_counter() - start
+            seconds, images = time.perf_counter() - start, self.images
             missing = dict.fromkeys(each for result in results for each in result.not_compared)
             found = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
-            logger.warning(f"Padding-free, {results[0].route}: {found} (checked in {seconds:.1f} s).")
+            tried = "" if images is None or not images.names else f", with {images.kind} images"
+            logger.warning(f"Padding-free, {results[0].route}: {found}{tried} (checked in {seconds:.1f} s).")
             logger.info(f"The start-up check: {results[0]}.")
             if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
@@ -233,7 +234,14 @@ class StartUpCheck:
                     found.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
             return found
 
-        found = prove_each([result.route for result in results])
+        try:
+            found = prove_each([result.route for result in results])
+        except Exception as error:  # whatever comes of images that may never come must not end a run on text
+            if images.kind != MADE_UP:
+                raise
+            self.images = None
+            logger.warning(f"Made-up images cannot be tried ({error}): text trains, and images that come are refused.")
+            return results
         if len({result.prefix_sharing for result in found}) > 1:
             found = prove_each([result.route.without_sharing() for result in found])
         if results[0].prefix_sharing > found[0].prefix_sharing and self.accelerator.is_main_process:
@@ -256,7 +264,7 @@ class StartUpCheck:
         try:
             yield
         except ValueError as error:
-            limit = vars(self.args)["max_length"]
+            limit = vars(self.args).get("max_length")  # trainers that generate have none
             if limit is None or "Image features and image tokens do not match" not in str(error):
                 raise
             cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."

@@ -9,7 +9,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, PromptLearningConfig
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
@@ -18,7 +17,6 @@ from trl import SFTConfig
 from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
 from ..model import architecture
-from ..model.vision import why_no_images
 from .configs import Arguments, PaddingFreeOptions
 
 if TYPE_CHECKING:
@@ -258,16 +256,14 @@ PARTS_WITHOUT_IMAGES = (
     "processes compute the vision tower together: raise `memory_budget` or `max_tokens_per_micro_batch`, leave it out, "
     "or train on examples that all have images."
 )
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse parts of micro-batches whose images share statistics."""
-    found = next((name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)), None)
-    if found is not None:
+def refuse_untried(dataset: AnyDataset) -> None:
+    """Refuse a stream whose first examples have no images that the start-up check could try."""
+    if not has_known_lengths(dataset):
         raise ValueError(
-            f"`{found}` of {type(model).__name__} takes statistics over all images of a micro-batch, which a budget "
-            "computes in parts. Leave `memory_budget` and `max_tokens_per_micro_batch` out."
+            "The first examples of the train data have no images, so that the model's images cannot be tried: "
+            "shuffle the data, or set `padding_free=False`."
         )
 
 
@@ -277,16 +273,6 @@ def refuse_images(arguments: Arguments) -> None:
         found = [name for name in column_names(dataset) if name in ("image", "images")]
         if found:
             raise ValueError(
-                f"The data has a column `{found[0]}`: only SFT and DPO train on images without padding. Leave the "
-                f"column out with `dataset.remove_columns('{found[0]}')` to train on the text, or set "
-                "`padding_free=False`."
+                f"The data has a column `{found[0]}`, and this trainer trains on text only. Leave the column out with "
+                f"`dataset.remove_columns('{found[0]}')`, or set `padding_free=False`."
             )
-
-
-def refuse_blind(model: PreTrainedModel) -> None:
-    """Refuse to train a model on images that cannot take them from a flat row."""
-    if reason := why_no_images(model):
-        raise ValueError(
-            f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "
-            "train another model."
-        )

@@ -10,8 +10,8 @@ from ..data.collate import FlatCollator, LanguageModelingCollator
 from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..data.validate import log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread_instructions
-from ..data.vision import VisionLanguageModelingCollator
 from ..flat.batch import IGNORE_INDEX, Inputs
+from ..images.collate import VisionLanguageModelingCollator
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 from .state import when_flat

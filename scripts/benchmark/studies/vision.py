@@ -1,7 +1,8 @@
 """A small vision-language model learns to read handwritten digits, from scratch: TRL's padding beside ours.
 
 The pictures are scikit-learn's 1,797 digits of 8 by 8 pixels. The model answers questions about one or two of them, in
-sentences whose length depends on the digit, first by SFT and then by DPO against wrong digits.
+sentences whose length depends on the digit, first by SFT, then by DPO against wrong digits, and then by GRPO in groups
+of eight answers, of which the right ones are rewarded.
 """
 
 import copy
@@ -33,8 +34,8 @@ TEMPLATE = (
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %} {{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %} <end> {% endfor %}{% if add_generation_prompt %}<start> assistant {% endif %}"
 )
-LAYOUTS = {"sft": ("padded", "flat"), "dpo": ("padded", "flat", "shared")}
-STEPS, BATCH_SIZE, COUNTED_STEPS = {"sft": 350, "dpo": 60}, 16, 4
+LAYOUTS = {"sft": ("padded", "flat"), **dict.fromkeys(("dpo", "grpo"), ("padded", "flat", "shared"))}
+STEPS, BATCH_SIZE, COUNTED_STEPS, GROUP_SIZE = {"sft": 350, "dpo": 60, "grpo": 20}, 16, 4, 8
 WARM_UP_STEPS, TIMED_STEPS = 2, 20
 
 
@@ -136,6 +137,12 @@ def accuracy(model: Any, processor: Any, rows: Sequence[dict[str, Any]]) -> floa
     return float((said == torch.tensor(names)).float().mean())
 
 
+def names_right(completions: list[Any], name: list[int], **kwargs: Any) -> list[float]:
+    """The reward of answers: whether they begin with the digit's name."""
+    said = [completion[0]["content"].split()[:1] for completion in completions]
+    return [float(word == [DIGITS[right]]) for word, right in zip(said, name, strict=True)]
+
+
 def make_trainer(task: str, layout: str, model: Any, processor: Any, rows: Sequence[dict[str, Any]], steps: int) -> Any:
     """TRL's trainer, or ours."""
     options: dict[str, Any] = {
@@ -144,29 +151,44 @@ def make_trainer(task: str, layout: str, model: Any, processor: Any, rows: Seque
         "per_device_train_batch_size": BATCH_SIZE,
         "learning_rate": 1e-3 if task == "sft" else 1e-4,
         "warmup_steps": 20,
-        "max_length": None,
         "gradient_checkpointing": False,
+        **({"num_generations": GROUP_SIZE, "max_completion_length": 16} if task == "grpo" else {"max_length": None}),
         **({} if layout == "padded" else {"prefix_sharing": layout == "shared"}),
     }
-    columns = {"images", "prompt", "chosen", "rejected"} if task == "dpo" else {"images", "prompt", "chosen"}
-    data = Dataset.from_list([{name: value for name, value in row.items() if name in columns} for row in rows])
-    more: dict[str, Any] = {"ref_model": copy.deepcopy(model)} if task == "dpo" else {}
-    data = data if task == "dpo" else data.rename_column("chosen", "completion")
+    columns = {"sft": ("chosen",), "dpo": ("chosen", "rejected"), "grpo": ("name",)}[task]
+    data = Dataset.from_list([{name: row[name] for name in ("images", "prompt", *columns)} for row in rows])
+    data = data.rename_column("chosen", "completion") if task == "sft" else data
+    more: dict[str, Any] = {"dpo": {"ref_model": copy.deepcopy(model)}, "grpo": {"reward_funcs": names_right}}.get(
+        task, {}
+    )
     classes = classes_of(task, ours=layout != "padded")
     return side_by_side.make_trainer(
         *classes, options, model=model, train_dataset=data, processing_class=processor, **more
     )
 
 
+def generated(trainer: Any, batch: Any) -> Any:
+    """What the update of a step computes: GRPO's batches are prompts, whose completions are made before."""
+    return trainer._prepare_inputs(batch) if isinstance(batch, list) else batch
+
+
+def update(trainer: Any, inputs: Any) -> None:
+    """The forward and backward pass of a step, without generation."""
+    if "completion_ids" in inputs:
+        trainer._prepare_inputs = lambda _: inputs
+    trainer.training_step(trainer.model, inputs, None)
+
+
 def count_step_flops(trainer: Any) -> dict[str, float]:
-    """Operations per example of a few training steps: of the vision tower with its projector, and of all else."""
-    batches = [batch for batch, _ in zip(trainer.get_train_dataloader(), range(COUNTED_STEPS), strict=False)]
-    counter = flop_counter()
+    """Operations per example of a few updates: of the vision tower with its projector, and of all else."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
+    batches = [batch for batch, _ in zip(trainer.get_train_dataloader(), range(COUNTED_STEPS), strict=False)]
+    batches = [generated(trainer, batch) for batch in batches]
+    counter = flop_counter()
     with counter:
         for batch in batches:
-            trainer.training_step(trainer.model, batch)
+            update(trainer, batch)
     counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
     tower = sum(count for name, count in counts.items() if name.endswith((".vision_tower", ".multi_modal_projector")))
     examples = COUNTED_STEPS * BATCH_SIZE
@@ -174,7 +196,10 @@ def count_step_flops(trainer: Any) -> dict[str, float]:
 
 
 def time_steps(task: str, start: Any, processor: Any, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Examples per second over those of padded TRL: each batch is collated and computed by every layout in turn."""
+    """
+    Examples per second over those of padded TRL: each batch is collated and computed by every layout in turn. Batches
+    of GRPO are generated once, by padded TRL, and computed by all.
+    """
     trainers = {
         layout: make_trainer(task, layout, copy.deepcopy(start), processor, rows, 1) for layout in LAYOUTS[task]
     }
@@ -182,10 +207,13 @@ def time_steps(task: str, start: Any, processor: Any, rows: Sequence[dict[str, A
     ratios: dict[str, list[float]] = {layout: [] for layout in trainers}
     for step in range(WARM_UP_STEPS + TIMED_STEPS):
         seconds: dict[str, float] = {}
+        given = next(batches["padded"]) if task == "grpo" else None
         for layout, trainer in trainers.items():
+            trainer.model.train()
             trainer.current_gradient_accumulation_steps = 1
+            given = given if given is None or layout != "padded" else type(trainer)._prepare_inputs(trainer, given)
             started = time.perf_counter()
-            trainer.training_step(trainer.model, next(batches[layout]))
+            update(trainer, next(batches[layout]) if given is None else given)
             seconds[layout] = time.perf_counter() - started
             trainer.model.zero_grad()
         if step >= WARM_UP_STEPS:
@@ -215,7 +243,7 @@ def learn(
 
 
 def measure(steps: dict[str, int] | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """SFT and then DPO, each with TRL's padding, flat, and with shared prefixes, from the same weights."""
+    """SFT, DPO and GRPO one after another, each padded, flat, and with shared prefixes, from the same weights."""
     steps = steps or STEPS
     images, targets = digits()
     split = len(images) * 4 // 5
@@ -223,7 +251,8 @@ def measure(steps: dict[str, int] | None = None, say: Callable[[str], None] = pr
     test_rows = make_rows(images[split:], targets[split:], 300, seed=1)
     processor = make_processor()
     start, results = make_model(len(processor.tokenizer)), []
-    for task in ("sft", "dpo"):
+    processor.tokenizer.padding_side = "left"  # as TRL loads it for GRPO; others set it themselves
+    for task in LAYOUTS:
         after, speed_up = start, time_steps(task, start, processor, rows)
         for layout in LAYOUTS[task]:
             found, model = learn(task, start, processor, rows, test_rows, layout, steps[task])
@@ -242,13 +271,15 @@ def report(result: dict[str, Any]) -> str:
         "",
         "A LLaVA of 0.6 million weights learns scikit-learn's handwritten digits from scratch. It answers questions "
         f"about one or two pictures, {BATCH_SIZE} examples per step, in float32, first with SFT, then with DPO against "
-        f"wrong digits, on {machine_name(result['environment'])}.",
+        f"wrong digits, then with GRPO in groups of {GROUP_SIZE} sampled answers of at most 16 tokens, on "
+        f"{machine_name(result['environment'])}. The speed-up and the operations of GRPO are those of updates, without "
+        "generation.",
         "",
         "- **speed-up**: the examples per second over those of padded TRL. Each is a median of "
         f"{TIMED_STEPS} steps that are collated and computed in turn (20 to 80 %).",
         "- **digits read**: the share of 200 questions about other pictures that the model answers, before and after.",
         "- **largest difference**: the largest difference of a step's loss from that of padded TRL, after the same "
-        "number of steps.",
+        "number of steps. That of GRPO, with one update per batch, shows only that the same answers are sampled.",
         "- **tower, text**: the floating-point operations of a training step per example, counted by PyTorch: those of "
         "the vision tower with its projector, and all others.",
         "",

@@ -1,9 +1,8 @@
 """The images of an example: where they stand, which examples have equal ones, and which to try a model on."""
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,16 +11,19 @@ import torch
 from datasets import Dataset, IterableDataset
 from pyarrow import types
 from transformers.image_utils import load_image
+from trl.data_utils import prepare_multimodal_messages
 
+from ..data.lengths import AnyDataset, Example, has_known_lengths
+from ..data.validate import column_names
 from ..flat.batch import IGNORE_INDEX, Inputs
-from .lengths import AnyDataset, Example
-from .validate import column_names
 
 if TYPE_CHECKING:
-    from .vision import FlatVisionCollator
+    from .collate import FlatVisionCollator
 
 # How many examples are searched for images
 _EXAMPLES_SEARCHED = 256
+# A kind of examples to try: of those that only tools or environments may give
+MADE_UP = "made-up"
 
 
 def has_images(dataset: AnyDataset) -> bool:
@@ -43,9 +45,40 @@ def first_with_images(dataset: Dataset) -> int:
     return 0
 
 
+def first_examples(dataset: AnyDataset, columns: Collection[str] | None = None) -> Iterator[Example]:
+    """Examples from the one before the first with an image in its column on, with some of their columns, or all."""
+    if has_images(dataset) and has_known_lengths(dataset):
+        dataset = dataset.select(range(max(first_with_images(dataset) - 1, 0), len(dataset)))
+    return ({k: v for k, v in row.items() if columns is None or k in columns} for row in dataset)
+
+
+def prompt_in_messages(example: Example) -> Example:
+    """A prompt with images as a conversation that holds them, as TRL makes it."""
+    prompt = example["prompt"]
+    is_text = isinstance(prompt, str)  # with which TRL takes no images
+    messages = [{"role": "user", "content": prompt}] if is_text else prompt
+    return {"images": [], "messages": prepare_multimodal_messages(messages, [] if is_text else _in_columns(example))}
+
+
+def made_up_examples() -> Iterator[Example]:
+    """Conversations with and without images, of which nothing is known but that they will come."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for height, width in ((224, 224), (224, 448), (0, 0)):
+        picture = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        image = [{"type": "image", "image": Image.fromarray(picture)}] if height else []
+        yield {"images": [], "messages": [{"role": "user", "content": [*image, {"type": "text", "text": "What?"}]}]}
+
+
+def _in_columns(example: Example) -> list[object]:
+    images = [example["image"]] if "image" in example else list(example.get("images") or [])  # TRL reads one of them
+    return [image for image in images if image is not None]
+
+
 def images_of(example: Example) -> list[object]:
     """The images of an example, Pillow's, arrays or text that names one: its column, and those in its messages."""
-    images = [example["image"]] if "image" in example else list(example.get("images") or [])  # TRL reads one of them
+    images = _in_columns(example)
     for messages in example.values():
         for message in messages if isinstance(messages, list) else ():
             content = message.get("content") if isinstance(message, dict) else None
@@ -61,31 +94,6 @@ def _image_of(part: Example) -> list[object]:
         return [url["url"] if isinstance(url, dict) else url]
     names = ("image", "url", "path", "base64") if part.get("type") == "image" else ()
     return [part[name] for name in names if part.get(name) is not None]
-
-
-def images_key(example: Example) -> str:
-    """Text that examples with equal images have in common, and no others."""
-    digest = hashlib.blake2b()
-    for image in images_of(example):
-        kind, data = _content(image)
-        digest.update(f"{kind} {len(data)};".encode() + data)
-    return digest.hexdigest()
-
-
-def _content(image: object) -> tuple[str, bytes]:
-    """All that an image's features may depend on: what kind of image it is, and its bytes."""
-    from PIL import ExifTags  # text needs no Pillow
-    from PIL.Image import Image as Picture
-
-    if isinstance(image, str):  # a path, an address or base64
-        return "str", image.encode()
-    if isinstance(image, Picture):  # what loading it asks for: its palette, and which side is up
-        kind = f"{image.mode} {image.size} {image.getpalette()} {image.info.get('transparency')}"
-        return f"{kind} {image.getexif().get(ExifTags.Base.Orientation)}", image.tobytes()
-    array = np.asarray(image)
-    if array.dtype == object:  # nothing that could be compared: equal to nothing but itself
-        return f"object {id(image)}", b""
-    return f"{array.dtype} {array.shape}", array.tobytes()
 
 
 def inverted(value: Any, is_image: bool = False) -> Any:
@@ -113,15 +121,15 @@ class ImageProbe:
     one without images, as far as the data has them. The trainer's collator makes batches of them.
     """
 
-    def __init__(self, collator: "FlatVisionCollator", examples: Iterable[Example]):
-        self.collator = collator
+    def __init__(self, collator: "FlatVisionCollator", examples: Iterable[Example], kind: str = "the data's"):
+        self.collator, self.kind = collator, kind
         self.examples: dict[str, Example] = {}
         for example in islice(examples, _EXAMPLES_SEARCHED):
             if not images_of(example):
                 self.examples.setdefault("text", example)
             elif "first" not in self.examples:
                 self.examples |= {"first": example, "inverted": inverted(example)}
-            elif images_key(example) != images_key(self.examples["first"]):
+            elif not _are_equal(example, self.examples["first"]):
                 second = self.examples.setdefault("second", example)
                 if _sizes(second) == _sizes(self.examples["first"]) != _sizes(example):
                     self.examples["second"] = example
@@ -156,15 +164,20 @@ class ImageProbe:
     def flat(self, names: Sequence[str], prefix_sharing: bool) -> Inputs:
         """The flat batch of some examples, with all tokens scored."""
         examples = [self.examples[name] for name in names]
-        rows = _scoring_all(self.collator.rows(examples))
         collator = replace(self.collator, prefix_sharing=prefix_sharing)
-        images = collator.images(rows, list(map(images_key, examples)))
-        return {**rows, "flat_batch": collator.flatten(rows, images=images)}
+        return collator.on_host(_scoring_all(collator.rows(examples)), examples).with_flat()
 
 
 def _scoring_all(rows: Inputs) -> Inputs:
     labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
-    return {**{name: value for name, value in rows.items() if name != "completion_mask"}, "labels": labels}
+    others = ("completion_mask", "label")  # KTO's mismatched rows have the same images, and more to score
+    scored = {name: x for name, x in rows.items() if name not in others and not name.startswith("KL_")}
+    return {**scored, "labels": labels}
+
+
+def _are_equal(one: Example, other: Example) -> bool:
+    pairs = [map(np.asarray, images_of(example)) for example in (one, other)]
+    return all(a is not None and b is not None and np.array_equal(a, b) for a, b in zip_longest(*pairs))
 
 
 def _sizes(example: Example) -> list[tuple[int, ...]]:

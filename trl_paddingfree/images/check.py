@@ -12,15 +12,15 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
+from ..check.probe import Call, Rows, RowsAlone, root_mean_square, undisturbed
+from ..check.prove import CheckResult, UnprovenModelError, check_flat
+from ..check.training import moved_off_zero
 from ..flat.batch import IGNORE_INDEX
 from ..model.routes import Route
-from .probe import Call, Rows, RowsAlone, root_mean_square, undisturbed
-from .prove import CheckResult, UnprovenModelError, check_flat
-from .training import moved_off_zero
 
 
 class ImagesAlone(RowsAlone):
-    """[`RowsAlone`] of the examples of a [`~trl_paddingfree.data.images.ImageProbe`], each over its one or two rows."""
+    """[`RowsAlone`] of the examples of an [`~trl_paddingfree.images.examples.ImageProbe`], each over its rows."""
 
     def __init__(self, model: PreTrainedModel, examples: Any, call: Call | None = None):
         self.model, self.call, self.examples = model, model if call is None else call, examples

@@ -1,0 +1,76 @@
+"""Vision-language models: what they are told of a flat row's images, and which of them cannot be told.
+
+The model merges its images itself. It is given its features in the order of the flat row's placeholders, the positions
+that it counts itself over the rows, and the blocks of image tokens that see one another.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..model.architecture import config_value, takes_images
+from .rows import VisionRules
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+_REFUSED = {
+    "hunyuan_vl": "it counts positions of images by those of other rows of its batch, with padding",
+    "mllama": "its text attends to images by cross-attention, row by row, and has no placeholders for them",
+    "paligemma": "its attention is bidirectional over all that is not marked as a completion, and TRL does not mark it",
+}
+
+
+def vision_rules(model: PreTrainedModel) -> VisionRules:
+    """The [`VisionRules`] of a model."""
+    config = model.config  # not the processor: Gemma 3's calls another token its `image_token_id`
+    # The others cut blocks where the window ends
+    longest = config.get_text_config().sliding_window if config.model_type == "gemma4_unified" else None
+    counts_grids = hasattr(model.base_model, "get_rope_index")  # Qwen's backbones have it, without a common class
+    return VisionRules(config.image_token_id, sees_both_ways(model), longest, counts_grids)
+
+
+def sees_both_ways(model: PreTrainedModel) -> bool:
+    """Whether tokens of an image see one another in both directions."""
+    says = config_value(model.config.get_text_config(), "use_bidirectional_attention")
+    return model.config.model_type == "gemma3" or says == "vision"
+
+
+def why_no_images(model: PreTrainedModel) -> str:
+    """Why `model` cannot train on images without padding, whatever a check would say; empty if that has to be tried."""
+    config, backbone = model.config, model.base_model
+    if reason := _REFUSED.get(config.model_type):
+        return reason
+    if backbone is model:
+        return f"it has no backbone under its `base_model_prefix` ({model.base_model_prefix!r}), where TRL wants it"
+    if not takes_images(model):
+        return "its backbone has no `get_image_features`, by which images would reach the flat row"
+    if config_value(config, "image_token_id") is None:
+        return "its configuration names no `image_token_id`"
+    for name, module in backbone.named_modules():
+        if isinstance(module, BATCH_NORMS):  # TRL computes equal images as often as rows have them
+            return f"`{name}` takes statistics over all images of a call, in which equal ones are there once"
+    return ""
+
+
+def refuse_blind(model: PreTrainedModel) -> None:
+    """Refuse to train a model on images that cannot take them from a flat row."""
+    if reason := why_no_images(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "
+            "train another model."
+        )
+
+
+def rules_of_all(models: Sequence[PreTrainedModel]) -> VisionRules:
+    """What models that compute the same rows want to know of images. Refuses those that cannot, or that disagree."""
+    for model in models:
+        refuse_blind(model)
+    first, *others = map(vision_rules, models)
+    for model, rules in zip(models[1:], others, strict=True):
+        if rules != first:
+            raise ValueError(
+                f"{type(model).__name__} and {type(models[0]).__name__} compute the same rows, and read images by "
+                f"other rules ({rules} and {first}): take models of one family, or set `padding_free=False`."
+            )
+    return first
