@@ -7,7 +7,6 @@ from operator import add
 from typing import Any
 
 import torch
-from accelerate.utils import gather
 
 
 @dataclass(frozen=True)
@@ -88,5 +87,4 @@ def of_all_processes(values: Sequence[float], accelerator: Any) -> torch.Tensor:
     """The `(processes, N)` values of all processes, on the CPU. One alone does not ask its device for what it has."""
     if accelerator.num_processes == 1:
         return torch.tensor([values])
-    # Not by the accelerator, whose methods do nothing while a part of a micro-batch is computed
-    return gather(torch.tensor([values], device=accelerator.device)).cpu()
+    return accelerator.gather(torch.tensor([values], device=accelerator.device)).cpu()
