@@ -63,19 +63,19 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
     elif file.is_file():
         loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
         if loader is None:
-            raise ValueError(f"`--dataset_name {name}` ends in none of {', '.join(LOADERS)}: name a file that does.")
+            raise ValueError(f"{name!r} ends in none of {', '.join(LOADERS)}: name a file that does.")
         if not file.stat().st_size:
-            raise ValueError(f"`--dataset_name {name}` is an empty file.")
+            raise ValueError(f"{name!r} is an empty file.")
         try:
             dataset = load_dataset(loader, data_files=name, streaming=streaming)
         except (ValueError, DatasetsError) as error:
             reason = (broken_json(str(name)) if loader == "json" else "") or f"{error}. {error.__cause__ or ''}"
-            raise ValueError(f"`--dataset_name {name}` cannot be read: {reason}") from error
+            raise ValueError(f"{name!r} cannot be read: {reason}") from error
     else:
         try:
             dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
         except DatasetGenerationError as error:
-            raise ValueError(f"`--dataset_name {name}` cannot be read: {error}. {error.__cause__ or ''}") from error
+            raise ValueError(f"{name!r} cannot be read: {error}. {error.__cause__ or ''}") from error
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if dataset_args.test_split_size is not None and train in dataset and test not in dataset:
         if streaming:

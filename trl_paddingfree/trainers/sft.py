@@ -22,6 +22,7 @@ SFT = Task(
     found_by=(("messages",), ("conversations",), ("prompt", "completion"), ("text",), ("input_ids",)),
     sequences=(("input_ids",),),
     other_columns=("labels",),
+    reads=("messages", "conversations", "completion", "seq_lengths", "completion_mask", "assistant_masks"),
     collator=LanguageModelingCollator,
     prepare=upstream.preparation(SFTTrainer, SFTConfig, False, None, chat_template=None),  # no packing, no formatting
     vision_collator=VisionLanguageModelingCollator,
