@@ -99,7 +99,6 @@ def refuse_unknown(task: str, argv: Sequence[str]) -> None:
     Refuse an option of a training command that no parser may know, by the sources that define options: to import them
     takes seconds. Where a release has moved a source, and for values, the parsers have the last word.
     """
-    words = [word.partition("=")[0] for word in spelled(argv) if word.startswith("--")]
     known: set[str] = set()
     for package, paths in _SOURCES.items():
         spec = find_spec(package)
@@ -111,8 +110,9 @@ def refuse_unknown(task: str, argv: Sequence[str]) -> None:
     options = [f"--{name}" for name in known]
     parser = OneLineParser(prog=f"trl-paddingfree {task}")
     parser.known_options = lambda: options  # type: ignore[method-assign]
-    for word in words:  # argparse takes the beginning of a name for it
-        if not any(name.startswith(word.replace("--no_", "--", 1)) for name in ("--config", "--help", *options)):
+    for word, spelt in zip(argv, spelled(argv), strict=True):  # argparse takes the beginning of a name for it
+        begins = spelt.partition("=")[0].replace("--no_", "--", 1)
+        if begins.startswith("--") and not any(name.startswith(begins) for name in ("--config", "--help", *options)):
             parser.error(f"unrecognized arguments: {word}")
     if argv[-1:] == ["--config"]:
         parser.error("argument --config: expected the name of a YAML file")

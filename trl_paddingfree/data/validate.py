@@ -47,15 +47,15 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
     columns = column_names(dataset)
     if "input_ids" in columns:
         return
-    formats: list[Sequence[str]] = [("prompt", "completion"), ("messages",), (text_field,), ("conversations",)]
+    formats: list[Sequence[str]] = [("prompt", "completion"), ("input_ids",), ("messages",)]
+    formats += [(text_field,), ("conversations",)]
     if "prompt" in columns and "completion" not in columns:
         alone = ", ".join(f"`{column}`" for (column, *_) in formats[1:])
         raise ValueError(
-            f"The {name} data has a `prompt` and no `completion`, only {columns}. SFT reads `prompt` and `completion`, "
-            f"or one of `input_ids`, {alone} without a `prompt`. Rename or remove columns with "
-            "`dataset.rename_column` and `dataset.remove_columns`."
+            f"The {name} data has no columns that SFT reads, only {columns}. It reads `prompt` and `completion`, or, "
+            f"without a `prompt`, one of {alone}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
         )
-    refuse_unread(dataset, name, "SFT", *formats, ("input_ids",))
+    refuse_unread(dataset, name, "SFT", *formats)
 
 
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
@@ -65,9 +65,8 @@ def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
     if unread := [f"`{column}`" for column in columns if column not in read]:
         has_pairs = {"chosen", "rejected"} <= set(columns) and "prompt" not in columns
         prompt = " Without a `prompt`, it is what `chosen` and `rejected` start alike with." if has_pairs else ""
-        logger.warning(
-            f"The {name} data has columns that {task.name.upper()} does not read: {', '.join(unread)}.{prompt}"
-        )
+        listed = f"{task.name.upper()} does not read: {', '.join(unread)}"
+        logger.warning(f"The {name} data has columns that {listed}.{prompt}")
 
 
 def check_preferences(

@@ -97,7 +97,7 @@ class FlatTrainer(GroupedTrainer):
             self.trl_trainer.__init__(self, **arguments)
             return
         self.refuse_arguments(arguments)
-        if config.remove_unused_columns and arguments.get("formatting_func") is None:
+        if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
             for name, dataset in refusals.given_datasets(arguments):
                 log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
         vars(config)["padding_free"] = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)

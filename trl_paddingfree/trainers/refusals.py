@@ -157,12 +157,9 @@ def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArgument
             f"`{name}(padding_free=True)`, or use {trainer_class.config_class.__name__}."
         )
         return
-    idle = [
-        f"`{option.name}={value!r}`"
-        for option in fields(PaddingFreeOptions)
-        if option.name not in ("padding_free", "prefix_sharing")
-        and (value := vars(config)[option.name]) != option.default
-    ]
+    chosen = {option.name: vars(config)[option.name] for option in fields(PaddingFreeOptions)}
+    defaults = vars(PaddingFreeOptions()) | {name: chosen[name] for name in ("padding_free", "prefix_sharing")}
+    idle = [f"`{name}={value!r}`" for name, value in chosen.items() if value != defaults[name]]
     if idle:
         logger.warning(
             f"{trainer_class.__name__} {as_trl} `padding_free=False`: {', '.join(idle)} "
