@@ -98,9 +98,11 @@ def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
         return
     is_exported = collator.__module__.startswith("trl_paddingfree.data.collate")
     package = "trl_paddingfree" if is_exported else collator.__module__  # images, and collators of your own
+    theirs = next((base.__name__ for base in collator.__bases__ if isinstance(data_collator, base)), None)
+    base = f" ({theirs}, its base, is TRL's: put this one in its place)" if theirs else ""
     raise ValueError(
         f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
-        f"`{package}.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
+        f"`{package}.{collator.__name__}` or a subclass of it{base}, or set `padding_free=False`."
     )
 
 
