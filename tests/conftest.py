@@ -35,7 +35,9 @@ class TellFailures:
         if report.failed:
             said = str(report.longrepr).strip().splitlines()
             seed = f"TRL_PADDINGFREE_SEED={os.environ['TRL_PADDINGFREE_SEED']}"
-            self.reporter.write_line(f"\n{seed} python -m pytest '{report.nodeid}'  # {said[-1] if said else report.when}")
+            self.reporter.write_line(
+                f"\n{seed} python -m pytest '{report.nodeid}'  # {said[-1] if said else report.when}"
+            )
 
 
 @pytest.hookimpl(trylast=True)  # when there is a reporter

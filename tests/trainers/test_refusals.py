@@ -74,7 +74,7 @@ ARGUMENTS = {
     "a foreign collator": ({"data_collator": OwnCollator()}, "`data_collator` is a OwnCollator"),
     "a subclass of TRL's collator": (
         {"data_collator": ChangedTrlCollator(pad_token_id=0)},
-        r"`trl_paddingfree.PreferenceCollator` or a subclass of it \(DataCollatorForPreference, its base, is TRL's: put",
+        r"`trl_paddingfree.PreferenceCollator` or a subclass of it \(DataCollatorForPreference, its base, is TRL's",
     ),
     "the other trainer's collator": (
         {"data_collator": LanguageModelingCollator(pad_token_id=0)},
