@@ -142,7 +142,7 @@ class Runner:
         trainer = self.trainer
         # A budget begins its peak anew for each part
         peak = getattr(trainer, "peak_memory", None) or PeakMemory(torch.device(self.settings.device))
-        peak.reset()
+        peak.begin()
         peak.before, before = 0, peak.held
         self.clock = Clock(self.settings.device)
         collated = self.collate(examples)

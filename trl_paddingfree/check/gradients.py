@@ -91,7 +91,8 @@ class GradientResult:
 
 
 @contextmanager
-def _as_it_answers(model: PreTrainedModel) -> Iterator[None]:
+def as_it_answers(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode without gradients. Afterwards all is as before."""
     with undisturbed(model), buffers_restored(model.modules()):
         yield
 
@@ -122,7 +123,7 @@ class RowsInTraining:
 
     def in_training(self) -> AbstractContextManager[None]:
         """The context in which the model is tried: as it trains, or as it answers if it does not."""
-        return as_in_training(self.model, self.call) if self.trains else _as_it_answers(self.model)
+        return as_in_training(self.model, self.call) if self.trains else as_it_answers(self.model)
 
     def answers(self, inputs: Inputs) -> torch.Tensor:
         """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""

@@ -229,6 +229,11 @@ class Progress:
             timer.cancel()
 
 
+def draws_of(model: PreTrainedModel) -> int:
+    """How many draws of rows to try before a model is found inexact."""
+    return 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
+
+
 def prove(
     model: PreTrainedModel,
     route: Route,
@@ -249,7 +254,7 @@ def prove(
     `tell` is told of each thing that is done.
     """
     started = time.perf_counter()
-    draws = 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
+    draws = draws_of(model)
     reference = cache(partial(RowsAlone, model, call))
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
     failed: list[CheckResult] = []

@@ -209,6 +209,6 @@ def _speed_up(needs: MemoryNeeds, every: Sequence[np.ndarray], units: int, budge
     """What a budget saves of the step in which every layer recomputes."""
     layers = len(needs.peaks(every[0])) - 1
     tokens = [int(load[1]) for load in every]
-    shares = [needs.num_recomputed(load, budget) / layers for load in every]
+    shares = [needs.fewest_recomputed(load, budget)[0] / layers for load in every]
     spent = sum(n * (units + share) for n, share in zip(tokens, shares, strict=True))
     return sum(tokens) * (units + 1) / spent

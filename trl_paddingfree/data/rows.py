@@ -1,15 +1,15 @@
 """Rows of a batch on the host, collated or generated, of which flat batches and their parts are made."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from trl.trainer.utils import split_tensor_dict
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart, row_spans
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_spans
 from .lengths import Example
 
 if TYPE_CHECKING:
@@ -49,19 +49,9 @@ class CollatedRows:
         """The flat batch of each example alone."""
         return [self.take([i]).with_flat()["flat_batch"] for i in range(self.num_items)]
 
-    def tokens(self) -> list[int]:
-        """Tokens to compute of each example alone."""
-        return [batch.counts.computed for batch in self.alone()]
-
-    def part(self, items: Sequence[int], reach: int | None) -> RowPart:
-        """The part of a batch that some examples make, with positions that tell of `reach` tokens."""
-        taken = self.take(items)
-        images: Inputs = {**dict.fromkeys(self.images()), **taken.images()}  # of rows without: none
-        return RowPart(torch.tensor(self.row_numbers(items)), taken.with_flat(reach)["flat_batch"], images)
-
-    def images(self) -> Inputs:
-        """What belongs to images, of those of these rows."""
-        return {}
+    def loads(self, load: Callable[[FlatBatch], np.ndarray]) -> list[np.ndarray]:
+        """The `load` of each example alone."""
+        return list(map(load, self.alone()))
 
     def with_flat(self, reach: int | None = None) -> Inputs:
         """The batch of these rows, with positions that tell of `reach` tokens."""
@@ -99,33 +89,11 @@ class GeneratedRows:
                 )
         return cls(ids, targets, starts, lengths, options)
 
-    @cached_property
-    def order(self) -> list[int]:
-        """The rows, those of one prompt side by side: asked for by parts only."""
-        spans = [slice(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
-        rows = [(ids[span], labels[span]) for ids, labels, span in zip(self.input_ids, self.labels, spans, strict=True)]
-        return _by_key([ids[labels == IGNORE_INDEX].numpy().tobytes() for ids, labels in rows])
-
-    @property
-    def num_items(self) -> int:
-        """Rows."""
-        return len(self.lengths)
-
-    def tokens(self) -> list[int]:
-        """Tokens of each row, those of one prompt side by side."""
-        return [self.lengths[row] for row in self.order]
-
-    def batch(self, rows: Sequence[int] | None = None, reach: int | None = None) -> FlatBatch:
-        """The flat batch of some rows, or of all, with positions that tell of `reach` tokens."""
-        rows = range(len(self.lengths)) if rows is None else rows
-        lengths, starts = ([values[row] for row in rows] for values in (self.lengths, self.starts))
-        ids, labels = self.input_ids[list(rows)], self.labels[list(rows)]
-        return FlatBatch.from_padded(ids, labels, lengths, starts, reach=reach, **self.options)
-
-    def part(self, items: Sequence[int], reach: int | None) -> RowPart:
-        """The part of a batch that some rows make, by their places in [`GeneratedRows.tokens`]."""
-        rows = [self.order[item] for item in items]
-        return RowPart(torch.tensor(rows), self.batch(rows, reach))
+    def batch(self, reach: int | None = None) -> FlatBatch:
+        """The flat batch of the rows, with positions that tell of `reach` tokens."""
+        return FlatBatch.from_padded(
+            self.input_ids, self.labels, self.lengths, self.starts, reach=reach, **self.options
+        )
 
 
 def _by_key(keys: Sequence[bytes]) -> list[int]:

@@ -145,20 +145,10 @@ class CollatedImageRows(CollatedRows):
         rows = {name: x[numbers] for name, x in self.rows.items() if name in _ROWS}
         return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, keys)
 
-    def tokens(self) -> list[int]:
-        text, rules = {name: x for name, x in self.rows.items() if name in _ROWS}, self.collator.rules
-        assert rules is not None
-        # Grids are left out: they say where tokens are, and not how many there are
-        collator = replace(self.collator, rules=replace(rules, counts_grids=False))
-        return CollatedRows.tokens(replace(self, rows=text, collator=collator))
-
     def with_flat(self, reach: int | None = None) -> Inputs:
         batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.keys))
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
         return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
-
-    def images(self) -> Inputs:
-        return {name: value for name, value in self.rows.items() if name not in _ROWS}
 
 
 def take_images(rows: Inputs, examples: Sequence[int], counts: Sequence[int]) -> Inputs | None:

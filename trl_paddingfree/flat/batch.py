@@ -4,8 +4,8 @@ Shape legend: see `segments`; in addition
     P = scored tokens (those whose next token some row scores)
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,12 +51,6 @@ class FlatBatch(HasTensors):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
-        num_scored (`int`, *optional*):
-            How many tokens the loss scores at a time, if it does so above the model: those of all rows and parts.
-        num_recomputed (`int`, *optional*):
-            How many layers recompute their activations in a pass with gradients. By default, those that are set to.
-        parts (`tuple[RowPart, ...]`, *optional*):
-            The same rows in parts, if a pass with gradients is to compute one after another.
 
     >>> from trl_paddingfree import FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
@@ -84,9 +78,6 @@ class FlatBatch(HasTensors):
     images: FlatImages | None = None
     packed: int | None = None
     empty_rows: int = 0
-    num_scored: int | None = None
-    num_recomputed: int | None = None
-    parts: "tuple[RowPart, ...]" = ()
 
     @classmethod
     def from_rows(
@@ -101,7 +92,6 @@ class FlatBatch(HasTensors):
         starts: Sequence[int] | None = None,
         reach: int | None = None,
         images: RowImages | None = None,
-        num_scored: int | None = None,
     ) -> "FlatBatch":
         """
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
@@ -119,8 +109,6 @@ class FlatBatch(HasTensors):
             reach (`int`, *optional*):
                 Treat the longest row as this long, so that rotary frequencies that depend on the length match those of
                 the padded batch. Costs one token of padding.
-            num_scored (`int`, *optional*):
-                That of the batch.
             images ([`~trl_paddingfree.flat.images.RowImages`], *optional*):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
@@ -184,7 +172,6 @@ class FlatBatch(HasTensors):
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
             images=None if images is None else FlatImages.from_rows(images, tokens, paths, len(flat)),
             empty_rows=len(tokens) - len(filled),
-            num_scored=num_scored,
         )
 
     @classmethod
@@ -234,19 +221,6 @@ class FlatBatch(HasTensors):
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """`(R, L, D)`: vectors `(1, T, D)` of tokens, on whatever device, in rows; 0 beyond the end of each."""
         return values.squeeze(0)[self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
-
-
-@dataclass(frozen=True)
-class RowPart(HasTensors):
-    """Some of the rows of a batch, which the model computes by themselves."""
-
-    rows: torch.Tensor  # (N,) int64: which of them
-    batch: FlatBatch  # these rows, as wide as those of the batch
-    arguments: Inputs = field(default_factory=dict)  # of the model, such as the images of these rows
-
-    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "RowPart":
-        arguments = {name: fn(x) if isinstance(x, torch.Tensor) else x for name, x in self.arguments.items()}
-        return replace(super().map(fn), arguments=arguments)
 
 
 def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:

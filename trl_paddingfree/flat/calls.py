@@ -55,7 +55,7 @@ class AttentionCalls:
         if not is_ordered or (key_slots != key_lengths).any():
             index = _runs(segments.cu_seqlens_k[order], key_lengths[order], key_slots)
             kv_index = segments.kv_index
-            key_rows = layout.row_index(index if kv_index is None else kv_index[index], segments.num_tokens)
+            key_rows = layout.row_index(index if kv_index is None else kv_index[index], segments.num_keys)
         return AttentionCalls(tuple(map(tuple, calls)), tuple(queries), tuple(keys), query_rows, key_rows, answers)
 
 

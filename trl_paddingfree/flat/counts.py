@@ -41,8 +41,8 @@ class BatchCounts:
         return BatchCounts(*map(add, self.as_tuple(), other.as_tuple()))
 
     def in_parts(self, parts: "Sequence[BatchCounts]") -> "BatchCounts":
-        """Those of the same rows computed in `parts`, or whole if there are none."""
-        computed = sum(parts, BatchCounts()) if parts else self
+        """Those of the same rows computed in `parts`."""
+        computed = sum(parts, BatchCounts())
         return replace(self, computed=computed.computed, repeated=computed.repeated)
 
     def as_tuple(self) -> tuple[int, int, int, int, int]:
@@ -54,24 +54,21 @@ class TokenCounts:
     """The [`BatchCounts`] of a run, of this process: before the last log, and since."""
 
     def __init__(self) -> None:
-        self.logged, self.new, self.logged_at = BatchCounts(), BatchCounts(), time.perf_counter()
-
-    def add(self, counts: BatchCounts) -> None:
-        """Add those of a micro-batch."""
-        self.new += counts
+        self.logged, self.logged_at = BatchCounts(), time.perf_counter()
+        self.new: list[BatchCounts] = []  # of each micro-batch since the last log
 
     @property
     def total(self) -> BatchCounts:
         """What this process has computed so far."""
-        return self.logged + self.new
+        return sum(self.new, self.logged)
 
     def figures(self, accelerator: Any, memory: int, repeats: bool) -> dict[str, float]:
         """
         Figures since the last call, summed over all processes; the peak memory, in bytes, of the one that uses most.
         `repeats` if the model has layers that compute shared prefixes again.
         """
-        seconds, new = time.perf_counter() - self.logged_at, self.new
-        self.logged, self.new, self.logged_at = self.total, BatchCounts(), time.perf_counter()
+        seconds, new = time.perf_counter() - self.logged_at, sum(self.new, BatchCounts())
+        self.logged, self.new, self.logged_at = self.logged + new, [], time.perf_counter()
         processes = of_all_processes([*new.as_tuple(), memory], accelerator)
         computed, real, padded, _, repeated, _ = processes.sum(0).tolist()
         if not real:

@@ -80,7 +80,6 @@ class FlatLayout(HasTensors):
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
-    exchange: Attention | None = None  # by which processes that have slices of the tokens compute attention together
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -93,7 +92,7 @@ class FlatLayout(HasTensors):
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_q if kv_index is None else torch.from_numpy(segments.cu_seqlens_k),
             seq_idx=torch.from_numpy(seq_idx)[None],
-            kv_rows=None if kv_index is None else RowIndex.of(kv_index, segments.num_tokens),
+            kv_rows=None if kv_index is None else RowIndex.of(kv_index, segments.num_keys),
             blocks=None if blocks is None or (blocks < 0).all() else torch.from_numpy(blocks),
         )
 
@@ -101,6 +100,11 @@ class FlatLayout(HasTensors):
     def kv_index(self) -> torch.Tensor | None:
         """`(S,)` int64: flat position of every key/value row; `None` when nothing is shared."""
         return None if self.kv_rows is None else self.kv_rows.index
+
+    @property
+    def host_blocks(self) -> np.ndarray | None:
+        """`blocks` on the host, which waits for the device once."""
+        return None if self.blocks is None else self.derived("blocks", self.blocks.cpu).numpy()
 
     @property
     def device(self) -> torch.device:
@@ -135,8 +139,7 @@ class FlatLayout(HasTensors):
     @once_per_layout
     def chunked(self, size: int) -> "FlatLayout":
         """The layout of attention within chunks of `size` positions (Llama 4): segments are cut where a chunk ends."""
-        cut = FlatLayout.from_segments(_cut_at_chunks(self.segments, size))
-        return replace(cut, exchange=self.exchange).to(self.device, non_blocking=True)
+        return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:

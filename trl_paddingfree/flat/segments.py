@@ -96,6 +96,11 @@ class Segments:
         return sum(self.lengths)
 
     @property
+    def num_keys(self) -> int:
+        """Tokens whose keys and values queries may read: all of them, and in a slice those of earlier ones, too."""
+        return self.num_tokens
+
+    @property
     def is_shared(self) -> bool:
         """Whether any segment continues another one."""
         return any(self.starts)
@@ -151,6 +156,14 @@ class Segments:
     def kv_index(self) -> np.ndarray | None:
         """`(S,)` int64: flat position of every key/value row, segment by segment; `None` when nothing is shared."""
         return np.concatenate(self._paths) if self.is_shared else None
+
+    @cached_property
+    def last_readers(self) -> np.ndarray:
+        """`(T,)` int64: flat position of the last token on whose path each token lies."""
+        last = np.zeros(self.num_tokens, dtype=np.int64)
+        for path, end in zip(self._paths, self.offsets[1:], strict=True):
+            last[path] = end - 1  # segments come in flat order
+        return last
 
     def dense_mask(self) -> np.ndarray:
         """`(T, T)` bool: whether query `i` attends to key `j`, by the definition of a path. What tests compare with."""

@@ -66,8 +66,10 @@ class PeakMemory:
         """Bytes that tensors hold now on an accelerator; 0 on the CPU, where nobody counts them."""
         return torch.accelerator.memory_allocated(self.device) if self.can_reset else 0
 
-    def reset(self) -> None:
-        """Begin anew, on an accelerator: the peak of a process cannot be lowered."""
-        if self.can_reset:
-            self.before = self.highest
-            torch.accelerator.reset_peak_memory_stats(self.device)
+    def begin(self) -> int:
+        """Begin anew, on an accelerator: the peak of a process cannot be lowered. The bytes that tensors hold now."""
+        if not self.can_reset:
+            return 0
+        held, self.before = self.held, self.highest
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        return held

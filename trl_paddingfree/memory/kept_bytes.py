@@ -19,8 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import FlatLayout
+from ..flat.segments import Segments
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
-from ..model.flat_model import FlatModel
+from ..model.flat_model import FlatModel, keys_noted
 from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
 from ..model.routes import ATTENTION_BACKENDS, Route
 from ..model.sequence import scored_sizes
@@ -61,7 +62,7 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None, sco
     features, pixels = (0, 0) if images is None else (images.num_features, images.num_pixels)
     states = chunk_sizes(batch.layout, device or batch.layout.device) if route.states == "tree" else (0, 0, 0)
     if scored is None:
-        scored = batch.num_scored or len(batch.scored)
+        scored = len(batch.scored)
     last = [*states, features, pixels, features**2, scored]
     if route.backend in ATTENTION_BACKENDS:
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
@@ -70,6 +71,34 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None, sco
         sizes = ((lengths * keys).sum(), 0, 0, 0) if is_flash else _pairs_and_padding(batch.layout)
         return np.array([1, tokens, keys.sum(), keys[keys > lengths].sum(), *sizes, *last])
     return np.array([1, tokens, tokens, 0, tokens**2, 0, 0, 0, *last])
+
+
+def slice_loads(segments: Segments, cuts: Sequence[int], route: Route, whole: np.ndarray) -> np.ndarray:
+    """
+    `(slices, len(LOADS))` float64: those of the decoder in each slice of a batch that is cut at these positions, of the
+    load of the `whole`. Padding of short runs is left out, and chunks of states are taken in proportion.
+
+    >>> segments, route = Segments((6, 3), (-1, 0), (0, 3)), Route("segment", "sdpa", True)
+    >>> loads = slice_loads(segments, (0, 4, 9), route, np.zeros(len(LOADS)))
+    >>> [dict(zip(LOADS, row.tolist()))["keys"] for row in loads]
+    [4.0, 12.0]
+    """
+    offsets = np.array(segments.offsets)
+    bounds = np.unique(np.concatenate([offsets, cuts]))
+    firsts, lengths = bounds[:-1], np.diff(bounds)
+    of = np.searchsorted(offsets, firsts, "right") - 1
+    keys = np.array(segments.starts)[of] + firsts - offsets[of] + lengths
+    is_branch, pairs, is_flash = keys > lengths, lengths * keys, route.backend == "flash"
+    branches = pairs * is_branch * (not is_flash)
+    number = np.searchsorted(cuts, firsts, "right") - 1
+    names = ("tokens", "keys", "branch_keys", "pairs", "branches")
+    loads = np.zeros((len(cuts) - 1, len(LOADS)))
+    for name, of_run in zip(names, (lengths, keys, keys * is_branch, pairs, branches), strict=True):
+        np.add.at(loads[:, LOADS.index(name)], number, of_run)
+    loads[:, LOADS.index("constant")] = 1
+    states = [LOADS.index(name) for name in ("slot_padding", "chunks", "chunk_pairs")]
+    loads[:, states] = whole[states] * (loads[:, 1:2] / max(segments.num_tokens, 1))
+    return loads
 
 
 def _pairs_and_padding(layout: FlatLayout) -> tuple[int, int, int, int]:
@@ -92,10 +121,11 @@ class KeptBytes:
     recomputed: np.ndarray  # of the same shape: what it keeps if it does
     largest: np.ndarray  # of the same shape: the largest tensor that it keeps
     outside: np.ndarray  # (len(LOADS),): what is kept outside of the layers
+    of_keys: np.ndarray  # (): bytes of the keys and values of one token, in all layers
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
         """The bytes of some of the layers."""
-        return KeptBytes(self.kept[layers], self.recomputed[layers], self.largest[layers], self.outside)
+        return KeptBytes(self.kept[layers], self.recomputed[layers], self.largest[layers], self.outside, self.of_keys)
 
 
 def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
@@ -141,7 +171,7 @@ def count_kept_bytes(
     if device is None:
         device = next(model.parameters()).device
     loads, inside, outside = [], [], []
-    with _as_in_training(model, layers):
+    with _as_in_training(model, layers), keys_noted(model) as of_keys:
         for inputs in [*map(_as_inputs, _batches(model, route)), *with_images]:
             counter = SavedBytes(model, layers)
             inputs = send_to_device(inputs, device)
@@ -162,7 +192,8 @@ def count_kept_bytes(
     is_padded, has_images = (sizes[:, list(map(LOADS.index, names))].any(1) for names in (_PADDING, ["features"]))
     tells = ~is_padded | has_images
     largest = _per_load(sizes[tells], counts[tells, 2], growing).T
-    return KeptBytes(kept, recomputed, largest, _per_load(sizes, np.array(outside), _GROWING))
+    per_token = np.array(sum(of_keys) / max(sizes[:, LOADS.index("tokens")].sum(), 1))
+    return KeptBytes(kept, recomputed, largest, _per_load(sizes, np.array(outside), _GROWING), per_token)
 
 
 def _as_inputs(batch: FlatBatch) -> Inputs:

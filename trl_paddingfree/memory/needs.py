@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .. import upstream
 from ..model.forward import is_pooled
 from ..model.restored import local_part
 from .kept_bytes import LOADS, KeptBytes
+
+logger = logging.get_logger(__name__)
 
 # Where the search for the most tokens that fit ends: no device has so much memory
 MOST_TOKENS = 2**30
@@ -41,8 +44,8 @@ class MemoryNeeds:
     >>> needs = MemoryNeeds(100, [[10]] * layers, [[2]] * layers, [1], [3], (1, 2), [4])
     >>> needs.peaks(np.array([5])).tolist()
     [325, 285, 245, 205, 215]
-    >>> needs.num_recomputed(np.array([5]), 250), needs.num_recomputed(np.array([5]), 1000)
-    (2, 0)
+    >>> needs.fewest_recomputed(np.array([5]), 250), needs.fewest_recomputed(np.array([5]), 1000)
+    ((2, 245), (0, 325))
     >>> needs.offloaded(np.array([5]))
     (225, 45)
     """
@@ -54,6 +57,7 @@ class MemoryNeeds:
     head: ArrayLike  # (loads,): of what the LM head works with for a time
     tile: tuple[int, int]  # bytes per row of the logits, one for each unit of the last load; and the most at a time
     working: ArrayLike  # (loads,): of what the backward pass of one layer works with for a time
+    of_keys: float = 0.0  # bytes of the keys and values of one token, which slices keep for later ones
     correction: float = 1.0  # of all but `fixed`: what was measured over what was predicted
 
     def saved(self, load: np.ndarray) -> np.ndarray:
@@ -74,6 +78,17 @@ class MemoryNeeds:
         redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
+    def peak_of_slices(self, slices: np.ndarray, num_kept: int, whole: np.ndarray) -> int:
+        """
+        Bytes at the peak of a batch in slices, by the `(slices, loads)` of each and that of the `whole`: one slice with
+        all that its layers keep, and the keys and values of `num_kept` tokens, with their gradients.
+        """
+        layers, working = np.asarray(self.kept).sum(0), np.dot(slices, self.working)
+        working[-1] = max(working[-1], self._head(whole))  # the last is there as the backward pass of the head begins
+        outside = np.dot(self.outside, whole)
+        bytes_needed = (slices @ layers + working).max() + 2 * self.of_keys * num_kept + outside
+        return self.fixed + round(self.correction * bytes_needed)
+
     def offloaded(self, load: np.ndarray) -> tuple[int, int]:
         """Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host."""
         kept, recomputed = (np.asarray(layers) @ np.asarray(load) for layers in (self.kept, self.recomputed))
@@ -82,10 +97,14 @@ class MemoryNeeds:
         host = self.correction * (recomputed.sum() + outside)  # moved too, but used right after the last layer
         return self.fixed + round(self.correction * on_device), round(host)
 
-    def num_recomputed(self, load: np.ndarray, budget: int) -> int:
-        """The fewest layers that must recompute for a micro-batch to fit; if it never does, those that need least."""
+    def fewest_recomputed(self, load: np.ndarray, budget: int) -> tuple[int, int]:
+        """
+        The fewest layers that must recompute for a micro-batch to fit, or if it never does, those with which it needs
+        least; and the bytes at its peak then.
+        """
         peaks = self.peaks(load)
-        return int((peaks <= budget).argmax() if peaks.min() <= budget else peaks.argmin())
+        number = int((peaks <= budget).argmax() if peaks.min() <= budget else peaks.argmin())
+        return number, int(peaks[number])
 
     def most_tokens(self, load_of: Callable[[int], np.ndarray], budget: int, number: int | None = None) -> int:
         """The most tokens that fit, 0 if none do, loaded by `load_of`, if `number` layers recompute (default: any)."""
@@ -136,7 +155,8 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
             state = [x for x in made.state[sample].values() if isinstance(x, torch.Tensor)]
             # Paged state gives way to everything else
             per_byte = tensor_bytes(x for x in state if not vars(x).get("is_paged")) / tensor_bytes([sample])
-        except Exception:  # optimizers of their own kind, which want a whole model: as Adam, which has most
+        except Exception as error:  # optimizers of their own kind, which want a whole model: as Adam, which has most
+            logger.warning(f"{optimizer.__name__} says nothing of its state, which is taken for Adam's: {error}")
             per_byte = 2.0
         total += per_byte * tensor_bytes(alike)
     return round(total)
@@ -173,14 +193,16 @@ def needs_of(kept: KeptBytes, fixed: int, head: HeadBytes) -> MemoryNeeds:
     constant, scored = np.eye(len(LOADS))[[LOADS.index("constant"), LOADS.index("scored")]]
     summed, outside = head.constant * constant + head.scored * scored, kept.outside + head.kept * scored
     working = WORKING_TENSORS * kept.largest.max(0)
-    return MemoryNeeds(fixed, kept.kept, kept.recomputed, outside, summed, head.tile, working)
+    return MemoryNeeds(fixed, kept.kept, kept.recomputed, outside, summed, head.tile, working, float(kept.of_keys))
 
 
-def fixed_bytes(models: Sequence[torch.nn.Module], optimizer: tuple[type, dict[str, Any]], held: int = 0) -> int:
+def fixed_bytes(
+    models: Sequence[torch.nn.Module], optimizer: tuple[type, dict[str, Any]], held: int = 0, shards: int = 1
+) -> int:
     """
     Weights of all models, or the bytes that are `held` before training, if other tensors make these more; and gradients
-    and optimizer state of what is trained of the first.
+    and optimizer state of what is trained of the first. Of the state, each process has one of so many `shards`.
     """
     trained = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
     loaded = tensor_bytes(tensor for model in models for tensor in weights(model))
-    return max(loaded, held) + tensor_bytes(trained) + optimizer_bytes(*optimizer, trained)
+    return max(loaded, held) + tensor_bytes(trained) + optimizer_bytes(*optimizer, trained) // shards

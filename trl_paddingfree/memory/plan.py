@@ -1,7 +1,5 @@
-"""The memory budget of a run: how many layers of each micro-batch recompute, and what no budget can hold."""
+"""The plan of a run under budgets: how each pass is computed, what it needs, and what no budget can hold."""
 
-import gc
-import inspect
 import json
 import math
 from collections.abc import Sequence
@@ -15,20 +13,25 @@ from accelerate import Accelerator, DistributedType
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from ..flat.batch import FlatBatch, Inputs
+from ..flat.batch import FlatBatch
 from ..flat.counts import of_all_processes
-from ..model.architecture import recomputable_layers
+from ..flat.slices import cut_by_number, cut_by_size, num_kept
 from ..model.flat_model import FlatModel
-from ..model.routes import Route
-from ..model.sequence import SequenceGroup, scored_sizes
-from .device import GIB, PeakMemory, budget_bytes
-from .kept_bytes import KeptBytes, count_kept_bytes, load
-from .needs import HeadBytes, MemoryNeeds, fixed_bytes, needs_of, tensor_bytes
+from ..model.forward import is_allocation_failure
+from ..model.routes import why_not_in_slices
+from ..model.sequence import scored_sizes
+from ..model.slices import Decision
+from .device import GIB, PeakMemory
+from .engine import is_sharded
+from .kept_bytes import LOADS, load, slice_loads
+from .needs import MemoryNeeds
 
 logger = logging.get_logger(__name__)
 
 # Micro-batches whose peaks correct the prediction; and after a failed allocation, what is left of the budget
 CORRECTED, AFTER_FAILURE = 8, 0.9
+# The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
+LEAST_SLICE = 128
 # Each process measures its own peaks
 STATE = "memory_budget_{rank}.json"
 
@@ -37,204 +40,294 @@ STATE = "memory_budget_{rank}.json"
 class Pass:
     """A forward and backward pass under a plan."""
 
-    batch: FlatBatch  # that needs most: a micro-batch, or a part of one beneath the loss
-    number: int  # of its layers that recompute
-    num_items: int  # in it, between which it may be split
-    extra: int  # bytes that are needed on top
-    in_parts: Sequence[int]  # layers that recompute in each part beneath the loss, all of which are computed again
-    expected: int  # bytes at its peak
+    batch: FlatBatch
+    decision: Decision
     held: int  # bytes before it
 
 
-class MemoryBudget:
+class Plan:
     """
-    The plan of a run under `memory_budget`: decides for every micro-batch, and keeps account.
+    The plan of a run: decides how each pass computes a batch, under a `limit` of tokens, a `budget` in bytes, or both.
+    The one owner of such decisions, which keeps account of what follows from them.
 
     Decisions follow from sizes that the host knows, and from what is saved with checkpoints, never from memory that
-    happens to be free: a resumed run takes the same ones. `budget` are the bytes that the `option` stands for, `layers`
-    those that can recompute, and `device_memory` is that of the device that trains.
+    happens to be free: a resumed run takes the same ones. `needs` are those of micro-batches and `layers` those that
+    can recompute, under `memory_budget`, the `option`; without it, `needs` are `None`.
     """
 
     def __init__(
         self,
-        option: float | str,
-        budget: int,
-        needs: MemoryNeeds,
-        layers: Sequence[GradientCheckpointingLayer],
-        route: Route,
+        flat_model: FlatModel,
+        accelerator: Accelerator,
         device_memory: PeakMemory,
-        group: SequenceGroup | None = None,
+        *,
+        limit: int | None = None,
+        option: float | str | None = None,
+        budget: int = 0,
+        needs: MemoryNeeds | None = None,
+        layers: Sequence[GradientCheckpointingLayer] = (),
+        is_reentrant: bool = False,
     ):
-        self.group = group  # the processes that have to decide as this one does, because they compute a batch together
-        self.option, self.budget, self.needs = option, budget, needs
-        self.layers, self.route, self.device_memory = layers, route, device_memory
+        self.accelerator, self.device_memory, self.layers = accelerator, device_memory, layers
+        self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
+        self.is_reentrant = is_reentrant  # whether layers recompute as reentrant checkpoints do
+        self.route, self.group = flat_model.route, flat_model.group
+        self.is_sharded = is_sharded(accelerator)
+        self.why_whole = why_not_in_slices(flat_model.model, self.route, self.group)
         self.has_shrunk = False
         self.current: Pass | None = None  # the pass that is being made, from its decision on
-        self.micro_batches = self.layers_recomputed = self.predicted = 0
+        self.micro_batches = self.slices = self.predicted = 0
+        self.layers_recomputed = 0.0
         self.observed, self.most_measured = 0, 0.0
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
-    def _load(self, batch: FlatBatch) -> np.ndarray:
-        # In slices, that of the process with the most scored tokens, which all of the group know
+    def decide(self, batch: FlatBatch) -> Decision:
+        """How a pass that begins computes a batch. Those of one batch are computed alike, with gradients or without."""
+        decision = self.own_decision(batch)
+        if self.is_sharded:
+            key = ("agreed", self.budget, self.limit)
+            decision = batch.layout.derived(key, lambda: self._agreed(batch, decision))
+        if torch.is_grad_enabled():
+            if decision.expected > self.budget and not self.has_shrunk and self.needs is not None:
+                raise self.too_small_for(batch)
+            self.current = Pass(batch, decision, self.device_memory.begin())
+        return decision
+
+    def own_decision(self, batch: FlatBatch) -> Decision:
+        """What this process decides by itself: the whole with as few layers recomputed as fit, or else slices."""
+        return batch.layout.derived(("decision", self.budget, self.limit), lambda: self._own_decision(batch))
+
+    def _own_decision(self, batch: FlatBatch) -> Decision:
+        tokens, number, expected, sizes = batch.counts.computed, None, 0, np.zeros(0)
+        if self.needs is not None:
+            sizes = self.load(batch)
+            number, expected = self.needs.fewest_recomputed(sizes, self.budget)
+        is_few = self.limit is None or tokens <= self.limit
+        if is_few and (expected <= self.budget or self.why_whole or self.needs is None):
+            return Decision((), number, expected)  # which is refused, if it trains and does not fit
+        self._refuse_whole(batch)
+        most = tokens if self.limit is None else min(self.limit, tokens)
+
+        def cut(size: int) -> Decision:
+            cuts = cut_by_size(batch.layout.segments, size, batch.layout.host_blocks)
+            return Decision(cuts, None, self._peak_of_slices(batch, cuts, sizes))
+
+        best = cut(most)
+        if self.needs is None or best.expected <= self.budget:
+            return best
+        low, high = min(LEAST_SLICE, most), most
+        best = cut(low)
+        while high - low > max(1, low // 8) and best.expected <= self.budget:
+            middle = (low + high) // 2
+            if (tried := cut(middle)).expected <= self.budget:
+                best, low = tried, middle
+            else:
+                high = middle
+        return best
+
+    def _agreed(self, batch: FlatBatch, own: Decision) -> Decision:
+        """What all processes do, which gather weights together: as many slices, and as many layers recomputed."""
+        counts = [own.num_slices, own.num_recomputed or 0]
+        number, layers = map(int, of_all_processes(counts, self.accelerator).amax(0).tolist())
+        if number == 1 and self.needs is not None:
+            return replace(own, num_recomputed=layers)
+        if number == own.num_slices:
+            return own
+        self._refuse_whole(batch)
+        cuts = cut_by_number(batch.counts.computed, number, batch.layout.host_blocks)
+        return replace(own, cuts=cuts, num_recomputed=None)
+
+    def load(self, batch: FlatBatch) -> np.ndarray:
+        """The load of a batch."""
+        # On several processes, that of the one with the most scored tokens, which all of the group know
         scored = None if self.group is None else max(scored_sizes(batch, self.group.size))
         return load(batch, self.route, self.device_memory.device, scored)
 
-    def num_recomputed(self, batch: FlatBatch, extra: int = 0) -> int:
-        """How many layers must recompute, if `extra` bytes are needed on top."""
-        return self.needs.num_recomputed(self._load(batch), self.budget - extra)
+    def _peak_of_slices(self, batch: FlatBatch, cuts: tuple[int, ...], whole: np.ndarray) -> int:
+        if self.needs is None:
+            return 0
+        loads = slice_loads(batch.layout.segments, cuts, self.route, whole)
+        return self.needs.peak_of_slices(loads, num_kept(batch.layout.segments, cuts), whole)
 
-    def peak(self, batch: FlatBatch, number: int) -> int:
-        """Bytes at the peak if `number` layers recompute."""
-        return int(self.needs.peaks(self._load(batch))[number])
+    def _refuse_whole(self, batch: FlatBatch) -> None:
+        """Refuse a batch above its budget of a model that cannot compute slices."""
+        if self.why_whole:
+            above = self.limit is not None and batch.counts.computed > self.limit
+            budget = f"max_tokens_per_micro_batch={self.limit}" if above else f"memory_budget={self.option}"
+            raise ValueError(
+                f"`{budget}` is less than a micro-batch of {batch.counts.computed} tokens needs, and it cannot be "
+                f"computed in slices: {self.why_whole}. Raise it, or lower `per_device_train_batch_size` or "
+                "`max_length`."
+            )
 
-    def can_hold(self, batch: FlatBatch, extra: int = 0) -> bool:
-        """Whether a batch fits if all activations are recomputed."""
-        return self.least(batch, extra) <= self.budget
+    def parts(self, loads: Sequence[np.ndarray]) -> list[list[int]]:
+        """
+        The examples of each part of a micro-batch whose losses add up, by the [`load`] of each: as few parts as
+        first-fit finds. One that does not fit by itself has a part of its own, which is computed in slices.
+        """
+        tokens = [int(x[LOADS.index("tokens")]) for x in loads]
+        parts: list[list[int]] = []
+        sums: list[np.ndarray] = []
+        for item in sorted(range(len(loads)), key=lambda i: -tokens[i]):
+            joined = ((i, total + loads[item]) for i, total in enumerate(sums))
+            found = next(((i, total) for i, total in joined if self._fits(total)), None)
+            if found is None:
+                parts.append([item])
+                sums.append(loads[item])
+            else:
+                parts[found[0]].append(item)
+                sums[found[0]] = found[1]
+        return [sorted(part) for part in parts]
 
-    def keeps_all(self, batch: FlatBatch, extra: int = 0) -> bool:
-        """Whether a batch fits if nothing is recomputed."""
-        return self.peak(batch, 0) + extra <= self.budget
+    def _fits(self, sizes: np.ndarray) -> bool:
+        in_memory = self.needs is None or int(self.needs.peaks(sizes).min()) <= self.budget
+        return in_memory and (self.limit is None or sizes[LOADS.index("tokens")] <= self.limit)
 
-    def most_tokens(self, batch: FlatBatch) -> int:
-        """The most tokens that fit, if they are scored and shared in the proportions of a batch."""
-        sizes, tokens = self._load(batch), batch.counts.computed
-        return self.needs.most_tokens(lambda part: np.array([1, *(sizes[1:] * part / tokens)]), self.budget)
+    def is_whole(self, batch: FlatBatch) -> bool:
+        """Whether a batch is computed whole, and fits."""
+        decision = self.own_decision(batch)
+        return not decision.cuts and (self.needs is None or decision.expected <= self.budget)
 
-    def least(self, batch: FlatBatch, extra: int = 0) -> int:
+    # --- what no budget can hold ------------------------------------------------------------------------------------
+
+    def least(self, batch: FlatBatch) -> int:
         """The least bytes in which a batch can be computed."""
-        return int(self.needs.peaks(self._load(batch)).min()) + extra
+        assert self.needs is not None
+        sizes, segments = self.load(batch), batch.layout.segments
+        whole = int(self.needs.peaks(sizes).min())
+        if self.why_whole or segments.num_tokens <= LEAST_SLICE:
+            return whole
+        cuts = cut_by_size(segments, LEAST_SLICE, batch.layout.host_blocks)
+        return min(whole, self._peak_of_slices(batch, cuts, sizes))
 
-    def least_gib(self, batch: FlatBatch, extra: int = 0) -> float:
-        """The least `memory_budget` for a batch, rounded up."""
-        return math.ceil(self.least(batch, extra) / GIB * 1000) / 1000
-
-    def too_small_for(self, batch: FlatBatch, example: str, lower: str = "`max_length`", extra: int = 0) -> ValueError:
-        """The error of an example that does not fit; `lower` names what makes it smaller."""
-        least = self.least_gib(batch, extra)
+    def too_small_for(self, batch: FlatBatch, name: str = "a micro-batch", lower: str = "`max_length`") -> ValueError:
+        """The error of a batch that does not fit; `lower` names what makes it smaller."""
+        assert self.needs is not None
+        least = math.ceil(self.least(batch) / GIB * 1000) / 1000
+        how = f"with all activations recomputed, as {self.why_whole}" if self.why_whole else "in the smallest slices"
         return ValueError(
-            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {example} needs: {least:.3f} "
-            f"GiB for {batch.counts.computed} tokens with all activations recomputed, of which "
-            f"{(self.needs.fixed + extra) / GIB:.3f} GiB are weights, gradients, the optimizer and what others hold. "
-            f"Raise it to at least {least:.3f}, or lower {lower}."
+            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {name} needs: {least:.3f} GiB "
+            f"for {batch.counts.computed} tokens {how}, of which {self.needs.fixed / GIB:.3f} GiB are weights, "
+            f"gradients, the optimizer and what others hold. Raise it to at least {least:.3f}, or lower {lower}."
         )
-
-    def cannot_split(self, batch: FlatBatch, reason: str) -> ValueError:
-        """The error of a micro-batch that does not fit, and that cannot run in parts."""
-        return ValueError(
-            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than a micro-batch of "
-            f"{batch.counts.computed} tokens needs, and {reason}. Raise it to at least {self.least_gib(batch):.3f}, "
-            "or lower `per_device_train_batch_size`."
-        )
-
-    def why_not_again(self, accelerator: Accelerator, is_reentrant: bool) -> str:
-        """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
-        if self.current is not None and any(self.current.in_parts) and is_reentrant:
-            return (
-                "Layers that recompute within parts of a micro-batch add to the same gradients several times with "
-                "`use_reentrant=True`, so that it cannot be computed again. Leave `use_reentrant` out."
-            )
-        if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return (
-                "One process cannot compute a micro-batch again while the others wait for its gradients. Lower "
-                f"`memory_budget` ({self.budget / GIB:.3f} GiB), and resume from the last checkpoint."
-            )
-        trained = [id(p) for layer in self.layers for p in set(layer.parameters()) if p.requires_grad]
-        if len(trained) != len(set(trained)):
-            return (
-                "Layers that share weights add to the same gradients several times, so that a micro-batch cannot be "
-                f"computed again. Lower `memory_budget` ({self.budget / GIB:.3f} GiB)."
-            )
-        return ""
 
     # --- account ----------------------------------------------------------------------------------------------------
 
-    def start(
-        self, batch: FlatBatch, number: int, num_items: int, extra: int = 0, in_parts: Sequence[int] = ()
-    ) -> None:
-        """
-        A forward and backward pass begins, in which `number` layers recompute of a `batch` of `num_items`, and `extra`
-        bytes are needed on top. It may be the largest of some, in which as many layers recompute as `in_parts` says.
-        """
-        expected = self.peak(batch, number) + extra
-        self.current = Pass(batch, number, num_items, extra, in_parts, expected, self.device_memory.held)
-        self.device_memory.reset()
-
     def finish(self, has_stepped: bool) -> None:
-        """It ended well; `has_stepped` says whether the optimizer has its state by now."""
-        made = self.current
-        assert made is not None
+        """A pass ended well; `has_stepped` says whether the optimizer has its state by now."""
+        if (made := self.current) is None:  # nothing that trains was computed
+            return
+        tokens, decision = made.batch.counts.computed, made.decision
         self.micro_batches += 1
-        self.layers_recomputed += len(self.layers) if made.in_parts else made.number
-        self.predicted = max(self.predicted, made.expected)
+        self.slices += max(len(decision.cuts) - 1, 1)
+        again = decision.cuts[-2] / tokens if decision.cuts else 0.0  # all slices but the last are computed again
+        self.layers_recomputed += (decision.num_recomputed or 0) + again * len(self.layers)
+        self.predicted = max(self.predicted, decision.expected)
         # Without gradients and moments, the peak would look as if activations needed next to nothing
-        if has_stepped and self.device_memory.can_reset and self.observed < CORRECTED:
-            self._correct(made)
+        if self.needs is not None and has_stepped and self.device_memory.can_reset and self.observed < CORRECTED:
+            self._correct(self.needs, made)
 
-    def _correct(self, made: Pass) -> None:
+    def _correct(self, needs: MemoryNeeds, made: Pass) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""
-        needs = self.needs
         self.observed += 1
-        uncorrected = (made.expected - needs.fixed - made.extra) / needs.correction
+        uncorrected = (made.decision.expected - needs.fixed) / needs.correction
         # What holds memory beside the models may have come since the plan was made
         held, peak = made.held, self.device_memory.current
         if self.group is not None:
             held, peak = self.group.largest([held, peak]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
-        self.most_measured = max(self.most_measured, (peak - needs.fixed - made.extra) / uncorrected)
+        self.most_measured = max(self.most_measured, (peak - needs.fixed) / uncorrected)
         if self.most_measured > needs.correction or self.observed == CORRECTED:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
 
-    def lower(self) -> bool:
-        """
-        Lower the budget after a failed allocation, until another decision follows: not if nothing is left to recompute
-        or to split.
-        """
-        assert self.current is not None
-        failed, before, changed = self.current, self.budget, False
-        sizes, held = self._load(failed.batch), self.needs.fixed + failed.extra
-        least, budget = int(self.needs.peaks(sizes).min()) + failed.extra, min(before, failed.expected)
-        while not changed and budget > held:
+    def shrink(self, error: RuntimeError) -> None:
+        """Lower the budget if `error` says that memory ran out in a pass, and another decision follows. Else raise."""
+        # Before the decision, there is no current pass: where a trainer generates its rows, with memory of its own
+        if (failed := self.current) is None or not is_allocation_failure(error):
+            raise error
+        if advice := self._why_not_again():
+            raise type(error)(f"{error}\n{advice}") from error
+        before = f"{failed.decision.num_slices} slices" if failed.decision.cuts else "one piece"
+        if not self._lower(failed):
+            raise error
+        now = f"the memory budget is {self.budget / GIB:.3f} GiB" if self.needs else f"slices have {self.limit} tokens"
+        logger.warning(
+            f"An allocation failed in a micro-batch of {failed.batch.counts.computed} tokens, in {before}. It is "
+            f"computed again, and from here on {now}."
+        )
+
+    def _lower(self, failed: Pass) -> bool:
+        """Lower the budget until another decision follows: not if nothing is left to recompute, or to slice."""
+        decision, tokens = failed.decision, failed.batch.layout.segments.num_tokens
+        if self.needs is None:
+            largest = max(np.diff(decision.cuts), default=tokens)
+            if self.why_whole or largest < 2 * LEAST_SLICE:
+                return False
+            self.limit = int(largest) // 2
+            return True
+        budget, before, held = min(self.budget, decision.expected), self.budget, self.needs.fixed
+        while budget > held:
             budget = int(held + AFTER_FAILURE * (budget - held))
-            splits = failed.num_items > 1 and budget < least
-            changed = splits or self.needs.num_recomputed(sizes, budget - failed.extra) > failed.number
-        if changed:
-            self.budget, self.has_shrunk = budget, True
-            logger.warning(
-                f"An allocation failed with {failed.number} of {len(self.layers)} layers recomputed "
-                f"({failed.batch.counts.computed} tokens, {failed.expected / GIB:.3f} GiB predicted). The micro-batch "
-                f"is computed again, and the memory budget is {self.budget / GIB:.3f} GiB from here on, not "
-                f"{before / GIB:.3f}."
+            self.budget = budget
+            other = self._own_decision(failed.batch)
+            if other.cuts != decision.cuts or (other.num_recomputed or 0) > (decision.num_recomputed or 0):
+                self.has_shrunk = True
+                return True
+            if other.expected > 2 * budget:
+                break
+        self.budget = before
+        return False
+
+    def _why_not_again(self) -> str:
+        """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
+        what = "`memory_budget`" if self.needs else "`max_tokens_per_micro_batch`"
+        accelerator = self.accelerator
+        if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return (
+                "One process cannot compute a micro-batch again while the others wait for its gradients. Lower "
+                f"{what}, and resume from the last checkpoint."
             )
-        return changed
+        trained = [id(p) for layer in self.layers for p in set(layer.parameters()) if p.requires_grad]
+        if self.is_reentrant and len(trained) != len(set(trained)):
+            return (
+                "Layers that share weights add to the same gradients several times with `use_reentrant=True`, so that "
+                f"a micro-batch cannot be computed again. Leave `use_reentrant` out, or lower {what}."
+            )
+        return ""
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
-        """Figures since the last call: over all processes the mean share of layers, and the highest prediction."""
-        layers, memory = [self.micro_batches * len(self.layers), self.layers_recomputed], [self.predicted, self.budget]
-        gathered = of_all_processes([*layers, *(size / GIB for size in memory)], accelerator)
-        self.micro_batches = self.layers_recomputed = 0
-        num_layers, recomputed = gathered[:, :2].sum(0).tolist()
-        if not num_layers:
+        """Figures since the last call: over all processes the mean of slices and layers, and the highest prediction."""
+        counts = [self.micro_batches, self.slices, self.layers_recomputed]
+        gathered = of_all_processes([*counts, self.predicted / GIB, self.budget / GIB], accelerator)
+        self.micro_batches = self.slices = self.predicted = 0
+        self.layers_recomputed = 0.0
+        number, slices, recomputed = gathered[:, :3].sum(0).tolist()
+        if not number:
             return {}
-        return {
-            "flat/recomputed": recomputed / num_layers,
-            "flat/predicted_memory_gib": gathered[:, 2].max().item(),
-            "flat/memory_budget_gib": gathered[:, 3].min().item(),
+        figures = {"flat/slices": slices / number}
+        if self.needs is None:
+            return figures
+        return figures | {
+            "flat/recomputed": recomputed / number / len(self.layers),
+            "flat/predicted_memory_gib": gathered[:, 3].max().item(),
+            "flat/memory_budget_gib": gathered[:, 4].min().item(),
         }
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str, rank: int) -> None:
         """Save what later decisions of the process `rank` follow from."""
-        needs = self.needs
-        state = {"option": self.option, "budget": self.budget, "correction": needs.correction, "fixed": needs.fixed}
-        state |= {"observed": self.observed, "most_measured": self.most_measured, "has_shrunk": self.has_shrunk}
+        state: dict[str, Any] = {"option": self.option, "limit": self.limit, "has_shrunk": self.has_shrunk}
+        if self.needs is not None:
+            state |= {"budget": self.budget, "correction": self.needs.correction, "fixed": self.needs.fixed}
+            state |= {"observed": self.observed, "most_measured": self.most_measured}
         (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
     def restore(self, folder: str, rank: int) -> None:
         """Go on with what was saved, unless another budget was asked for since, or the process is new or in a group."""
         path = Path(folder) / STATE.format(rank=rank)
-        if self.group is not None or not path.exists():
+        if self.needs is None or self.group is not None or not path.exists():
             return
         if (state := json.loads(path.read_text()))["option"] != self.option:
             return
@@ -242,75 +335,3 @@ class MemoryBudget:
         self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]
         fixed = max(self.needs.fixed, state.get("fixed", 0))  # not known to 0.2.0
         self.needs = replace(self.needs, correction=state["correction"], fixed=fixed)
-
-
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether a recomputation gathers weights from other processes, so that all must recompute as many layers."""
-    plugin = accelerator.state.deepspeed_plugin
-    is_zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
-    return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
-
-
-def adds_up_shards(accelerator: Accelerator) -> bool:
-    """Whether each backward pass adds shards of gradients up: FSDP's do, but where its first version offloads them."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return False
-    plugin = accelerator.state.fsdp_plugin
-    return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
-
-
-def plan_memory(
-    option: float | str,
-    flat_model: FlatModel,
-    device_memory: PeakMemory,
-    *,
-    accelerator: Accelerator,
-    models: Sequence[torch.nn.Module],
-    wrapped: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | tuple[type, dict[str, Any]],
-    head: HeadBytes,
-    images: Sequence[Inputs] = (),
-    arguments: Inputs | None = None,
-) -> MemoryBudget:
-    """
-    The plan of a run whose models have their weights, for `flat_model`, the one that is trained, under
-    `memory_budget`, the `option`. It sets the layers that a batch tells to recompute, and refuses models that have
-    none.
-
-    `models` are all that hold weights, the trained one first, which an engine has `wrapped`. `optimizer` is the one
-    that trains or, before there is one, its class and the arguments of that. `head` is what the loss puts on the model,
-    `images` are arguments of calls that differ in their number, and `arguments` what training gives the model beside a
-    batch.
-    """
-    base = flat_model.model
-    layers = recomputable_layers(base, bool(images))
-    if not layers:
-        raise ValueError(
-            f"`memory_budget={option}`: {type(base).__name__} has no layers that can recompute their "
-            "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."
-        )
-    # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
-    call = wrapped if is_sharded(accelerator) else None
-    kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **(arguments or {}))
-    if images:  # a tower that nothing trains keeps nothing
-        working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
-        layers, kept = [layers[i] for i in working], kept.of(working)
-    gc.collect()  # what the check has left
-    held = device_memory.held
-    if isinstance(optimizer, tuple):
-        made_by = optimizer
-    else:
-        inner: Any = optimizer
-        while "optimizer" in vars(inner):  # without the wrappers of accelerate and of DeepSpeed
-            inner = inner.optimizer
-        states = [x for state in inner.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
-        # Defaults hold more than can be given: AdamW's have what tells it from Adam
-        taken = inspect.signature(type(inner)).parameters
-        made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in taken}
-    fixed, budget = fixed_bytes(models, made_by, held), budget_bytes(option, accelerator.device)
-    if (group := flat_model.group) is not None:  # all plan for the process that needs most, and that has least
-        kept = KeptBytes(*map(group.largest, vars(kept).values()))
-        fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
-    flat_model.recomputable = layers
-    return MemoryBudget(option, budget, needs_of(kept, fixed, head), layers, flat_model.route, device_memory, group)

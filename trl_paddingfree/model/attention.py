@@ -136,8 +136,8 @@ ATTENTION: dict[BackendName, Attention] = {
 
 def _scaled_in_rows(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
     """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
-    held = vars(module)  # of some layers of Llama 4
-    if not held.get("attn_temperature_tuning") or held["use_rope"] or query.size(2) < held["floor_scale"]:
+    held = vars(module)
+    if held["use_rope"] or max(query.size(2), layout.segments.max_seqlen_k) < held["floor_scale"]:
         return query
     return (query * scale_of_rows(layout, held["floor_scale"], held["attn_scale"])[:, None]).to(query.dtype)
 
@@ -155,11 +155,12 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
     if isinstance(attention_mask, FlatMask):
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        if layout.exchange is not None:
-            attend, tokens = partial(attend, layout, previous), layout.segments.num_tokens
-            return layout.exchange(attend, module, query, key, value, tokens, **kwargs)
-        query = _scaled_in_rows(query, module, layout)
-        return attend(layout, previous, module, query, key, value, **kwargs)
+        if vars(module).get("attn_temperature_tuning"):  # Llama 4
+            query = _scaled_in_rows(query, module, layout)
+        call = partial(attend, layout, previous)
+        for exchange in attention_mask.exchanges:
+            call = partial(exchange, call, layout)
+        return call(module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -82,19 +82,18 @@ def refuse_edits(found: torch.Tensor) -> None:
         )
 
 
-def refuse_lost_batch(inputs: Inputs, needs_rows: bool) -> None:
+def refuse_lost_batch(inputs: Inputs) -> None:
     """Refuse the inputs of a training step that lack the flat batch, or the rows that a budget needs to divide it."""
-    if needs_rows and "flat_batch" in inputs and "rows" not in inputs:
+    if "flat_batch" in inputs:
         raise EditedRowsError(
             "The inputs of `training_step` have no `rows`, which parts of them are made of. A data loader of your own "
             "needs `dataclasses.replace(self.data_collator, keeps_rows=True)`. Or leave `memory_budget` and "
             "`max_tokens_per_micro_batch` out."
         )
-    if "flat_batch" not in inputs:
-        raise EditedRowsError(
-            f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
-            "loader gave, or set `padding_free=False`."
-        )
+    raise EditedRowsError(
+        f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data loader "
+        "gave, or set `padding_free=False`."
+    )
 
 
 def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
@@ -126,7 +125,8 @@ class EditsFound:
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: Inputs, in_parts: bool = False) -> None:
         """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""
-        self.read()
+        if self.pending:
+            self.read()
         found = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
         if found.is_cpu or found.is_meta:
             refuse_edits(found)

@@ -11,16 +11,19 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import upstream
-from ..flat.batch import FlatBatch, Inputs, RowPart
+from ..flat.batch import FlatBatch, Inputs
+from ..flat.layout import Attention, FlatLayout
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
-from .forward import flat_backbone, flat_forward, flat_inputs, of_parts
-from .restored import mark_of
+from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
+from .masks import Exchange
+from .restored import attributes_set, mark_of
 from .routes import ATTENTION_BACKENDS, Route
 from .sequence import SequenceGroup
+from .slices import Decision
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
 # Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
@@ -56,18 +59,27 @@ class FlatModel:
         self.edits = EditsFound()
         # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
         self.flattener: WeakMethod[Flattener] | None = None
-        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers that a batch tells to recompute
+        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers of which a budget decides
+        self.num_recomputed: int | None = None  # how many of them recompute; `None`, if nothing was decided
+        self.is_pooled = is_pooled(model)
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
+        self.exchanges: tuple[Exchange, ...] = ()  # what goes around attention
+        self.decide: Callable[[FlatBatch], Decision] | None = None  # by a budget, if there is one
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
-        return {**vars(self), "flattener": None, "group": None, "edits": EditsFound()}
+        return {**vars(self), "flattener": None, "group": None, "exchanges": (), "decide": None, "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
         """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat is not None and flat._is_called else None
+
+    def divide_among(self, group: SequenceGroup | None) -> None:
+        """Have the processes of a group, if there is one, compute slices of each batch."""
+        self.group = group
+        self.exchanges = () if group is None else (group.attend,)
 
     @classmethod
     def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
@@ -132,14 +144,14 @@ class FlatModel:
     def hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
         """
         The last hidden states of a flat batch, for a loss with a head of its own, such as a divergence over the
-        vocabulary. A batch in parts is computed part by part, and with gradients, all but the last once more for these.
+        vocabulary.
 
         Args:
             batch (`FlatBatch`):
                 The rows, on the device of the model.
             scored (`torch.Tensor` of shape `(R, L-1)`, bool):
                 Of each row as wide as TRL pads it, which of its tokens from the second on are scored. On the CPU, too:
-                nothing then waits for the device, unless the batch is in parts.
+                nothing then waits for the device.
 
         Returns:
             `(1, N, H)`: for each scored token, row by row, the hidden state by which the model predicts it. A token
@@ -153,19 +165,6 @@ class FlatModel:
                 f"`scored` has shape {tuple(scored.shape)}, and the rows of this batch have the shape {shape} from "
                 "their second tokens on: give `labels[:, 1:] != -100`, or another mask of that shape."
             )
-        if not batch.parts:
-            return self._hidden_states(batch, scored)
-        scored = scored.to(batch.row_index.device, non_blocking=True)
-        places = scored.flatten().cumsum(0).view_as(scored)
-        order = torch.cat([places[part.rows][scored[part.rows]] for part in batch.parts]).argsort()
-
-        def answer(part: RowPart, scored: torch.Tensor) -> torch.Tensor:
-            return self._hidden_states(part.batch, scored[part.rows])
-
-        found = torch.cat(of_parts(batch, answer, scored), 1)
-        return found[:, order.to(found.device)]
-
-    def _hidden_states(self, batch: FlatBatch, scored: torch.Tensor) -> torch.Tensor:
         places = scored.nonzero().T
         if places.device.type == "cpu":  # nothing waits for the device if the host says what is scored
             places = on_device(places, batch.row_index.device)
@@ -173,12 +172,21 @@ class FlatModel:
         with flat_backbone(self, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
             return self.model.base_model(**flat_inputs(self, batch)).last_hidden_state
 
-    def prepare(self, batch: FlatBatch) -> None:
-        """Before a batch is computed: with gradients, as many layers recompute as it says, whatever TRL has set."""
+    def decision(self, batch: FlatBatch) -> Decision:
+        """How a pass that begins computes a batch."""
+        self.has_trained |= torch.is_grad_enabled()
+        if self.decide is None:
+            return Decision()
+        decision = self.decide(batch)
         if torch.is_grad_enabled():
-            self.has_trained = True
-            if batch.num_recomputed is not None:
-                recompute_first(self.recomputable, batch.num_recomputed)
+            self.num_recomputed = decision.num_recomputed
+            self.set_layers()
+        return decision
+
+    def set_layers(self) -> None:
+        """Have as many layers recompute as was decided for the last pass with gradients, whatever TRL has set."""
+        if self.num_recomputed is not None:
+            recompute_first(self.recomputable, self.num_recomputed)
 
     @contextmanager
     def must_train(self, trainer: object) -> Iterator[None]:
@@ -201,3 +209,18 @@ class FlatModel:
             yield
         finally:
             upstream.set_attn_implementation(self.model, ours)
+
+
+@contextmanager
+def keys_noted(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Within this context, the list gets the bytes of the keys and values of each call of attention of flat batches."""
+    found: list[int] = []
+    flat = FlatModel.of(model)
+    assert flat is not None
+
+    def note(attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object):
+        found.append(key.nbytes + value.nbytes)
+        return attend(module, query, key, value, **kwargs)
+
+    with attributes_set([(flat, "exchanges", (note, *flat.exchanges))]):
+        yield found

@@ -9,22 +9,22 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from .. import upstream
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, RowPart
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .edits import refuse_unanswerable
-from .masks import boundaries
+from .masks import FlatMask, boundaries, map_masks
 from .restored import attributes_set
 from .routes import backbone_mask
+from .slices import NOISE, in_slices
 from .state_layers import state_arguments
 from .vision import TYPE_ROWS, features_in_order, flat_positions, takes_images
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
 
     from .flat_model import FlatModel
-
-    Scored = tuple[FusedCausalLMOutput, tuple[torch.Tensor, ...] | None]
-
-Answer = TypeVar("Answer")
 
 # What TRL's head may say of each scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -67,13 +63,7 @@ def flat_forward(
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
     `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
-    model, in_parts = flat_model.model, batch.parts and torch.is_grad_enabled()
-    if in_parts and not (fused_lm_head and labels is not None):  # whole logits would not fit in parts either
-        raise ValueError(
-            "A micro-batch that does not fit into its budget runs in parts beneath the loss, and there the model must "
-            "be called with `labels` and `fused_lm_head=True`: do so, or leave `memory_budget` and "
-            "`max_tokens_per_micro_batch` out."
-        )
+    model = flat_model.model
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
     beside: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if flat_model.group is not None and not fused_lm_head:
@@ -81,98 +71,52 @@ def flat_forward(
             f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "
             "rows. Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
         )
-    if is_pooled(model):
+    if flat_model.is_pooled:
         assert input_ids is not None
         return _pooled(flat_model, batch, input_ids, beside)
     if not fused_lm_head:
         return _model_output(flat_model, batch, labels, beside)
     assert labels is not None
-    if in_parts:
-        outputs = scored_in_parts(flat_model, batch, beside, labels)
-    else:
-        outputs, _ = scored_in_rows(flat_model, batch, beside)
-    return _with_loss(model, outputs, labels, beside)
+    return scored_in_rows(flat_model, batch, labels, beside)
 
 
-def scored_in_rows(flat_model: "FlatModel", batch: FlatBatch, beside: Inputs) -> "Scored":
+def scored_in_rows(
+    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor, beside: Inputs
+) -> "FusedCausalLMOutput":
     """
-    What TRL's fused head says of rows, given what is `beside` them: its [`~trl.trainer.utils.FusedCausalLMOutput`] with
-    fields of shape `(R, L-1)`. And the logits of routers, of shape `(T, experts)` for each layer, or `None`.
+    What TRL's fused head says of rows, where `labels` are scored, given what is `beside` them: its
+    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that it would have.
     """
-    group = flat_model.group
-    own = batch if group is None else group.slice(batch, flat_model.model.config.get_text_config())
-    apart = nullcontext() if group is None or not flat_model.model.training else group.drawing_apart(flat_model.model)
+    group, model = flat_model.group, flat_model.model
+    own = batch if group is None else group.slice(batch, model.config.get_text_config())
+    apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with apart, flat_backbone(flat_model, own, own.scored_of) as given:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
         outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
-    values = _per_token(outputs) if group is None else group.gather_scored(_per_token(outputs), batch)
-    outputs = replace(outputs, **{name: batch.scored_to_rows(x) for name, x in values.items()})
-    routers = None if outputs.aux_loss is None else given[0]["router_logits"]
-    if routers is not None and group is not None:  # their loss is one of all tokens
-        routers = tuple(group.gather_tokens(x, batch.layout.segments.num_tokens) for x in routers)
-        outputs = replace(outputs, aux_loss=upstream.router_loss(flat_model.model, routers, batch.token_rows))
-    return outputs, routers
-
-
-def scored_in_parts(
-    flat_model: "FlatModel", batch: FlatBatch, beside: Inputs, labels: torch.Tensor
-) -> "FusedCausalLMOutput":
-    """
-    What [`scored_in_rows`] says, of rows that the model computes in parts, one after another, with the gradients of the
-    whole. The loss is the caller's, over all rows: one that couples rows is as exact as any other.
-    """
-
-    def answer(part: RowPart, _: torch.Tensor) -> "Scored":
-        return scored_in_rows(flat_model, part.batch, {**beside, **part.arguments})
-
-    outputs, routers = zip(*of_parts(batch, answer, labels), strict=True)
-    order = torch.cat([part.rows for part in batch.parts]).argsort()
-    order = order.to(outputs[0].log_probs.device)  # a model on several devices answers on that of its head
-    joined = {name: torch.cat([output[name] for output in outputs])[order] for name in _per_token(outputs[0])}
-    whole = replace(outputs[0], **joined)
-    if routers[0] is None:
-        return whole
-    layers = tuple(map(torch.cat, zip(*routers, strict=True)))  # the loss of routers is one of all tokens together
-    weights = torch.cat([part.batch.token_rows for part in batch.parts], 1)
-    return replace(whole, aux_loss=upstream.router_loss(flat_model.model, layers, weights))
-
-
-def of_parts(batch: FlatBatch, answer: Callable[[RowPart, torch.Tensor], Answer], tensor: torch.Tensor) -> list[Answer]:
-    """
-    What `answer` gives of each part, with the `tensor`, one part after another. Each keeps nothing between its
-    forward and its backward pass, which computes it again. The last is the first to have its backward pass, and keeps
-    what it computed.
-    """
-    *first, last = batch.parts
-    # By the device of the tensor, what is checkpointed finds the random state to come back to
-    return [checkpoint(answer, part, tensor, use_reentrant=False) for part in first] + [answer(last, tensor)]
+    values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
+    if group is not None:
+        values = group.gather_scored(values, batch)
+    aux_loss = outputs.aux_loss
+    if aux_loss is not None and group is not None:  # that of routers is one of all tokens
+        total = batch.layout.segments.num_tokens
+        routers = tuple(group.gather_tokens(x, total) for x in given[0]["router_logits"])
+        aux_loss = upstream.router_loss(model, routers, batch.token_rows)
+    label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
+    in_rows = {name: batch.scored_to_rows(x) * label_mask for name, x in values.items()}
+    num_items = beside.get("num_items_in_batch")
+    loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
+    if aux_loss is not None:
+        share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
+        loss = loss + (share or 0.0) * aux_loss
+    return replace(outputs, **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
 
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
     """The arguments of a model that are flat tensors."""
     # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
     # of all rows, so a token counts once for each row that contains it
-    positions = flat_positions(flat_model.model, batch)
+    positions = batch.position_ids if batch.images is None else flat_positions(flat_model.model, batch)
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
-
-
-def _per_token(outputs: "FusedCausalLMOutput") -> dict[str, torch.Tensor]:
-    """The values that TRL's head gives for each token."""
-    return {name: outputs[name] for name in _PER_TOKEN if name in outputs}
-
-
-def _with_loss(
-    model: PreTrainedModel, outputs: "FusedCausalLMOutput", labels: torch.Tensor, beside: Inputs
-) -> "FusedCausalLMOutput":
-    """What TRL's head says of rows, where `labels` are scored, with the loss that it would have for them."""
-    values, num_items = _per_token(outputs), beside.get("num_items_in_batch")
-    label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
-    masked = {name: x * label_mask for name, x in values.items()}
-    loss = -masked["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
-    if outputs.aux_loss is not None:
-        share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
-        loss = loss + (share or 0.0) * outputs.aux_loss
-    return replace(outputs, **masked, label_mask=label_mask, loss=loss)
 
 
 def _model_output(
@@ -225,13 +169,17 @@ def flat_backbone(
     With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
     `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
     """
-    flat_model.prepare(batch)
+    decision = flat_model.decision(batch)
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
     told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
     told["use_cache"] = False
     if "attention_mask" not in told:
         config = model.config.get_text_config()
         told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
+    if exchanges := flat_model.exchanges:
+        told["attention_mask"] = map_masks(
+            lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, exchanges), told["attention_mask"]
+        )
     if swaps_inputs:
         told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
@@ -252,12 +200,15 @@ def flat_backbone(
         given.append(outputs)
         return outputs
 
-    with (
-        features_in_order(model, batch),
-        _explained_if_long(model, batch),
-        _noise_of_rows(model, batch),
-        ExitStack() as hooks,
-    ):
+    with ExitStack() as hooks:
+        if batch.images is not None:
+            hooks.enter_context(features_in_order(model, batch.images))
+        embeddings = model.get_input_embeddings()
+        if (alpha := vars(embeddings).get(NOISE)) is not None:  # as in rows: it shrinks with the length of an axis
+            of_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
+            hooks.enter_context(attributes_set([(embeddings, NOISE, of_rows)]))
+        if decision.cuts:
+            hooks.enter_context(in_slices(model, batch, decision.cuts))
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
             hooks.enter_context(backbone.register_forward_hook(give_head))
@@ -265,7 +216,12 @@ def flat_backbone(
             # A vision tower has boundaries of its own, and would take these
             for module in [model.get_decoder()] if takes_images(model) else backbones:
                 hooks.enter_context(module.register_forward_pre_hook(give_boundaries, with_kwargs=True))
-        yield given
+        try:
+            yield given
+        except (IndexError, RuntimeError, ValueError) as error:
+            if (explained := _explained(model, batch, error)) is error:
+                raise
+            raise explained from error
     if not given:
         raise ValueError(
             f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
@@ -279,26 +235,13 @@ def is_allocation_failure(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or is_known
 
 
-@contextmanager
-def _explained_if_long(model: PreTrainedModel, batch: FlatBatch) -> Iterator[None]:
-    """Within this context, what a model raises on a flat row that is longer than a row may be comes with the reason."""
+def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Exception:
+    """What a model raises on a flat row, with the reason if that is longer than a row may be."""
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
-    try:
-        yield
-    except (IndexError, RuntimeError, ValueError) as error:
-        if not limits or length <= min(limits) or is_allocation_failure(error):
-            raise
-        raise ValueError(
-            f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} "
-            f"positions of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "
-            f"`max_tokens_per_micro_batch={min(limits)}`, or set `padding_free=False`."
-        ) from error
-
-
-def _noise_of_rows(model: PreTrainedModel, batch: FlatBatch) -> AbstractContextManager[None]:
-    """Within this context, NEFTune's noise has the size that it has in rows: it shrinks with the length of an axis."""
-    embeddings = model.get_input_embeddings()
-    if (alpha := vars(embeddings).get("neftune_noise_alpha")) is None:
-        return nullcontext()
-    in_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
-    return attributes_set([(embeddings, "neftune_noise_alpha", in_rows)])
+    if not limits or length <= min(limits) or is_allocation_failure(error):
+        return error
+    return ValueError(
+        f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} positions "
+        f"of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "
+        f"`max_tokens_per_micro_batch={min(limits)}`, or set `padding_free=False`."
+    )

@@ -3,7 +3,7 @@
 Shape legend: see [`~trl_paddingfree.flat.segments`].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,10 @@ from ..flat.layout import FlatLayout, once_per_layout
 
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Attention around attention: of a function that computes it, the layout, the layer, and states
+Exchange = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+# What a backbone gets as its mask
+Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 
 class FlatMask(torch.Tensor):
@@ -25,13 +29,17 @@ class FlatMask(torch.Tensor):
     """
 
     flat_layout: FlatLayout
+    exchanges: tuple[Exchange, ...]
 
     @classmethod
-    def carrying(cls, layout: FlatLayout, per_token: bool = False) -> "FlatMask":
-        """On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, T)` as layers with a state expect it."""
+    def carrying(cls, layout: FlatLayout, per_token: bool = False, exchanges: tuple[Exchange, ...] = ()) -> "FlatMask":
+        """
+        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, T)` as layers with a state expect it. Attention goes
+        through the `exchanges`, the first of which is next to the backend.
+        """
         shape = (1, layout.segments.num_tokens) if per_token else (1, 1, 1, 1)
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
-        mask.flat_layout = layout
+        mask.flat_layout, mask.exchanges = layout, exchanges
         return mask
 
     @classmethod
@@ -45,8 +53,15 @@ class FlatMask(torch.Tensor):
                 raise RuntimeError(
                     f"the model computes with its attention mask ({func.__name__}): it needs a dense one"
                 )
-            result.flat_layout = masks[0].flat_layout.to(result.device)
+            result.flat_layout, result.exchanges = masks[0].flat_layout.to(result.device), masks[0].exchanges
         return result
+
+
+def map_masks(fn: Callable[[FlatMask], FlatMask], masks: Masks) -> Masks:
+    """What a backbone gets as its mask, with `fn` of each mask that carries a layout."""
+    if isinstance(masks, dict):
+        return {kind: fn(mask) if isinstance(mask, FlatMask) else mask for kind, mask in masks.items()}
+    return fn(masks) if isinstance(masks, FlatMask) else masks
 
 
 def segment_mask(

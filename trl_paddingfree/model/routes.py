@@ -10,6 +10,7 @@ from .. import upstream
 from ..flat.layout import FlatLayout
 from . import architecture
 from .masks import FlatMask, dense_mask
+from .sequence import SequenceGroup
 from .state_layers import carries_state, goes_along_tree
 
 BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
@@ -157,6 +158,15 @@ def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
         raise ValueError(
             f"`sequence_parallel_size={size}` cannot serve {type(model).__name__}: {reason}. Set it to less, or to 1."
         )
+
+
+def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup | None) -> str:
+    """Why a model cannot compute a flat batch in slices, one after another; empty if it can."""
+    if route.backend not in ATTENTION_BACKENDS:
+        return f"its attention is computed by {route}, which takes no keys of earlier slices"
+    if carries_state(model):
+        return "it has layers that hand a state on from token to token"
+    return "" if group is None else f"`sequence_parallel_size={group.size}`"
 
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:

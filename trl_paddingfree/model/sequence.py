@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..flat.layout import Attention
+from ..flat.layout import Attention, FlatLayout
 from .architecture import rotary_limits
 
 # What attention is given of each token beside its states, and does not need: the layout has it
@@ -86,10 +86,9 @@ def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
     return tuple(np.diff(np.searchsorted(batch.scored, cuts(batch.layout.segments.num_tokens, size))).tolist())
 
 
-def slice_of(batch: FlatBatch, number: int, size: int, exchange: Attention | None = None) -> FlatBatch:
+def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     """
-    Slice `number` of `size` of a batch: its tokens and labels, with the rows and the layout of the whole, which knows
-    the `exchange` of heads for tokens.
+    Slice `number` of `size` of a batch: its tokens and labels, with the rows and the layout of the whole.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
     tokens has one of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
@@ -108,7 +107,6 @@ def slice_of(batch: FlatBatch, number: int, size: int, exchange: Attention | Non
         labels, scored_index = labels.new_full((1, 1), IGNORE_INDEX), scored_index.new_zeros(1)
     return replace(
         batch,
-        layout=batch.layout.derived("slices", lambda: replace(batch.layout, exchange=exchange)),
         input_ids=batch.input_ids[:, tokens],
         position_ids=batch.position_ids[:, tokens],
         token_rows=batch.token_rows[:, tokens],
@@ -156,7 +154,7 @@ class SequenceGroup:
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        return slice_of(batch, self.rank, self.size, self.attend)
+        return slice_of(batch, self.rank, self.size)
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
@@ -167,12 +165,13 @@ class SequenceGroup:
         )
 
     def attend(
-        self, attend: Attention, module: torch.nn.Module, query, key, value, num_tokens: int, **kwargs: object
+        self, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object
     ) -> tuple[torch.Tensor, None]:
         """
         Attention `(1, t, H, D)` of states `(1, heads, t, D)` of a slice, by a function of `module`, states `(1, heads,
-        T, D)` and `kwargs`, which is given all `T` tokens for the heads of this process.
+        T, D)` and `kwargs`, which is given all `T` tokens of the layout for the heads of this process.
         """
+        num_tokens = layout.segments.num_tokens
         num_heads, length, sizes = query.size(1), query.size(2), slice_sizes(num_tokens, self.size)
         if num_heads < self.size:
             raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")

@@ -4,7 +4,7 @@ The model merges its images itself. It is given its features in the order of the
 that it counts itself over the rows, and the blocks of image tokens that see one another.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -67,11 +67,9 @@ def why_no_images(model: PreTrainedModel) -> str:
     return ""
 
 
-def features_in_order(model: Any, batch: FlatBatch) -> AbstractContextManager[None]:
+def features_in_order(model: Any, images: FlatImages) -> AbstractContextManager[None]:
     """Within this context, the model gets the features of its images in the order of the flat row's placeholders."""
-    images, backbone = batch.images, model.base_model
-    if images is None:
-        return nullcontext()
+    backbone = model.base_model
     features_of = backbone.get_image_features
 
     def get_image_features(*args: object, **kwargs: object) -> ModelOutput:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,11 +18,13 @@ from ..data.task import Task
 from ..data.validate import log_unread
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
-from ..memory.budget import Split
 from ..memory.device import PeakMemory
+from ..memory.engine import is_sharded
 from ..memory.needs import HeadBytes, fused_head
-from ..memory.plan import MemoryBudget, is_sharded
+from ..memory.plan import Plan
+from ..memory.planning import make_plan
 from ..model import architecture
+from ..model.routes import why_not_in_slices
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .checkpoints import append_to_card
@@ -50,14 +52,11 @@ class FlatTrainer(GroupedTrainer):
     trl_trainer: Any  # TRL's trainer class
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
-    split: ClassVar[Split]  # which items of a micro-batch above a budget share a part of it
     head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # of models, for the plan
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}
     differences: ClassVar[dict[str, tuple[str, str]]] = {}
-    # What a part of a micro-batch that does not fit by itself is called, and what makes it smaller
-    smallest_part: ClassVar[tuple[str, str]] = ("an example of the training data", "`max_length`")
     train_dataset: Dataset
     model: PreTrainedModel
     ref_model: Any = None
@@ -118,8 +117,7 @@ class FlatTrainer(GroupedTrainer):
         self.flat.models = [each for each in self.flat.models if each.model in bases]
         self.refuse_data(refusals.given_datasets(arguments))
         self.refuse_micro_batches()
-        if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
-            self.plan_steps(self.model)
+        self.plan_if_placed()
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
@@ -161,6 +159,7 @@ class FlatTrainer(GroupedTrainer):
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
+        flat.trained = flat.models[0]
         upstream.keep_varlen_results(self.model)
         refusals.warn_of_dropout(flat.trained.model, self.args)
 
@@ -184,47 +183,35 @@ class FlatTrainer(GroupedTrainer):
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.plan_steps(model)  # if the plan still had to wait for the weights
-        trl_step = super().training_step
-
-        def step(given: Inputs) -> torch.Tensor:
-            with self.flat.trained.must_train(self):
-                return trl_step(model, given, num_items_in_batch)
-
-        if self.flat.steps is None:
-            return step(self.without_budget(inputs))
-        whole = Part(inputs, is_normalized=num_items_in_batch is not None)
-        return self.flat.steps.run(step, self.parts_of(whole))
-
-    def without_budget(self, inputs: Inputs) -> Inputs:
-        """What TRL's step gets of a micro-batch. Trainers with a collator count its tokens here."""
-        return inputs
+        if not self.flat.is_planned:  # what had to wait for the weights
+            self.plan_steps(model)
+        step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        parts = self.parts_of(Part(inputs, is_normalized=num_items_in_batch is not None))
+        with self.flat.trained.must_train(self):
+            return step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
 
     def parts_of(self, whole: Part) -> list[Part]:
         """
-        The parts of a micro-batch, which are computed one after another. Where each backward pass is one of all
-        processes, they all get equally many.
+        The parts of a micro-batch, which are computed one after another: one, without a budget. Where each backward
+        pass is one of all processes, they all get equally many.
         """
         return [whole]
-
-    def parts_again(self, part: Part) -> list[Part]:
-        """The parts of a part for which memory ran out, under the budget as it is now."""
-        return [part]
-
-    def decided(self, inputs: Inputs) -> Inputs:
-        """What TRL's step gets of a part whose pass begins, as the budget has decided."""
-        return inputs
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.flat.pads:  # not by `when_flat`: padded tokens are counted, too
             if self.model.training:
-                self.counts.add(self.padded_counts(inputs))
+                self.counts.new.append(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
-        self.prove_placed(model)  # evaluation may come before any step of training
+        if self.flat.check.awaits_weights:  # evaluation may come before any step of training
+            self.prove_placed(model)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         for flat_model in self.flat.models:  # the device has answered: TRL has read its metrics
-            flat_model.edits.read()
-        return loss if self.flat.steps is None else self.flat.steps.weighted(loss)
+            if flat_model.edits.pending:
+                flat_model.edits.read()
+        if (steps := self.flat.steps) is None:
+            return loss
+        self.flat.trained.set_layers()  # again: TRL's pass of the reference sets them all
+        return loss if steps.part is None else steps.weighted(loss)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """What TRL computes of a padded micro-batch."""
@@ -232,25 +219,57 @@ class FlatTrainer(GroupedTrainer):
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
+    def plan_if_placed(self) -> None:
+        """Plan for the budgets before training, if the models have all of their weights by now."""
+        if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
+            self.plan_steps(self.model)
+
     def plan_steps(self, model: torch.nn.Module) -> None:
-        """Plan for the budgets, once a `model` is proven, and refuse what no example fits into. Once."""
+        """Plan for the budgets, once a `model` is proven, prove slices, and refuse what no example fits into. Once."""
         self.prove_placed(model)
         flat = self.flat
-        if flat.steps is not None or not flat.options.has_budget:
+        if flat.is_planned:
+            return
+        flat.is_planned = True
+        if not flat.options.has_budget:
             return
         if vars(self).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
             raise ValueError(
                 "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
                 "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
             )
-        flat.steps = TrainingSteps.planned(self)
-        memory = flat.memory
-        if memory is not None and flat.resumed_from is not None:
-            memory.restore(flat.resumed_from, self.args.process_index)
-        if memory is not None and not memory.has_shrunk:  # which makes it smaller than the data was measured by
-            self.refuse_small_budget(memory)
+        flat.plan = plan = self._plan()
+        flat.steps = TrainingSteps(self, plan)
+        for each in flat.models:  # others may have layers that the one which is trained has not
+            if not why_not_in_slices(each.model, each.route, each.group):
+                each.decide = plan.decide
+        flat.check.prove_slices([model, *self.flat_models()[1:]])
+        flat.trained.decide = plan.decide  # of layers that recompute, too
+        if flat.resumed_from is not None:
+            plan.restore(flat.resumed_from, self.args.process_index)
+        if not plan.has_shrunk:  # which makes it smaller than the data was measured by
+            self.refuse_small_budget(plan)
 
-    def refuse_small_budget(self, memory: MemoryBudget) -> None:
+    def _plan(self) -> Plan:
+        """The plan under the budgets that the options ask for, of models that have their weights."""
+        options, args, optimizer = self.flat.options, self.args, self.optimizer
+        with self.flat.check.in_precision():
+            return make_plan(
+                self.flat.trained,
+                self.accelerator,
+                self.peak_memory,
+                option=options.memory_budget,
+                limit=options.max_tokens_per_micro_batch,
+                is_reentrant=bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+                models=self.flat_models(),
+                wrapped=self.model_wrapped,
+                optimizer=self.get_optimizer_cls_and_kwargs(args, self.model) if optimizer is None else optimizer,
+                head=type(self).head_bytes(*(each.model for each in self.flat.models)),
+                images=self.images_in_memory() if options.memory_budget else (),
+                arguments={"output_router_logits": True} if self.aux_loss_enabled else {},
+            )
+
+    def refuse_small_budget(self, plan: Plan) -> None:
         """Refuse a budget that an example, of those that are known, does not fit into."""
         raise NotImplementedError
 
@@ -266,12 +285,6 @@ class FlatTrainer(GroupedTrainer):
     def rotary_limits(self) -> dict[str, int]:
         """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
         return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
-
-    def _prepare_input(self, data: object) -> object:
-        # transformers moves tensors and what holds them; batches in parts are made after the data loader has moved all
-        if isinstance(data, FlatBatch):
-            return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
@@ -303,8 +316,8 @@ class FlatTrainer(GroupedTrainer):
         if self.model.training and "loss" in logs:
             peak = self.largest_of_group(self.peak_memory.highest)
             logs |= self.counts.figures(self.accelerator, peak, self.flat.trained.repeats)
-            if self.flat.memory is not None:
-                logs |= self.flat.memory.figures(self.accelerator)
+            if self.flat.plan is not None:
+                logs |= self.flat.plan.figures(self.accelerator)
         super().log(logs, *args, **kwargs)
 
     @when_flat

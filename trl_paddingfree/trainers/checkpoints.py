@@ -111,16 +111,16 @@ class ResumableTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # which makes the folder, in every process
-        if self.flat.memory is not None:
-            self.flat.memory.save(output_dir, self.args.process_index)
+        if self.flat.plan is not None:
+            self.flat.plan.save(output_dir, self.args.process_index)
         # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
         self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.flat.resumed_from = checkpoint
-            if self.flat.memory is not None:
-                self.flat.memory.restore(checkpoint, self.args.process_index)
+            if self.flat.plan is not None:
+                self.flat.plan.restore(checkpoint, self.args.process_index)
         super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result):

@@ -1,7 +1,8 @@
 """The base of the trainers whose batches come from a collator: flat batches, arranged, and within a budget."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from accelerate import DistributedType
@@ -16,8 +17,8 @@ from ..data.lengths import example_tokens, example_work, has_known_lengths, row_
 from ..data.vision import FlatVisionCollator
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
-from ..memory.budget import Split, split_by_tokens
-from ..memory.plan import MemoryBudget, is_sharded
+from ..memory.engine import is_sharded
+from ..memory.plan import Plan
 from ..model.edits import refuse_lost_batch, refuse_lost_values
 from ..model.vision import vision_rules
 from . import refusals
@@ -41,7 +42,6 @@ class CollatedTrainer(FlatTrainer):
     """
 
     data_collator: FlatCollator
-    split: ClassVar[Split] = staticmethod(split_by_tokens)
     # What TRL's trainers set
     _train_batch_size: int
     _is_vision_dataset: bool = False
@@ -62,6 +62,7 @@ class CollatedTrainer(FlatTrainer):
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL computes these, where it has any, inside its `__init__`, right after the models got their fused heads
         self.start_flat()
+        self.plan_if_placed()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     # --- images -----------------------------------------------------------------------------------------------------
@@ -150,11 +151,6 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_batch_statistics(self.flat_base(self.model))
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
-        limit = options.most_tokens_of_example
-        if limit and has_known_lengths(self.train_dataset):
-            tokens = example_tokens(self.item_lengths(), self.flat.trained.route.prefix_sharing)
-            longest = int(tokens.argmax())
-            refusals.refuse_oversized(limit, tokens[longest], f"example {longest} of the training data")
 
     @when_flat
     def _get_train_sampler(self, *args, **kwargs):
@@ -198,39 +194,48 @@ class CollatedTrainer(FlatTrainer):
         """What the loss, under the name "loss", and each metric of a part of a micro-batch is a mean over: how many."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def _adds_up(self) -> bool:
         """Whether the losses of parts of a micro-batch add up to that of the whole, and it is known how."""
         return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
 
-    def refuse_small_budget(self, memory: MemoryBudget) -> None:
+    def refuse_small_budget(self, plan: Plan) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
             return  # lengths are not known before an example comes, and then it is refused
         lengths = self.item_lengths()
+        tokens, longest = example_tokens(lengths, plan.route.prefix_sharing), row_lengths(lengths).max(1)
+        if plan.limit is not None and plan.why_whole:
+            worst = int(tokens.argmax())
+            refusals.refuse_oversized(plan.limit, tokens[worst], f"example {worst}", plan.why_whole)
+        if plan.needs is None:
+            return
         # Layers need most for the most tokens, attention for the longest row, the head for the longest completions, and
         # all together for an example that is among the largest by one of these
-        tokens, longest = example_tokens(lengths, memory.route.prefix_sharing), row_lengths(lengths).max(1)
         measures = (tokens, longest, lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
         collator, batches = replace(self.data_collator, keeps_rows=True), {}
         for index in candidates:
             rows = collator([self.train_dataset[index]])["rows"]
-            batches[index] = max(rows.alone(), key=memory.least)
-        worst = max(batches, key=lambda index: memory.least(batches[index]))
-        if not memory.can_hold(batches[worst]):
-            raise memory.too_small_for(batches[worst], f"example {worst} of the training data")
+            batches[index] = max(rows.alone(), key=plan.least)
+        worst = max(batches, key=lambda index: plan.least(batches[index]))
+        if plan.least(batches[worst]) > plan.budget:
+            raise plan.too_small_for(batches[worst], f"example {worst} of the training data")
 
     def parts_of(self, whole: Part) -> list[Part]:
-        refuse_lost_batch(whole.inputs, needs_rows=True)
-        # A worker sends them without the collator
-        rows = replace(whole.inputs["rows"], collator=self.data_collator)
-        whole, batch = replace(whole, inputs={**whole.inputs, "rows": rows}), whole.inputs["flat_batch"]
-        is_checked = has_known_lengths(self.train_dataset) or self.flat.budget.fits(batch)
-        if (limit := self.flat.options.most_tokens_of_example) and not is_checked:  # a stream's, looked at as it comes
-            refusals.refuse_oversized(limit, max(rows.tokens()), *self.smallest_part)
-        if not self._adds_up:
-            return [whole]
+        inputs, plan = whole.inputs, self.flat.plan
+        if "flat_batch" not in inputs or (plan is not None and "rows" not in inputs):
+            refuse_lost_batch(inputs)
+        batch, parts = inputs["flat_batch"], [whole]
+        is_alone = self.accelerator.num_processes == 1
+        if plan is not None and self._adds_up and not (is_alone and plan.is_whole(batch)):
+            parts = self._weighted_parts(whole)
+        counts = [part.inputs["flat_batch"].counts for part in parts]
+        self.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
+        return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
+
+    def _weighted_parts(self, whole: Part) -> list[Part]:
+        """The parts of a micro-batch whose losses add up."""
         # Those with images come last: DDP waits in the last part for gradients of all weights, the tower's too
         batches = sorted(self._batches(whole.inputs), key=lambda part: part["flat_batch"].images is not None)
         is_mixed, accelerator = len({part["flat_batch"].images is None for part in batches}) > 1, self.accelerator
@@ -239,38 +244,23 @@ class CollatedTrainer(FlatTrainer):
         in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
         if is_mixed and in_step and accelerator.num_processes > 1:
             raise ValueError(refusals.PARTS_WITHOUT_IMAGES)
-        parts = [whole]
-        if most > 1:  # on any process: all of them gather the metrics of parts
-            parts = weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))
-        self.counts.add(batch.counts.in_parts([part.inputs["flat_batch"].counts for part in parts]))
-        return parts
-
-    def parts_again(self, part: Part) -> list[Part]:
-        batches = self._batches(part.inputs) if self._adds_up else []
-        if len(batches) < 2:
-            return [part]
-        return weighted_parts(batches, self.part_sizes, part, len(batches))
+        if most == 1:  # on no process: else all of them gather the metrics of parts
+            return [whole]
+        return weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))
 
     def _batches(self, inputs: Inputs) -> list[Inputs]:
-        """The batches into which one is split by its budget; itself if it fits."""
-        whole, rows, budget = inputs["flat_batch"], inputs["rows"], self.flat.budget
-        if budget.fits(whole, is_alone=rows.num_items == 1):
+        """The batches into which one is divided by its budget; itself if it fits."""
+        whole, plan = inputs["flat_batch"], self.flat.plan
+        assert plan is not None
+        rows = replace(inputs["rows"], collator=self.data_collator)  # a worker sends them without the collator
+        if rows.num_items == 1 or plan.is_whole(whole):
             return [inputs]
         self._refuse_edits_of_whole(inputs)
         reach = self.reach_of(whole)
-        return budget.batches(whole, rows, lambda examples: rows.take(examples).batch(reach))
-
-    def without_budget(self, inputs: Inputs) -> Inputs:
-        refuse_lost_batch(inputs, needs_rows=False)
-        self.counts.add(inputs["flat_batch"].counts)
-        return inputs
-
-    def decided(self, inputs: Inputs) -> Inputs:
-        whole, beneath = inputs["flat_batch"], not self._adds_up
-        batch = self.flat.budget.decide(whole, inputs["rows"], splits_beneath=beneath, reach=self.reach_of(whole))
-        if beneath:  # parts above the loss are counted together
-            self.counts.add(whole.counts.in_parts([part.batch.counts for part in batch.parts]))
-        return {**{name: value for name, value in inputs.items() if name != "rows"}, "flat_batch": batch}
+        parts = [rows.take(items).with_flat(reach) for items in plan.parts(rows.loads(plan.load))]
+        # transformers moves tensors, and the data loader has moved flat batches before there were parts
+        device = self.args.device
+        return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]
 
     def _refuse_edits_of_whole(self, inputs: Inputs) -> None:
         """Refuse edits of a micro-batch that runs in parts: no call of the model will see them."""

@@ -146,20 +146,20 @@ class PaddingFreeOptions:
     )
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Most tokens to compute at once in training. A larger micro-batch runs in as many parts as needed, with the "
-        "same loss and gradients, so that no batch of long examples runs out of memory.",
+        "Most tokens to compute at once. A larger micro-batch runs in as many parts as needed, and a part, a row or a "
+        "group of rows that is still larger in slices, one after another, with the same loss and gradients. A slice "
+        "is computed once more in the backward pass, in place of its layers, whatever `gradient_checkpointing` says.",
     )
-    oversized_examples: Literal["error", "alone"] = option(
-        "error",
-        "What to do with an example of more than `max_tokens_per_micro_batch` tokens: 'error' refuses to start, "
-        "and examples of streaming data when they arrive; 'alone' runs it by itself.",
+    oversized_examples: Literal["error", "alone"] | None = option(
+        None,
+        "Does nothing, and will be removed: examples of more than `max_tokens_per_micro_batch` tokens run in slices.",
     )
     memory_budget: float | str | None = option(
         None,
         "GiB that training may use on each device; 'auto': what other processes leave of it, less a tenth. With it "
         "each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even "
-        "so runs in parts, with the same loss and gradients. `gradient_checkpointing` is then not read. Without it, "
-        "activations are kept or recomputed as TRL does it.",
+        "so runs in parts, or in slices, with the same loss and gradients. `gradient_checkpointing` is then not read. "
+        "Without it, activations are kept or recomputed as TRL does it.",
     )
     sequence_parallel_size: int = option(
         1,
@@ -173,14 +173,11 @@ class PaddingFreeOptions:
         """Whether steps keep within a budget of memory or of tokens."""
         return self.memory_budget is not None or self.max_tokens_per_micro_batch is not None
 
-    @property
-    def most_tokens_of_example(self) -> int | None:
-        """The tokens above which an example is an error; `None` if it is not."""
-        return self.max_tokens_per_micro_batch if self.oversized_examples == "error" else None
-
     def __post_init__(self):
         silence()
         refuse_wrong_options(self)
+        if self.oversized_examples is not None:
+            logger.warning_once("`oversized_examples` does nothing any more, and will be removed: leave it out.")
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
             train_where_one_can(self)
             refuse_empty_steps(self)

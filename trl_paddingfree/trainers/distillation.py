@@ -55,7 +55,6 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     trl_trainer, trl_config = DistillationTrainer, DistillationConfig
     config_class = PaddingFreeDistillationConfig
     head_bytes = staticmethod(divergence)
-    scores_together = True
     _row: tuple[FlatBatch, torch.Tensor]  # the rows of a micro-batch, and which of their tokens are scored
     _states: dict[tuple[torch.nn.Module, bool], torch.Tensor]  # what models have made of them
 

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -14,14 +13,12 @@ from ..data.rows import GeneratedRows, PromptGroups, by_prompt
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
-from ..memory.budget import Split, split_in_order
-from ..memory.plan import MemoryBudget
+from ..memory.plan import Plan
 from ..model.flat_model import FlatModel
 from .base import FlatTrainer
 from .configs import Arguments
 from .refusals import refuse_oversized, refuse_to_move
 from .state import when_flat
-from .steps import Part
 
 # Of tasks that generate. Trainers give it their names, and the first of them what it is found by
 PROMPTS = Task(
@@ -49,9 +46,6 @@ class OnlineTrainer(FlatTrainer):
     ['OnlineTrainer', 'GRPOTrainer']
     """
 
-    split: ClassVar[Split] = staticmethod(split_in_order)
-    scores_together: ClassVar[bool] = False  # whether a head of the loss sees all rows, in whatever parts they are
-    smallest_part = ("a row", "`max_completion_length`")
     # What TRL's trainers set
     pad_to_multiple_of: Any = None
     max_completion_length: int | None
@@ -74,23 +68,17 @@ class OnlineTrainer(FlatTrainer):
     # --- rows become flat -------------------------------------------------------------------------------------------
 
     def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
-        """The flat batch of rows with prompts padded on the left and completions on the right, in parts that fit."""
-        flat = self.flat
+        """The flat batch of rows with prompts padded on the left and completions on the right."""
         rows = GeneratedRows.of(
             *(input_ids, attention_mask, labels),
-            prefix_sharing=flat.trained.route.prefix_sharing,
+            prefix_sharing=self.flat.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
-            num_scored=int((labels != IGNORE_INDEX).sum()) if self.scores_together else None,
         )
         batch = rows.batch()
         if reach := self.reach_of(batch):
             batch = rows.batch(reach=reach)
         if torch.is_grad_enabled():  # the policy's pass, which trains
-            if limit := flat.options.most_tokens_of_example:
-                refuse_oversized(limit, max(rows.lengths), *self.smallest_part)
-            if flat.steps is not None:
-                batch = flat.budget.decide(batch, rows, splits_beneath=True, reach=reach)
-            self.counts.add(batch.counts.in_parts([each.batch.counts for each in batch.parts]))
+            self.counts.new.append(batch.counts)
         return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: torch.nn.Module) -> None:
@@ -126,18 +114,17 @@ class OnlineTrainer(FlatTrainer):
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
-    def refuse_small_budget(self, memory: MemoryBudget) -> None:
+    def refuse_small_budget(self, plan: Plan) -> None:
         """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
         if self.max_completion_length is None:
             return
         prompt, name = self.longest_row()
-        row, rows = [0] * (prompt + self.max_completion_length), self.args.per_device_train_batch_size
-        num_scored = rows * self.max_completion_length if self.scores_together else None
-        labels = [IGNORE_INDEX] * prompt + row[prompt:]
-        batch = FlatBatch.from_rows([row], [labels], prefix_sharing=False, num_scored=num_scored)
-        extra = self.flat.budget.gradient_bytes if rows > 1 else 0
-        if not memory.can_hold(batch, extra):
-            raise memory.too_small_for(batch, name, self.smallest_part[1], extra)
+        row = [0] * (prompt + self.max_completion_length)
+        if plan.limit is not None and plan.why_whole:
+            refuse_oversized(plan.limit, len(row), name, plan.why_whole)
+        batch = FlatBatch.from_rows([row], [[IGNORE_INDEX] * prompt + row[prompt:]], prefix_sharing=False)
+        if plan.needs is not None and plan.least(batch) > plan.budget:
+            raise plan.too_small_for(batch, name, "`max_completion_length`")
 
     def longest_row(self) -> tuple[int, str]:
         """Tokens of the longest prompt, by its characters, or 1 where none is known before; and what its row is."""
@@ -148,10 +135,6 @@ class OnlineTrainer(FlatTrainer):
         limit = f"`max_completion_length={self.max_completion_length}`"
         return prompt, f"a prompt of {prompt} tokens with a completion of {limit}"
 
-    def parts_again(self, part: Part) -> list[Part]:
-        assert self._generated is not None
-        return [replace(part, inputs=self._generated)]
-
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         masks = [inputs["prompt_mask"], inputs["completion_mask"]]
         slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
@@ -160,10 +143,7 @@ class OnlineTrainer(FlatTrainer):
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
     def refuse_micro_batches(self) -> None:
-        options, most = self.flat.options, self.max_completion_length
-        if (limit := options.most_tokens_of_example) and most is not None:
-            prompt, name = self.longest_row()
-            refuse_oversized(limit, prompt + most, name, self.smallest_part[1])
+        options = self.flat.options
         if options.arrange_micro_batches == "tokens":
             raise ValueError(
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
@@ -178,17 +158,18 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def _prepare_inputs(self, generation_batch):
-        if generation_batch is self._generated:  # a pass that is made again
-            return generation_batch
+        steps = self.flat.steps
+        if steps is not None and steps.is_again and self.model.training:
+            return self._generated
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.flat.options.arrange_micro_batches != "none" and self._buffered_inputs is not before:
-            steps = self.steps_per_generation
-            window = math.gcd(self.args.gradient_accumulation_steps, steps)  # these share each optimizer step
-            windows = [self._buffered_inputs[first : first + window] for first in range(0, steps, window)]
+            number = self.steps_per_generation
+            window = math.gcd(self.args.gradient_accumulation_steps, number)  # these share each optimizer step
+            windows = [self._buffered_inputs[first : first + window] for first in range(0, number, window)]
             self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
-            inputs = self._buffered_inputs[self._step % steps]
-        if self.flat.steps is not None and self.model.training:
+            inputs = self._buffered_inputs[self._step % number]
+        if steps is not None and self.model.training:
             self._generated = inputs
-            self.flat.steps.remember()  # what generation has changed is not taken back
+            steps.remember()  # what generation has changed is not taken back
         return inputs

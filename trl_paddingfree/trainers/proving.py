@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from .. import upstream
-from ..check.prove import CheckResult, Progress, prove
+from ..check.prove import CheckResult, Progress, UnprovenModelError, draws_of, prove
+from ..check.slices import check_slices
 from ..check.vision import prove_images
 from ..data.images import ImageProbe
 from ..model.flat_model import ATTRIBUTE, FlatModel
@@ -80,7 +81,7 @@ class StartUpCheck:
 
     def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
         flat = FlatModel.install(base, route)
-        flat.group = self.group
+        flat.divide_among(self.group)
         return flat
 
     def can_call(self, model: torch.nn.Module, is_trained: bool) -> bool:
@@ -121,6 +122,29 @@ class StartUpCheck:
                 logger.warning(said)
         return results[0].route
 
+    def prove_slices(self, models: Sequence[torch.nn.Module]) -> None:
+        """Prove that models which may compute slices compute what they do of the whole, the one that trains first."""
+        for model in models:
+            base = self._base(model)
+            flat = FlatModel.of(base)
+            if flat is None or flat.decide is None:
+                continue
+            trains = base is self.trained
+            skipped = self._why_no_gradients(model) if trains else "it does not train"
+            for draw in range(draws_of(base)):
+                with self.in_precision():
+                    result = check_slices(base, model, skipped=skipped, draw=draw)
+                if is_exact := self._all_agree(result.passed):
+                    break
+            if not is_exact:
+                raise UnprovenModelError(
+                    f"{type(base).__name__} computes slices of a flat batch differently from the whole ({result}), so "
+                    "training within a budget would be wrong. Leave `max_tokens_per_micro_batch` and `memory_budget` "
+                    "out."
+                )
+            if trains and self.accelerator.is_main_process:
+                logger.warning(f"Slices within the budget: exact on this model ({result}).")
+
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
         routes = [self.plan(model) for model in models]
         for model, route in zip(models, routes, strict=True):
@@ -139,7 +163,8 @@ class StartUpCheck:
         base = self._base(model)
         trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
-            flat.flattener, flat.group = None, None  # the check compares with rows, and slices are those of this run
+            flat.flattener = None  # the check compares with rows
+            flat.divide_among(None)  # by this run, if at all
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):

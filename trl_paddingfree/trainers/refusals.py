@@ -261,12 +261,12 @@ def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds:
             )
 
 
-def refuse_oversized(limit: int, tokens: int, example: str, lower: str = "`max_length`") -> None:
-    """Refuse an example of so many `tokens` that no part of at most `limit` can hold; `lower` makes it smaller."""
+def refuse_oversized(limit: int, tokens: int, example: str, reason: str) -> None:
+    """Refuse an example of more `tokens` than a `limit`, of a model that cannot compute it in slices for a `reason`."""
     if tokens > limit:
         raise ValueError(
-            f"`max_tokens_per_micro_batch={limit}` is less than {example} needs ({tokens} tokens). Raise it, lower "
-            f"{lower}, or set `oversized_examples='alone'`."
+            f"`max_tokens_per_micro_batch={limit}` is less than {example} needs ({tokens} tokens), and it cannot be "
+            f"computed in slices: {reason}. Raise it, or leave it out."
         )
 
 
@@ -276,12 +276,6 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
         raise ValueError(
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
             "processes images on the fly: those of examples with images are not known before. Leave it out."
-        )
-    if options.most_tokens_of_example:
-        raise ValueError(
-            f"`max_tokens_per_micro_batch={options.max_tokens_per_micro_batch}` with `oversized_examples='error'` goes "
-            "by the lengths of all examples, and TRL processes images on the fly: those of examples with images are "
-            "not known before. Set `oversized_examples='alone'`."
         )
 
 

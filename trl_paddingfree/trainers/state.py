@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..data.arrange import StepSampler
-from ..memory.plan import MemoryBudget
+from ..memory.plan import Plan
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
 from .proving import StartUpCheck
 
 if TYPE_CHECKING:
-    from ..memory.budget import Budget
     from .steps import TrainingSteps
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -27,30 +26,17 @@ class FlatState:
     pads: bool = False  # whether the trainer pads as TRL's does; then nothing else is there
     check: StartUpCheck = field(init=False)
     models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
-    steps: "TrainingSteps | None" = None  # training steps under budgets; `None` without one, and before the weights
+    trained: FlatModel = field(init=False)  # once the models are there
+    plan: Plan | None = None  # how passes keep within budgets; `None` without one, and before the weights
+    steps: "TrainingSteps | None" = None  # training steps under the plan
     sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
+    is_planned: bool = False  # whether budgets are planned for, if there are any
     resumed_from: str | None = None  # the checkpoint that training goes on from
-
-    @property
-    def trained(self) -> FlatModel:
-        """The model that is trained, once the models are there."""
-        return self.models[0]
 
     @property
     def route(self) -> Route | None:
         """How batches are computed: planned, and from the check on proven. `None` before the models are there."""
         return self.trained.route if self.models else None
-
-    @property
-    def budget(self) -> "Budget":
-        """What each pass that trains may take, once there are `steps`."""
-        assert self.steps is not None
-        return self.steps.budget
-
-    @property
-    def memory(self) -> MemoryBudget | None:
-        """The plan under `memory_budget`."""
-        return None if self.steps is None else self.steps.budget.memory
 
 
 class _WhenFlat:

@@ -1,13 +1,13 @@
 """A training step under a budget: one loop over the parts of a micro-batch, for all trainers.
 
 Where losses add up, a micro-batch above its budget becomes several parts, which are computed one after another, and
-nothing is computed twice. Where the loss of an example depends on others it stays one part, and the model computes its
-rows in parts beneath the loss, see [`~trl_paddingfree.model.forward.scored_in_parts`].
+nothing is computed twice. A part that does not fit even so, and a micro-batch in which the loss of an example depends
+on others, is computed in slices beneath the loss, see [`~trl_paddingfree.model.slices`].
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from accelerate import Accelerator, DistributedType
 
 from ..flat.batch import Inputs
 from ..flat.counts import of_all_processes
-from ..memory.budget import Budget
-from ..memory.plan import adds_up_shards, plan_memory
+from ..memory.engine import adds_up_shards
+from ..memory.plan import Plan
 from ..model.restored import attributes_set, gradients_dropped
 
 if TYPE_CHECKING:
@@ -144,28 +144,33 @@ class Attempt:
         self.random = torch.get_rng_state()
         self.on_device = None if device.type == "cpu" else torch.get_device_module(device)
         self.device_random = None if self.on_device is None else self.on_device.get_rng_state(device)
+        self.whole: dict[torch.Tensor, torch.Tensor | None] = {}  # gradients that a failed pass has added to
+        self.dropping = ExitStack()
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Within this context, what failed is computed again; afterwards every gradient counts once."""
-        added = [(p, p.grad) for p, version in self.versions if p.grad is not None and p.grad._version != version]
+    def undo(self) -> None:
+        """Have what failed computed again."""
         self.put_back()
         torch.set_rng_state(self.random)
         if self.on_device is not None:
             self.on_device.set_rng_state(self.device_random, self.device)
             torch.accelerator.empty_cache()
-        for parameter, _ in added:
-            parameter.grad = None
-        with gradients_dropped(parameter for parameter, _ in added):  # a second one might find no room
-            yield
-        for parameter, gradient in added:
+        for parameter, version in self.versions:
+            gradient = parameter.grad
+            if parameter not in self.whole and gradient is not None and gradient._version != version:
+                self.whole[parameter], parameter.grad = gradient, None
+                self.dropping.enter_context(gradients_dropped([parameter]))  # a second one might find no room
+
+    def finish(self) -> None:
+        """The pass has ended well: every gradient counts once."""
+        self.dropping.close()
+        for parameter, gradient in self.whole.items():
             parameter.grad = gradient
 
 
 def figures_of(trainer: "FlatTrainer") -> Callable[[], None]:
     """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-    tokens, counted = trainer._total_train_tokens, trainer.counts.new
+    tokens, counted = trainer._total_train_tokens, [*trainer.counts.new]
     state = {name: vars(trainer)[name] for name in trainer.changed_by_loss}
 
     def put_back() -> None:
@@ -178,76 +183,49 @@ def figures_of(trainer: "FlatTrainer") -> Callable[[], None]:
 
 
 class TrainingSteps:
-    """The training steps of a trainer under a [`~trl_paddingfree.memory.budget.Budget`]."""
+    """The training steps of a trainer under a [`~trl_paddingfree.memory.plan.Plan`]."""
 
-    def __init__(self, trainer: "FlatTrainer", budget: Budget):
-        self.trainer, self.budget = trainer, budget
+    def __init__(self, trainer: "FlatTrainer", plan: Plan):
+        self.trainer, self.plan = trainer, plan
+        self.parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
         self.part: Part | None = None  # the part that is being computed, if there are others
         self.is_weighted = False  # whether its loss is
-        self.attempt: Attempt | None = None  # of the pass that is being made
+        self.attempt: Attempt  # of the pass that is being made
+        self.is_again = False  # whether it has failed before
 
-    @classmethod
-    def planned(cls, trainer: "FlatTrainer") -> "TrainingSteps":
-        """Those of a trainer whose models have their weights, under the budgets that its options ask for."""
-        flat, args, model, memory = trainer.flat, trainer.args, trainer.model, None
-        if flat.options.memory_budget is not None:
-            optimizer = trainer.optimizer
-            with flat.check.in_precision():
-                memory = plan_memory(
-                    flat.options.memory_budget,
-                    flat.trained,
-                    trainer.peak_memory,
-                    accelerator=trainer.accelerator,
-                    models=trainer.flat_models(),
-                    wrapped=trainer.model_wrapped,
-                    optimizer=trainer.get_optimizer_cls_and_kwargs(args, model) if optimizer is None else optimizer,
-                    head=type(trainer).head_bytes(*(each.model for each in flat.models)),
-                    images=trainer.images_in_memory(),
-                    arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
-                )
-        budget = Budget(
-            memory,
-            flat.options.max_tokens_per_micro_batch,
-            trainer.accelerator,
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            split=type(trainer).split,
-            is_reentrant=bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
-            smallest_part=trainer.smallest_part,
-        )
-        return cls(trainer, budget)
-
-    def run(self, step: Step, parts: Sequence[Part], metrics: PartMetrics | None = None) -> torch.Tensor:
+    def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
         Forward and backward passes of the parts of a micro-batch, of which TRL's `step` makes one: the sum of their
-        losses. Their metrics are logged together, or with the `metrics` of the part that they are of.
+        losses. Their metrics are logged together.
         """
-        collected = PartMetrics(self.trainer) if metrics is None and parts[0].sizes is not None else metrics
+        metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
         losses = []
         for part in parts:
             self.remember()
-            try:
-                losses.append(self._run_pass(step, part, collected))
-                continue
-            except RuntimeError as error:
-                self.budget.shrink(error)
-            # Here the error is gone, and with it all that its frames held
-            assert self.attempt is not None
-            with self.attempt.undone():
-                losses.append(self.run(step, self.trainer.parts_again(part), collected))
-        if collected is not None and metrics is None:
-            collected.log()
+            while True:
+                try:
+                    losses.append(self._run_pass(step, part, metrics))
+                    break
+                except RuntimeError as error:
+                    self.plan.shrink(error)
+                # Here the error is gone, and with it all that its frames held
+                self.is_again = True
+                self.attempt.undo()
+            if self.is_again:
+                self.attempt.finish()
+                self.is_again = False
+        if metrics is not None:
+            metrics.log()
         return torch.stack(losses).sum()
 
     def remember(self) -> None:
         """A pass begins, of which nothing is decided yet: what it changes from here on can be taken back."""
-        if (memory := self.budget.memory) is not None:
-            memory.current = None
-            device = self.trainer.accelerator.device
-            self.attempt = Attempt(self.budget.parameters, device, figures_of(self.trainer))
+        self.plan.current = None
+        self.attempt = Attempt(self.parameters, self.trainer.accelerator.device, figures_of(self.trainer))
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
-        trainer, inputs = self.trainer, self.trainer.decided(part.inputs)
+        trainer, inputs = self.trainer, {name: value for name, value in part.inputs.items() if name != "rows"}
         if metrics is None:
             loss = step(inputs)
         else:
@@ -263,13 +241,11 @@ class TrainingSteps:
                     f"`{type(trainer).__name__}.compute_loss` does not call `super().compute_loss`, which weights "
                     "the losses of parts: call it, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
                 )
-        if self.budget.memory is not None:
-            self.budget.memory.finish(has_stepped=trainer.state.global_step > 0)
+        self.plan.finish(has_stepped=trainer.state.global_step > 0)
         return loss
 
     def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of the part that is being computed, alone or before other outputs, with its weight."""
-        if self.part is None:
-            return loss
+        assert self.part is not None
         self.is_weighted = True
         return (self.part.weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else self.part.weight * loss

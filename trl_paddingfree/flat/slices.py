@@ -1,0 +1,145 @@
+"""Slices of a flat axis, computed one after another: each reads keys and values of earlier ones on its paths.
+
+Tokens depend on earlier ones only, so the order of the axis is an order of computation, and it may be cut anywhere.
+Shape legend: see [`~trl_paddingfree.flat.segments`]. Two rows that share three tokens, in two slices:
+
+    flat    0  1  2  3 | 4  5  6  7     lengths (6, 3), parents (-1, 0), starts (0, 2)
+    slice   0  0  0  0   1  1  1  1     the second has two runs: tokens 4 and 5 of segment 0, and all of segment 1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from .layout import FlatLayout, once_per_layout
+from .segments import Segments
+from .transfer import HasTensors
+
+# A cut moves to the end of a segment that is as near as this share of a slice: runs that begin there need no mask
+_NEAR = 8
+
+
+@dataclass(frozen=True)
+class SegmentSlice(Segments):
+    """
+    The runs of a slice: its part of each segment. They attend to an axis of keys on which those of earlier slices stand
+    before the own. `starts` are the keys of each run before its own ones, and `parents` are not read.
+    """
+
+    paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # of each run, on the axis of keys
+    size_of_axis: int = 0
+
+    def __post_init__(self):
+        """Runs continue keys, and no segments of this slice."""
+
+    @property
+    def num_keys(self) -> int:
+        return self.size_of_axis
+
+    @property
+    def _paths(self) -> tuple[np.ndarray, ...]:  # type: ignore[override]
+        return self.paths
+
+    @cached_property
+    def kv_index(self) -> np.ndarray | None:
+        index = np.concatenate(self.paths)
+        in_order = len(index) == self.num_keys and bool((index == np.arange(len(index))).all())
+        return None if in_order else index
+
+
+@dataclass(frozen=True)
+class Slice(HasTensors):
+    """
+    Contiguous tokens of a flat axis, from `first` to before `last`. If there are none, models still need something to
+    compute: the slice then has the first token of all, of which `num_tokens` says that it is not to be kept.
+
+    >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 3)))
+    >>> one, two = slices_of(layout, (0, 4, 9))
+    >>> one.keeps, two.reads, two.layout.kv_index.tolist()  # of four keys of the first, its second run reads three
+    (None, (0,), [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8])
+    """
+
+    first: int
+    last: int
+    layout: FlatLayout
+    reads: tuple[int, ...]  # the earlier slices whose kept keys come before its own
+    keeps: torch.Tensor | None  # (K,) int64: those of its tokens whose keys later slices read; `None`: all of them
+    num_tokens: int
+
+
+@once_per_layout
+def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = False) -> tuple[Slice, ...]:
+    """
+    The slices of a layout that is cut at these flat positions, 0 and `T` among them. `with_reach`, each has one token
+    more, a row of its own, whose position tells all of them of the same length of rows.
+    """
+    segments, slices = layout.segments, []
+    later = np.searchsorted(cuts, segments.last_readers, "right")
+    blocks = layout.host_blocks
+    kept: list[np.ndarray] = []  # of each slice, the flat positions whose keys later ones read
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        first, last = (begin, end) if begin < end else (0, 1)
+        runs = _runs(segments, first, last)
+        paths = [segments.path(i)[: segments.starts[i] + end - segments.offsets[i]] for i, _, end in runs]
+        before = np.concatenate(paths)
+        before = np.unique(before[before < first])
+        reads = tuple(i for i in range(number) if ((cuts[i] <= before) & (before < cuts[i + 1])).any())
+        axis = np.concatenate([*(kept[i] for i in reads), np.arange(first, last)])
+        lengths = [end - begin for _, begin, end in runs]
+        starts = [segments.starts[i] + begin - segments.offsets[i] for i, begin, _ in runs]
+        places = [np.searchsorted(axis, path) for path in paths]
+        if with_reach:
+            lengths, starts, places = [*lengths, 1], [*starts, 0], [*places, np.array([len(axis)])]
+        size = len(axis) + with_reach
+        own = SegmentSlice(tuple(lengths), (-1,) * len(lengths), tuple(starts), tuple(places), size)
+        keeps = np.flatnonzero(later[begin:end] > number + 1)
+        kept.append(first + keeps)
+        index = None if len(keeps) == own.num_tokens else torch.from_numpy(keeps)
+        made = FlatLayout.from_segments(own, None if blocks is None else np.append(blocks[axis], [-1] * with_reach))
+        slices.append(Slice(first, last, made, reads, index, end - begin))
+    return tuple(each.to(layout.device, non_blocking=True) for each in slices)
+
+
+def _runs(segments: Segments, first: int, last: int) -> list[tuple[int, int, int]]:
+    """Of each segment with tokens from `first` to before `last`: its number, and where on the flat axis these lie."""
+    spans = pairwise(segments.offsets)
+    cut = [(i, max(begin, first), min(end, last)) for i, (begin, end) in enumerate(spans)]
+    return [run for run in cut if run[1] < run[2]]
+
+
+def num_kept(segments: Segments, cuts: Sequence[int]) -> int:
+    """Tokens whose keys and values stay until later slices have read them."""
+    own, later = (np.searchsorted(cuts, x, "right") for x in (np.arange(segments.num_tokens), segments.last_readers))
+    return int((later > own).sum())
+
+
+def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
+    """
+    Where to cut so that no slice has more than `size` tokens, and the last, which is not computed again, has most. Cuts
+    lie at the end of a segment where there is one near, and never within an image block.
+
+    >>> cut_by_size(Segments.from_lengths([50, 53, 7]), 40)
+    (0, 30, 70, 110)
+    """
+    cuts, ends = [segments.num_tokens], np.array(segments.offsets)
+    while cuts[0] > size:
+        cut = cuts[0] - size
+        near = ends[(cut < ends) & (ends <= min(cut + size // _NEAR, cuts[0] - 1))]
+        cuts.insert(0, _before_block(int(near[0]) if len(near) else cut, blocks))
+    return (0, *cuts) if cuts[0] else tuple(cuts)
+
+
+def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
+    """Where to cut `total` tokens into so many slices of about one size; some may be empty."""
+    return tuple(_before_block(i * total // number, blocks) for i in range(number + 1))
+
+
+def _before_block(cut: int, blocks: np.ndarray | None) -> int:
+    """Tokens of an image block see those that follow, so that a cut within one moves to its first token."""
+    while blocks is not None and 0 < cut < len(blocks) and blocks[cut] >= 0 and blocks[cut] == blocks[cut - 1]:
+        cut -= 1
+    return cut

@@ -1,0 +1,89 @@
+"""How the plan of a run is made: what its models keep is counted, and what they hold beside is added up."""
+
+import gc
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..flat.batch import Inputs
+from ..model.architecture import recomputable_layers
+from ..model.flat_model import FlatModel
+from .device import PeakMemory, budget_bytes
+from .engine import is_sharded
+from .kept_bytes import KeptBytes, count_kept_bytes
+from .needs import HeadBytes, fixed_bytes, needs_of, tensor_bytes
+from .plan import Plan
+
+
+def make_plan(
+    flat_model: FlatModel,
+    accelerator: Accelerator,
+    device_memory: PeakMemory,
+    *,
+    option: float | str | None,
+    limit: int | None,
+    is_reentrant: bool,
+    models: Sequence[torch.nn.Module],
+    wrapped: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | tuple[type, dict[str, Any]],
+    head: HeadBytes,
+    images: Sequence[Inputs] = (),
+    arguments: Inputs | None = None,
+) -> Plan:
+    """
+    The plan of a run whose models have their weights, for `flat_model`, the one that is trained, under `memory_budget`,
+    the `option`, and a `limit` of tokens. It sets the layers of the model that may recompute, and refuses models that
+    have none.
+
+    `is_reentrant` says whether they recompute as reentrant checkpoints do. `models` are all that hold weights, the
+    trained one first, which an engine has `wrapped`. `optimizer` is the one that trains or, before there is one, its
+    class and the arguments of that. `head` is what the loss puts on the model, `images` are arguments of calls that
+    differ in their number, and `arguments` what training gives the model beside a batch.
+    """
+    given: Inputs = {"limit": limit, "option": option, "is_reentrant": is_reentrant}
+    if option is None:
+        return Plan(flat_model, accelerator, device_memory, **given)
+    base = flat_model.model
+    placed = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
+    if len(placed) > 1:
+        raise ValueError(
+            f"`memory_budget={option}` counts the memory of one device, and `device_map` has spread the weights over "
+            f"{len(placed)}. Leave it out, and set `max_tokens_per_micro_batch`."
+        )
+    layers = recomputable_layers(base, bool(images))
+    if not layers:
+        raise ValueError(
+            f"`memory_budget={option}`: {type(base).__name__} has no layers that can recompute their "
+            "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."
+        )
+    # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
+    call = wrapped if is_sharded(accelerator) else None
+    kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **(arguments or {}))
+    if images:  # a tower that nothing trains keeps nothing
+        working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
+        layers, kept = [layers[i] for i in working], kept.of(working)
+    gc.collect()  # what the check has left
+    held = device_memory.held
+    if isinstance(optimizer, tuple):
+        made_by = optimizer
+    else:
+        inner: Any = optimizer
+        while "optimizer" in vars(inner):  # without the wrappers of accelerate and of DeepSpeed
+            inner = inner.optimizer
+        states = [x for state in inner.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
+        # Defaults hold more than can be given: AdamW's have what tells it from Adam
+        taken = inspect.signature(type(inner)).parameters
+        made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in taken}
+    plugin = accelerator.state.deepspeed_plugin
+    shards = accelerator.num_processes if plugin is not None and plugin.zero_stage in (1, 2) else 1
+    fixed, budget = fixed_bytes(models, made_by, held, shards), budget_bytes(option, accelerator.device)
+    if (group := flat_model.group) is not None:  # all plan for the process that needs most, and that has least
+        kept = KeptBytes(*map(group.largest, vars(kept).values()))
+        fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
+    flat_model.recomputable = layers
+    needs = needs_of(kept, fixed, head)
+    return Plan(flat_model, accelerator, device_memory, budget=budget, needs=needs, layers=layers, **given)

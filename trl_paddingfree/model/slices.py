@@ -1,0 +1,193 @@
+"""A flat batch in slices, one after another: the decoder computes each, and keeps nothing of it but keys and values.
+
+All but the last slice are computed once more in the backward pass, as a layer that recomputes is. What goes from one to
+the next are the keys and values that later ones read: values with gradients, which autograd carries back in the right
+order. Everything else sees one pass: heads, losses and images know nothing of slices.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..flat.batch import FlatBatch, Inputs
+from ..flat.layout import Attention, FlatLayout
+from ..flat.slices import Slice, slices_of
+from .architecture import checkpointing_layers, rotary_limits
+from .masks import Exchange, FlatMask, map_masks
+from .restored import attributes_set
+
+Tensors = tuple[torch.Tensor, ...]
+# Features of image tokens that layers of a decoder (Qwen3-VL) add to their own, one tensor `(image tokens, H)` a layer
+_DEEPSTACK = "deepstack_visual_embeds"
+NOISE = "neftune_noise_alpha"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """
+    How a pass computes a flat batch.
+
+    Args:
+        cuts (`tuple[int, ...]`, *optional*):
+            Flat positions at which it is cut into slices, 0 and `T` among them; none, if it is computed whole.
+        num_recomputed (`int`, *optional*):
+            How many layers recompute their activations in the backward pass. By default, those that are set to.
+        expected (`int`, *optional*, defaults to `0`):
+            Bytes of memory at its peak; 0, if nobody has counted.
+    """
+
+    cuts: tuple[int, ...] = ()
+    num_recomputed: int | None = None
+    expected: int = 0
+
+    @property
+    def num_slices(self) -> int:
+        """Slices, of which one is the whole."""
+        return max(len(self.cuts) - 1, 1)
+
+
+class KeptKeys:
+    """The keys and values of earlier slices, which attention is given, and those of one slice, which it takes aside."""
+
+    def __init__(self, earlier: Sequence[Tensors]):
+        self.earlier = earlier  # of each earlier slice: keys and values `(1, heads, K, D)` of each call of attention
+        self.kept: list[torch.Tensor] = []
+        self.calls: dict[int, list[int]] = {}  # of each layer, by what its copies share
+        self.is_complete = False  # whether the decoder has answered: layers that recompute call attention again
+
+    def attend(
+        self, part: Slice, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of a slice, by a function of `module` and states, over the keys that its layout wants."""
+        place = self._place(module)
+        if not self.is_complete:
+            self.kept += [x if part.keeps is None else x.index_select(2, part.keeps) for x in (key, value)]
+        before = [self.earlier[number][place : place + 2] for number in part.reads]
+        key, value = (torch.cat([*given, x], 2) for given, x in zip(_columns(before), (key, value), strict=True))
+        return attend(module, query, key, value, **kwargs)
+
+    def _place(self, module: torch.nn.Module) -> int:
+        """Where the keys of a call are among those of all calls of a pass."""
+        calls = self.calls.setdefault(id(vars(module)["_modules"]), [])
+        if not self.is_complete:
+            calls.append(len(self.kept))
+        elif len(calls) > 1:
+            raise ValueError(
+                f"{type(module).__name__} is called several times in a pass and recomputes within a slice, so that it "
+                "is not known which keys it wants: leave out the checkpointing of your engine, "
+                "`max_tokens_per_micro_batch` and `memory_budget`."
+            )
+        return calls[-1]
+
+
+def _columns(pairs: list[Tensors]) -> list[list[torch.Tensor]]:
+    """First entries and second entries of pairs."""
+    return [[pair[i] for pair in pairs] for i in (0, 1)]
+
+
+@contextmanager
+def in_slices(model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...]) -> Iterator[None]:
+    """Within this context, the decoder of a model computes slices of a flat batch, which is cut at these positions."""
+    decoder = model.get_decoder()
+    with attributes_set([(decoder, "forward", partial(_forward, model, batch, cuts, decoder.forward))]):
+        yield
+
+
+def _forward(
+    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], forward: Callable, *args: Any, **kwargs: Any
+) -> BaseModelOutput:
+    """What the own `forward` of a decoder says of all slices, of the arguments that it gets of the whole."""
+    reach, embeddings = reach_of(model, batch), model.get_input_embeddings()
+    slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
+    kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
+    masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
+    layers = checkpointing_layers(model.get_decoder())
+    kept: list[Tensors] = []
+    outputs: list[BaseModelOutput] = []
+
+    def compute(number: int, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
+        part, keys = slices[number], KeptKeys(earlier)
+        own = {name: _of_slice(name, value, part, batch.input_ids.size(1), reach) for name, value in kwargs.items()}
+        if visual is not None:
+            own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
+        mask = map_masks(partial(_mask_of_slice, cuts, number, reach, keys), masks)
+        # The backward pass computes this again, after TRL's reference pass has set what it likes. A slice recomputes as
+        # a whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
+        fixed: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
+        if noise is not None:
+            share = part.layout.segments.num_tokens / batch.input_ids.size(1)
+            fixed.append((embeddings, NOISE, noise * math.sqrt(share)))
+        with attributes_set(fixed):
+            try:
+                return forward(**own, attention_mask=mask), tuple(keys.kept)
+            finally:
+                keys.is_complete = True
+
+    for number, part in enumerate(slices):
+        earlier = [states if i in part.reads else () for i, states in enumerate(kept)]
+        is_last = number + 1 == len(slices)
+        if is_last or not torch.is_grad_enabled():
+            output, states = compute(number, *earlier)
+        else:
+            output, states = checkpoint(compute, number, *earlier, use_reentrant=False)
+        outputs.append(output)
+        kept.append(states)
+        if not torch.is_grad_enabled():  # with gradients, autograd keeps them
+            kept = [x if any(i in later.reads for later in slices[number + 1 :]) else () for i, x in enumerate(kept)]
+    return _joined(slices, outputs)
+
+
+def _joined(slices: Sequence[Slice], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
+    """What a decoder says of all tokens, of what it says of those of each slice."""
+    sizes = [part.num_tokens for part in slices]  # without what stands for no token of the batch
+    hidden = [output["last_hidden_state"][:, :n] for output, n in zip(outputs, sizes, strict=True)]
+    joined = type(outputs[0])(last_hidden_state=torch.cat(hidden, 1))
+    if outputs[0].get("router_logits") is not None:
+        layers = zip(*(output["router_logits"] for output in outputs), strict=True)
+        joined["router_logits"] = tuple(torch.cat([x[:n] for x, n in zip(y, sizes, strict=True)]) for y in layers)
+    return joined
+
+
+def _of_slice(name: str, value: Any, part: Slice, total: int, reach: int | None) -> Any:
+    """What a slice gets of an argument of the decoder: its own entries, if that has one for each of `total` tokens."""
+    if isinstance(value, list | tuple):
+        return type(value)(_of_slice(name, x, part, total, reach) for x in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if name == "position_ids":  # of several kinds, where images have positions on a plane
+        own = value[..., part.first : part.last]
+        return own if reach is None else torch.cat([own, own.new_full((*own.shape[:-1], 1), reach - 1)], -1)
+    dim = 1 if value.shape[:2] == (1, total) else 0
+    if value.size(dim) != total:
+        return value
+    own = value.narrow(dim, part.first, part.last - part.first)
+    return own if reach is None else torch.cat([own, own.narrow(dim, 0, 1)], dim)
+
+
+def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: KeptKeys, mask: FlatMask) -> FlatMask:
+    part = slices_of(mask.flat_layout, cuts, reach is not None)[number]
+    exchanges: tuple[Exchange, ...] = (partial(keys.attend, part), *mask.exchanges)
+    return FlatMask.carrying(part.layout, per_token=mask.ndim == 2, exchanges=exchanges)
+
+
+def reach_of(model: PreTrainedModel, batch: FlatBatch) -> int | None:
+    """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
+    width = batch.row_index.size(1)
+    return width if any(width >= limit for limit in rotary_limits(model.config.get_text_config()).values()) else None
+
+
+def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:
+    """Where features of image tokens, which some decoders add to theirs, are cut; `None` if there are none."""
+    if arguments.get(_DEEPSTACK) is None:
+        return None
+    seen = arguments["visual_pos_masks"].flatten().cumsum(0)
+    return [0, *seen[torch.tensor(cuts[1:]) - 1].tolist()]
