@@ -109,8 +109,8 @@ def test_options_that_do_nothing_beside_padding_are_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         build("dpo", PaddingFreeDPOConfig(str(tmp_path), **ON_CPU, padding_free=False, **options))
     assert said_by_us(caplog) == [
-        "PaddingFreeDPOTrainer pads as TRL's DPOTrainer does, because `padding_free=False`: "
-        "`arrange_micro_batches='tokens'`, `max_tokens_per_micro_batch=64`, `memory_budget=8.0` do nothing."
+        "PaddingFreeDPOTrainer pads as TRL's DPOTrainer does, because `padding_free=False`, so these have no effect: "
+        "`arrange_micro_batches='tokens'`, `max_tokens_per_micro_batch=64`, `memory_budget=8.0`."
     ]
 
 

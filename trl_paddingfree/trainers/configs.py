@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from numbers import Integral
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available, logging
@@ -23,6 +23,10 @@ logger = logging.get_logger(__name__)
 Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 
 SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
+
+
+# What types of options allow, in words
+_SAID: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
 
 
 def silence() -> None:
@@ -58,19 +62,22 @@ def refuse_wrong_options(config: Any) -> None:
     for name, hint in get_type_hints(PaddingFreeOptions).items():
         if name not in values or name == "memory_budget":  # TRL's own configurations have some of the options only
             continue
-        value, kinds, meant = values[name], get_args(hint), ""
-        if get_origin(hint) is Literal:
-            is_allowed, expected = isinstance(value, str) and value in kinds, f"one of {', '.join(map(repr, kinds))}"
-            if close := get_close_matches(str(value).lower(), kinds, n=1, cutoff=0.5):
-                meant = f" Did you mean `{name}={close[0]!r}`?"
-        elif hint is bool:
-            is_allowed, expected = isinstance(value, bool), "`True` or `False`"
-        else:
-            is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-            is_allowed = (value is None and NoneType in kinds) or (is_whole and value >= 1)
-            expected = "a whole number of at least 1" + (" or `None`" if kinds else "")
-        if not is_allowed:
-            raise ValueError(f"`{name}={value!r}` must be {expected}.{meant}")
+        value, kinds, expected = values[name], _kinds(hint), list[str]()
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+        words = [kind for kind in kinds if isinstance(kind, str)]
+        expected += [f"one of {', '.join(map(repr, words))}"] if words else []
+        expected += [said for kind, said in _SAID.items() if kind in kinds]
+        is_of_type = (isinstance(value, bool) and bool in kinds) or (is_whole and int in kinds)
+        if not (is_of_type or (value is None and NoneType in kinds) or (isinstance(value, str) and value in words)):
+            close = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
+            meant = f" Did you mean `{name}={close[0]!r}`?" if close else ""
+            raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
+
+
+def _kinds(hint: object) -> list[object]:
+    """The types and the words that a type, a union or a literal allows."""
+    members = get_args(hint)
+    return [kind for member in members for kind in _kinds(member)] if members else [hint]
 
 
 def checked_budget(budget: float | str | None) -> float | str | None:

@@ -164,8 +164,7 @@ def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArgument
     idle = [f"`{name}={value!r}`" for name, value in chosen.items() if value != defaults[name]]
     if idle:
         logger.warning(
-            f"{trainer_class.__name__} {as_trl} `padding_free=False`: {', '.join(idle)} "
-            f"{'does' if len(idle) == 1 else 'do'} nothing."
+            f"{trainer_class.__name__} {as_trl} `padding_free=False`, so these have no effect: {', '.join(idle)}."
         )
 
 
