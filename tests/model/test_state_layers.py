@@ -336,7 +336,7 @@ def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
 
 
 # Families as TRL's own tests train them
-@pytest.mark.parametrize(("model_type", "has_chunks"), [("qwen3_5_text", True), ("bamba", True), ("lfm2", False)])
+@pytest.mark.parametrize(("model_type", "has_chunks"), [("qwen3_5_text", True), ("kimi_linear", True), ("lfm2", False)])
 def test_recurrences_in_small_chunks_differ_by_rounding_only(model_type, has_chunks):
     model = tiny_model(model_type).eval()
     row, forwards = torch.arange(5, 45)[None], [vars(module).get("forward") for module in model.modules()]
