@@ -1,6 +1,7 @@
 """The table of docs/models.md: what the start-up check says of every causal language model of transformers."""
 
 import multiprocessing
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -17,6 +18,8 @@ from trl_paddingfree.check.gradients import RowsInTraining
 from trl_paddingfree.check.probe import RowsAlone
 from trl_paddingfree.check.prove import CheckResult, check_flat, why_refused
 from trl_paddingfree.model.routes import choose_route, routes_to_try
+
+Row = Callable[[str], list[str]]  # what makes the row of a model type
 
 SECONDS = 120  # per model; the slowest takes one
 SHOWN = ("segment", "mask", "flash", "positions")
@@ -135,36 +138,34 @@ def row(model_type: str) -> list[str]:
     return [f"`{model_type}`", *plain_cells, *(flash.get(name, "") for name in ("verdict", "flash", "positions"))]
 
 
-def _work(model_type: str, connection: Any) -> None:
+def _work(row_of: Row, model_type: str, connection: Any) -> None:
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    connection.send(row(model_type))
+    connection.send(row_of(model_type))
 
 
-def table(model_types: list[str]) -> list[list[str]]:
-    """The rows of the table, each computed in a process of its own: a model may hang or crash."""
+def table(model_types: list[str], row_of: Row = row, width: int = len(COLUMNS)) -> list[list[str]]:
+    """The rows of a table, each computed in a process of its own: a model may hang or crash."""
     context, rows = multiprocessing.get_context("fork"), []
     for model_type in model_types:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(model_type, theirs), daemon=True)
+        process = context.Process(target=_work, args=(row_of, model_type, theirs), daemon=True)
         process.start()
         theirs.close()
         try:
             answer = ours.recv() if ours.poll(SECONDS) else [f"`{model_type}`", f"no answer in {SECONDS} s"]
         except EOFError:
             answer = [f"`{model_type}`", "crashed"]
-        rows.append(answer + [""] * (len(COLUMNS) - len(answer)))
+        rows.append(answer + [""] * (width - len(answer)))
         process.kill()
         process.join()
     return rows
 
 
-def markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]], header: str = HEADER, columns: tuple[str, ...] = COLUMNS) -> str:
     """The page."""
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-    return (
-        HEADER.format(version=transformers.__version__) + "".join(f"\n| {' | '.join(line)} |" for line in lines) + "\n"
-    )
+    lines = [columns, ("---",) * len(columns), *rows]
+    return header.format(version=transformers.__version__) + "".join(f"\n| {' | '.join(x)} |" for x in lines) + "\n"
 
 
 def verdicts(page: str) -> dict[str, tuple[str, str]]:

@@ -5,6 +5,7 @@ Build a tiny model of every causal language model in transformers, run the start
 python scripts/models.py --output docs/models.md
 python scripts/models.py --types llama,qwen3_next
 python scripts/models.py --vision --output docs/models.md    # the second table, on the page that is there
+python scripts/models.py --packed --output docs/packed.md    # what transformers' own packed rows are
 ```
 
 This takes about a minute on the CPU, in float32 and without a network. With flash attention, plain PyTorch stands in
@@ -18,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.model_table import markdown, table  # noqa: E402
+from scripts.packed_table import packed_page  # noqa: E402
 from scripts.vision_table import HEADING, vision_section  # noqa: E402
 from tests.helpers.architectures import MODEL_TYPES  # noqa: E402
 
@@ -28,20 +30,26 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file to write; prints the page if left out")
     parser.add_argument("--types", help="model types, separated by commas; all of transformers if left out")
     parser.add_argument("--vision", action="store_true", help="the table of images only; needs torchvision")
+    parser.add_argument("--packed", action="store_true", help="the page about packed rows of others")
     arguments = parser.parse_args()
     heading = HEADING.split("\n\n")[0]
     written = arguments.output.read_text() if arguments.output and arguments.output.exists() else ""
     text, found, images = written.partition(heading)
-    page = text + vision_section() if arguments.vision else table_of(arguments.types) + found + images
+    if arguments.packed:
+        page = packed_page(types_of(arguments.types))
+    elif arguments.vision:
+        page = text + vision_section()
+    else:
+        page = markdown(table(types_of(arguments.types))) + found + images
     if arguments.output:
         arguments.output.write_text(page)
     else:
         print(page)
 
 
-def table_of(types: str | None) -> str:
-    """The page without its second table."""
-    return markdown(table(types.split(",") if types else MODEL_TYPES))
+def types_of(names: str | None) -> list[str]:
+    """The model types that are meant."""
+    return names.split(",") if names else MODEL_TYPES
 
 
 if __name__ == "__main__":

@@ -62,13 +62,9 @@ def table(head: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
-# The page on trainers of one's own has a test of its own
-PYTHON = [
-    (name, block)
-    for name, page in PAGES.items()
-    if name not in (CHINESE, "docs/write_a_trainer.md")
-    for block in blocks(page, "python")
-]
+# These pages have tests of their own
+OTHERS = (CHINESE, "docs/write_a_trainer.md", "docs/any_trainer.md", "docs/packed.md")
+PYTHON = [(name, block) for name, page in PAGES.items() if name not in OTHERS for block in blocks(page, "python")]
 EXAMPLES = [pytest.param(block, id=name) for name, block in PYTHON if not block.startswith(">>>")]
 SESSIONS: dict[str, str] = {}  # by page: what one block defines, the next ones use
 for name, block in PYTHON:

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,56 @@ def test_no_two_parts_import_each_other_by_any_way():
     while free := [part for part, below in above.items() if not below & above.keys()]:
         above = {part: below for part, below in above.items() if part not in free}
     assert not above
+
+
+def runs(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes within one that run at some time: not those for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "not TYPE_CHECKING"):
+            children = child.orelse if isinstance(child.test, ast.Name) else child.body
+            yield from (each for one in children for each in (one, *runs(one)))
+        else:
+            yield child
+            yield from runs(child)
+
+
+def imported_files(file: Path) -> set[Path]:
+    """Files of the package that a file imports, also inside functions."""
+    package, found = Path(trl_paddingfree.__file__).parent, set[Path]()
+    for node in runs(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.level or (node.module or "").startswith(package.name)):
+            continue
+        folder = [package.parent, *[file, *file.parents][1 : node.level + 1]][-1 if node.level else 0]
+        base = folder.joinpath(*(node.module or "").split("."))
+        names = [base / alias.name for alias in node.names] if base.is_dir() else [base]
+        found |= {path.with_suffix(".py") for path in names if path.with_suffix(".py").is_file()}
+    return found
+
+
+def circles(below: dict[Path, set[Path]]) -> list[list[str]]:
+    """The files of each circle, by the files that each imports."""
+    reached = {file: set(files) for file, files in below.items()}
+    for via in reached:  # Warshall's way to all that is reached by any way
+        for files in reached.values():
+            if via in files:
+                files |= reached[via]
+    package = Path(trl_paddingfree.__file__).parent
+    found = {frozenset(other for other in files if file in reached[other]) for file, files in reached.items()}
+    return sorted(sorted(str(file.relative_to(package)) for file in circle) for circle in found if circle)
+
+
+def test_circles_of_files_are_found():
+    package = Path(trl_paddingfree.__file__).parent
+    a, b, c, d = (package / f"{name}.py" for name in "abcd")
+    assert circles({a: {b}, b: {c}, c: {b, d}, d: set()}) == [["b.py", "c.py"]]
+    assert package / "upstream.py" in imported_files(package / "model" / "routes.py")
+    assert package / "model" / "forward.py" in imported_files(package / "check" / "probe.py")
+    assert package / "trainers" / "base.py" not in imported_files(package / "trainers" / "steps.py")  # a type only
+
+
+def test_no_files_import_each_other_by_any_way():
+    package = Path(trl_paddingfree.__file__).parent
+    assert circles({file: imported_files(file) for file in package.rglob("*.py")}) == []
 
 
 def test_the_package_has_few_parts_and_each_is_listed():

@@ -61,6 +61,7 @@ PRIVATE = {
         "attn_implementation",
         *BOUNDARIES[:4],
     ),
+    "transformers.integrations.liger:apply_liger_kernel": ("model", "kernel_config"),
     "transformers:Trainer._get_num_items_in_batch": ("batch_samples", "device"),
     "transformers:Trainer._get_train_sampler": (),
     "transformers:Trainer._prepare_input": ("data",),

@@ -9,6 +9,8 @@ __version__ = "0.4.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _MODULES = {
+    "check.anywhere": ("padding_free",),
+    "check.packed": ("check_packed",),
     "check.prove": ("CheckResult", "UnprovenModelError"),
     "data.collate": ("concatenated_inputs",),
     "data.task": ("Task",),
@@ -33,6 +35,8 @@ _EXPORTS = {
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
+    from .check.anywhere import padding_free
+    from .check.packed import check_packed
     from .check.prove import CheckResult, UnprovenModelError
     from .data.collate import (
         FlatCollator,

@@ -7,7 +7,7 @@ when an upgrade moves one. Public names are imported where they are used.
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 
 from .versions import with_head
 
@@ -155,6 +155,18 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
         model.gradient_checkpointing_disable()
 
 
+def not_reentrant(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Callable]]:
+    """
+    Attributes with which modules that recompute by reentrant checkpoints do so by others. Of reentrant ones, PyTorch
+    runs whole backward passes only.
+    """
+    name = "_gradient_checkpointing_func"
+    for module in modules:
+        recompute = vars(module).get(name)
+        if isinstance(recompute, partial) and recompute.keywords.get("use_reentrant"):
+            yield module, name, partial(recompute, use_reentrant=False)
+
+
 def keep_varlen_results(model: Any) -> None:
     """
     Have TRL's selective checkpointing keep the results of PyTorch's varlen kernel too.
@@ -257,6 +269,17 @@ def lm_head_tile() -> tuple[int, int]:
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
     return TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE
+
+
+def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
+    """
+    Put Liger's kernels on a model, if `args` ask for them: transformers does so when training starts, which is after
+    the model was proven and measured. Doing it twice changes nothing.
+    """
+    if args.use_liger_kernel:
+        from transformers.integrations import liger
+
+        liger.apply_liger_kernel(model, args.liger_kernel_config)
 
 
 def put_head(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@
     python -m scripts.benchmark --agreement reward=pairs.jsonl --model FOLDER  # TRL's commands and ours: every figure
     python -m scripts.benchmark --vision results            # a small model learns to read pictures
     python -m scripts.benchmark --parts results             # a memory budget that splits micro-batches
+    python -m scripts.benchmark --slices results            # operations and bytes of slices, and the lengths that fit
     python -m scripts.benchmark --render results/dpo.json   # write the table and draw the chart again
     python -m scripts.benchmark --beside REVISION           # print results beside those of an earlier revision
     python -m scripts.benchmark --readme [--check]          # write the documentation's tables from docs/benchmarks
@@ -27,7 +28,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ COMMAND = ("python", "-m", "scripts.benchmark")
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 # The studies, by what they take: a folder to write to, lengths, or tasks with their data and a model
 OF_MACHINE, OF_LENGTHS, OF_MODEL = (
-    ("casts", "collators", "parts", "vision"),
+    ("casts", "collators", "parts", "slices", "vision"),
     ("arranging", "hybrids", "packing"),
     ("heads", "agreement"),
 )
@@ -97,23 +97,14 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--model", default="smollm2-135m", help=f"a folder, a hub id, or one of {', '.join(SHAPES)}: random weights"
     )
-    model.add_argument("--tuning", choices=["full", "lora", "qlora"], default="full")
-    model.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on an accelerator, else float32")
-    model.add_argument("--device", help="'cpu', or the accelerator's type (default: the accelerator, if there is one)")
-    model.add_argument("--no-gradient-checkpointing", dest="gradient_checkpointing", action="store_false")
+    model.add_argument("--tuning", choices=["full", "lora"], default="full")
     model.add_argument("--precomputed-reference", action="store_true", help="dpo: give its log-probs with the rows")
-    model.add_argument("--liger", action="store_true", help="use Liger kernels in all methods")
-    model.add_argument("--torch-compile", action="store_true")
-    model.add_argument("--learning-rate", type=float, help="(default: TRL's)")
     measured = parser.add_argument_group("measurement")
     methods = sorted({method.name for task in BENCHMARKED.values() for method in task.methods})
     measured.add_argument("--methods", nargs="+", choices=methods, metavar="METHOD", help=f"of {', '.join(methods)}")
-    measured.add_argument("--trl-attention", help="attention of TRL's own methods (default: the fastest there is)")
     measured.add_argument("--batches", type=int, default=4, help="how many of the most typical ones (default: 4)")
     measured.add_argument("--rounds", type=int, default=3, help="times to train on each (default: 3)")
-    measured.add_argument("--warmup", type=int, help="rounds that do not count (default: 0 on the CPU, else 1)")
     measured.add_argument("--profile", action="store_true", help="finally profile a step of each method")
-    measured.add_argument("--seed", type=int, default=0)
     measured.add_argument("--output", type=Path, help="folder for NAME.json, NAME.md and NAME.png")
     measured.add_argument("--name", help="name of the files (default: the task)")
     return parser
@@ -187,9 +178,8 @@ def side_by_side(options: argparse.Namespace, command: Sequence[str]) -> Iterato
 
     Yields the result as it grows: what was measured is safe if what comes next fails.
     """
-    device = options.device or default_device()
+    device = default_device()
     on_cpu = device == "cpu"
-    warmup = int(not on_cpu) if options.warmup is None else options.warmup
     # Before any trainer is made: TRL's preparation needs a configuration, which resets the state of all trainers
     tokenizer, maximum = options.tokenizer or options.model, options.max_length
     prepared = [
@@ -197,19 +187,17 @@ def side_by_side(options: argparse.Namespace, command: Sequence[str]) -> Iterato
     ]
     result: dict[str, Any] = {}
     keeps_pages = on_cpu and keep_pages()
-    dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
-    chosen = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    machine: dict[str, Any] = {"device": device, "dtype": "float32" if on_cpu else "bfloat16"}
+    chosen: dict[str, Any] = {
+        name: vars(options)[name] for name in ("task", "model", "tuning", "max_length", "precomputed_reference")
+    }
     for batch_size in options.batch_size:
-        settings = Settings(**{**chosen, "device": device, "dtype": dtype, "batch_size": batch_size})
-        benchmark = Benchmark(settings, options.methods, options.trl_attention)
+        benchmark = Benchmark(Settings(**chosen, **machine, batch_size=batch_size), options.methods)
         result = result or {**benchmark.describe(command), "keeps_pages": keeps_pages, "runs": []}
         words = benchmark.vocab_size
-        made = [
-            make_rows(options.task, source, vocab_size=words, max_length=maximum, seed=options.seed)
-            for source in options.lengths
-        ]
+        made = [make_rows(options.task, source, vocab_size=words, max_length=maximum) for source in options.lengths]
         for rows in (*made, *prepared):
-            measured = benchmark.run(rows, options.batches, options.rounds, warmup)
+            measured = benchmark.run(rows, options.batches, options.rounds, warmup=int(not on_cpu))
             result["runs"].append({"batch_size": batch_size, **measured})
             yield result
         if options.profile:

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from .report import table
 from .tables import results
 
 HEADS = ("result", "rows", "method", "in core time, then", "now", "change", "FLOPs / TRL, then", "now")
@@ -23,7 +24,7 @@ def page(root: Path, revision: str) -> str:
     A Markdown table of the speed-up over padded TRL in core time, and of the floating-point operations relative to its,
     of each method of this package, now and at a revision. Changes of more than 3% are bold.
     """
-    lines = []
+    rows = []
     for path, result in results(root / "docs" / "benchmarks"):
         if "gpu" in result["environment"] or (before := earlier(root, revision, path)) is None:
             continue
@@ -37,5 +38,5 @@ def page(root: Path, revision: str) -> str:
                 cells = [path.removesuffix(".json"), f"{run['rows']}, batch {run['batch_size']}", name]
                 cells += [f"{one['core_speedup']:.2f}x" for one in (old, new)]
                 cells.append(f"**{change:+.0%}**" if abs(change) > NOTABLE else f"{change:+.0%}")
-                lines.append(f"| {' | '.join([*cells, *(f'{share:.2%}' for share in flops)])} |")
-    return "\n".join([f"| {' | '.join(HEADS)} |", "|-|-|-|-:|-:|-:|-:|-:|", *lines]) + "\n"
+                rows.append([*cells, *(f"{share:.2%}" for share in flops)])
+    return "\n".join(table(HEADS, rows, left=3)) + "\n"

@@ -1,5 +1,6 @@
 """Results as a Markdown table and a chart."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -26,14 +27,13 @@ def conditions(result: dict[str, Any]) -> str:
     s, versions = result["settings"], result["environment"]["packages"]
     parts = [
         display_name(s["model"]),
-        {"full": "all weights trained", "lora": "LoRA r=16 on all linear layers", "qlora": "QLoRA r=16"}[s["tuning"]],
+        {"full": "all weights trained", "lora": "LoRA r=16 on all linear layers"}[s["tuning"]],
         s["dtype"],
         f"max length {s['max_length']}",
         f"gradient checkpointing {'on' if s['gradient_checkpointing'] else 'off'}",
     ]
     if BENCHMARKED[s["task"]].has_reference:
         parts.append("precomputed reference" if s["precomputed_reference"] else "reference computed in the step")
-    parts += [name for name, on in (("Liger kernels", s["liger"]), ("torch.compile", s["torch_compile"])) if on]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("trl", "transformers", "torch"))
     return f"{s['task'].upper()}, {', '.join(parts)}. {machine_name(result['environment'])}; {packages}."
 
@@ -83,15 +83,23 @@ def columns(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """The lines of a Markdown table, in which so many columns are aligned on the left, and all others on the right."""
+    aligned = "|" + "-|" * left + "-:|" * (len(heads) - left)
+    first, *others = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return [first, aligned, *others]
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The results as a table, with what a reader needs to judge them."""
-    heads = columns(result)
-    lines = [conditions(result), "", "| " + " | ".join(heads) + " |", "|" + "-|" * 2 + "-:|" * (len(heads) - 2)]
-    for run in result["runs"]:
-        for i, name in enumerate(run["methods"]):
-            cells = [f"{run['rows']}, batch {run['batch_size']}" if i == 0 else "", *_cells(result, run, name)]
-            lines.append("| " + " | ".join(cells) + " |")
-    lines += [
+    rows = [
+        [f"{run['rows']}, batch {run['batch_size']}" if i == 0 else "", *_cells(result, run, name)]
+        for run in result["runs"]
+        for i, name in enumerate(run["methods"])
+    ]
+    lines = [
+        *(conditions(result), ""),
+        *table(columns(result), rows, left=2),
         "",
         f"TRL computes attention with {result['attention']['trl']}, this package with {result['attention']['ours']}. "
         "The rows of a batch form a tree, and the limit computes each node of it once. The useful MFU is the number of "

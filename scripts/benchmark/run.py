@@ -71,9 +71,7 @@ class Benchmark:
         self.failed: dict[str, str] = {}  # the methods that cannot train, and why
         self.runners: list[Runner] = []
         chosen = self._chosen(methods)
-        base = make_model(
-            settings.model, settings.torch_dtype, settings.device, settings.seed, settings.tuning == "qlora"
-        )
+        base = make_model(settings.model, settings.torch_dtype, settings.device, settings.seed)
         self.vocab_size = base.get_input_embeddings().weight.size(0)
         unpadded = self.attention in WITHOUT_PADDING
         for method in chosen:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .environment import machine_name
-from .report import flag
+from .report import flag, table
 from .tasks import BASELINE
 from .trainers import display_name
 
@@ -74,8 +74,8 @@ def speedups(names: tuple[str, ...], run: dict[str, Any], result: dict[str, Any]
     return cells
 
 
-def rows(folder: Path) -> list[tuple[str, str]]:
-    """For each measured set of rows: the name of its result, its line of a table."""
+def rows(folder: Path) -> list[tuple[str, list[str]]]:
+    """For each measured set of rows: the name of its result, its cells of a table."""
     lines = []
     for path, result in results(folder):
         settings, page = result["settings"], Path(path).with_suffix(".md").as_posix()
@@ -91,7 +91,7 @@ def rows(folder: Path) -> list[tuple[str, str]]:
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops_over_limit']:.3f}",
             ]
-            lines.append((Path(path).stem, f"| {' | '.join(cells)} |"))
+            lines.append((Path(path).stem, cells))
     return lines
 
 
@@ -113,13 +113,8 @@ def kept(folder: Path) -> list[str]:
                 f"{ours['flops'] / methods['trl']['flops']:.0%}",
                 f"{ours['flops'] / padded['flops']:.0%}",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return [KEPT_EXPLANATION, "", f"| {' | '.join(KEPT_HEADS)} |", "|-|-|-:|-:|-:|-:|-:|-:|", *lines] if lines else []
-
-
-def table(lines: list[str]) -> list[str]:
-    """Lines of a table under their heads."""
-    return [f"| {' | '.join(HEADS)} |", "|-|-|-:|-:|-:|-:|-:|", *lines]
+            lines.append(cells)
+    return [KEPT_EXPLANATION, "", *table(KEPT_HEADS, lines, left=2)] if lines else []
 
 
 def chart(folder: Path) -> list[str]:
@@ -131,7 +126,7 @@ def chart(folder: Path) -> list[str]:
 
 def headline(folder: Path) -> str:
     """What the README shows: of each training the newest result, with the stronger baseline of that or another one."""
-    newest: dict[tuple[str, str], str] = {}
+    newest: dict[tuple[str, str], list[str]] = {}
     measured = [
         (f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}", result, run)
         for path, result in sorted(results(folder), key=lambda each: each[1].get("date", ""))
@@ -149,10 +144,8 @@ def headline(folder: Path) -> str:
         kept, off = kept if kept_page == page else f"[{kept}]({kept_page})", run["differences"][default]
         log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is their mean
         off_by = f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"
-        cells = [f"[{HEADLINE[key]}]({page})", ours, budgeted, kept, theirs, *off_by]
-        newest[key] = f"| {' | '.join(cells)} |"
-    lines = [newest[key] for key in HEADLINE if key in newest]
-    return "\n".join([f"| {' | '.join(HEADLINE_HEADS)} |", "|-|-:|-:|-:|-:|-:|-:|", *lines])
+        newest[key] = [f"[{HEADLINE[key]}]({page})", ours, budgeted, kept, theirs, *off_by]
+    return "\n".join(table(HEADLINE_HEADS, [newest[key] for key in HEADLINE if key in newest]))
 
 
 def compared(page: str, result: dict[str, Any], run: dict[str, Any]) -> str:
@@ -174,21 +167,20 @@ def speed_and_memory(run: dict[str, Any], result: dict[str, Any], name: str) -> 
 
 def everything(folder: Path) -> str:
     """What the page of all results shows: the claim, and the rows where there is little to gain."""
-    claim: list[str] = []
-    crossover: list[str] = []
-    for name, line in rows(folder):
-        (crossover if name.startswith("crossover") else claim).append(line)
+    measured = rows(folder)
+    crossover = [cells for name, cells in measured if name.startswith("crossover")]
+    claim = [cells for _, cells in measured if cells not in crossover]
     return "\n".join(
         [
             EXPLANATION,
             "",
-            *table(claim),
+            *table(HEADS, claim, left=2),
             "",
             *chart(folder),
             *((without_recomputation := kept(folder)) and [*without_recomputation, ""]),
             "There is little to gain, or something to lose, where rows are equal or few, or a model is host-bound:",
             "",
-            *table(crossover),
+            *table(HEADS, crossover, left=2),
         ]
     )
 

@@ -133,7 +133,7 @@ BENCHMARKED = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all methods of a run have in common: the arguments of the command line that describe training."""
+    """What all methods of a run have in common: what describes training."""
 
     task: str
     model: str
@@ -142,12 +142,10 @@ class Settings:
     tuning: str
     batch_size: int
     max_length: int
-    gradient_checkpointing: bool
-    precomputed_reference: bool
-    liger: bool
-    torch_compile: bool
-    learning_rate: float | None
-    seed: int
+    precomputed_reference: bool = False
+    gradient_checkpointing: bool = True
+    learning_rate: float | None = None  # TRL's
+    seed: int = 0
 
     @property
     def benchmarked(self) -> BenchmarkTask:

@@ -1,7 +1,6 @@
 """The trainers that are set side by side, and their models: real shapes with random weights, or folders."""
 
 import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +16,14 @@ from .shapes import SHAPES
 from .tasks import PACKED, Method, Settings
 
 
-def make_model(name: str, dtype: torch.dtype, device: str, seed: int = 0, load_in_4bit: bool = False) -> Any:
+def make_model(name: str, dtype: torch.dtype, device: str, seed: int = 0) -> Any:
     """A model with random weights if `name` is a key of `SHAPES`, or one from a folder or with a model id."""
     if name not in SHAPES:
-        if load_in_4bit:
-            return load_4bit(name, dtype, device)
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map={"": device})
     config = AutoConfig.for_model(**SHAPES[name], max_position_embeddings=8192)
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if not load_in_4bit:
-        return model
-    with tempfile.TemporaryDirectory() as folder:  # weights are quantized while they are loaded
-        model.save_pretrained(folder)
-        del model
-        return load_4bit(folder, dtype, device)
-
-
-def load_4bit(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model from a folder, its linear layers in 4 bits, as QLoRA has them."""
-    from transformers import BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, quantization_config=quantization, device_map={"": device}
-    )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def same_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -102,8 +81,6 @@ def _options(method: Method, settings: Settings) -> dict[str, Any]:
         "max_steps": 1,
         "bf16": settings.torch_dtype == torch.bfloat16,
         "gradient_checkpointing": settings.gradient_checkpointing,
-        "use_liger_kernel": settings.liger,
-        "torch_compile": settings.torch_compile,
         "use_cpu": not settings.on_accelerator,
         "seed": settings.seed,
         "lr_scheduler_type": "constant",

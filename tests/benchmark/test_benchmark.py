@@ -45,8 +45,6 @@ def settings(task, **changed):
         "max_length": 64,
         "gradient_checkpointing": False,
         "precomputed_reference": False,
-        "liger": False,
-        "torch_compile": False,
         "learning_rate": 1e-3,
         "seed": 0,
     }
@@ -351,7 +349,7 @@ def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task
 @pytest.mark.slow
 def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     arguments = ["dpo", "--model", "tiny", "--lengths", "uniform:6-40", "--max-length", "64", "--batch-size", "2"]
-    arguments += ["--batches", "1", "--rounds", "1", "--profile", "--device", "cpu", "--output", str(tmp_path)]
+    arguments += ["--batches", "1", "--rounds", "1", "--profile", "--output", str(tmp_path)]
     arguments += ["--methods", "trl", "trl-kept", "flat", "shared"]
     assert main(arguments) == 0
     result = json.loads((tmp_path / "dpo.json").read_text())

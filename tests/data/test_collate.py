@@ -1,11 +1,14 @@
 """What the collators make of rows: each is a bug of padding-free training elsewhere."""
 
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
+from trl.experimental.tpo.tpo_trainer import DataCollatorForTriplePreference
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from trl_paddingfree import LanguageModelingCollator, PreferenceCollator
+from trl_paddingfree import FlatCollator, LanguageModelingCollator, PreferenceCollator
 from trl_paddingfree.model.masks import boundaries
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -54,3 +57,34 @@ def test_boundaries_of_rejected_rows_are_not_offset_by_the_padding_of_chosen_one
     """open-instruct#1900. That a new adapter starts at ln 2 for it, test_dpo.py shows."""
     batch = PreferenceCollator(pad_token_id=0, padding_free=True, prefix_sharing=False)(PAIRS)["flat_batch"]
     assert batch.layout.cu_seqlens_q.tolist() == [0, 5, 8, 12, 17]
+
+
+class LeavesOut:
+    """Leaves out the examples with a long answer, as a collator of one's own may before it hands on."""
+
+    def torch_call(self, examples):
+        return super().torch_call([example for example in examples if len(example["chosen_ids"]) < 3])
+
+
+@dataclass
+class Pairs(LeavesOut, FlatCollator, DataCollatorForPreference):
+    pass
+
+
+@dataclass
+class Triples(LeavesOut, FlatCollator, DataCollatorForTriplePreference):
+    pass
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_rows_of_pairs_stay_together_where_a_collator_leaves_some_out(kept):
+    """Four rows for four examples were taken for four examples of one row each, and parts tore pairs apart."""
+    pairs = [{**PAIRS[0], "chosen_ids": [9] * (3 if i < 4 - kept else 2)} for i in range(4)]
+    rows = Pairs(0, padding_free=True, keeps_rows=True)(pairs)["rows"]
+    assert (rows.num_items, rows.row_numbers([0])) == (kept, [0, kept])
+
+
+def test_a_collator_of_other_rows_that_leaves_some_out_says_how_many_an_example_has():
+    triples = [{**PAIRS[0], "chosen_ids": [9] * (i + 1), "reference_ids": [8]} for i in range(4)]
+    with pytest.raises(ValueError, match="gives 6 rows for 4 examples.*`rows_per_example = 2`"):
+        Triples(0, padding_free=True)(triples)

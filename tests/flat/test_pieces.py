@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.pieces import Pieces, cut_at_forks, with_context
+from trl_paddingfree.flat.pieces import Context, Pieces, cut_at_forks, tokens_before, with_context
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -62,15 +62,33 @@ def test_each_token_has_one_slot_and_each_piece_starts_where_its_parent_ends(dra
 @pytest.mark.parametrize("draw", range(SEED, SEED + 5))
 def test_the_tokens_before_a_token_are_those_of_its_own_path(draw, size):
     layout = FlatLayout.from_segments(random_segments(draw))
-    tokens, places = with_context(layout, size)
-    axis = tokens.index.clone()
-    if tokens.empty is not None:
-        axis[tokens.empty] = -1
+    axis, places = with_context(layout.segments, size, range(layout.segments.num_tokens))
     for i, (start, length) in enumerate(zip(layout.segments.starts, layout.segments.lengths, strict=True)):
         path = [-1] * size + layout.segments.path(i).tolist()
         for k in range(length):
             place = int(places[layout.segments.offsets[i] + k])
             assert axis[place - size : place + 1].tolist() == path[start + k : start + k + size + 1]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("draw", range(SEED, SEED + 10))
+def test_the_axis_of_a_slice_is_its_part_of_the_axis_of_all(draw, size):
+    """With the states of the tokens before the slice behind its own, wherever it begins and ends."""
+    layout = FlatLayout.from_segments(random_segments(draw))
+    segments, total = layout.segments, layout.segments.num_tokens
+    axis, places = with_context(segments, size, range(total))
+    first, last = sorted(np.random.default_rng(draw).choice(total + 1, 2, replace=False).tolist())
+    span, before = range(first, last), tokens_before(segments, size, range(first, last))
+    assert (np.diff(before) > 0).all()
+    assert (before < first).all()
+    context, tokens = Context.of(layout, size, span), np.array([*span, *before])
+    own = tokens[context.rows.index]
+    if context.rows.empty is not None:
+        own[context.rows.empty] = -1
+    assert set(before) <= set(own.tolist())
+    for token, place in zip(span, context.places.tolist(), strict=True):
+        expected = axis[places[token] - size : places[token] + 1]
+        assert own[place - size : place + 1].tolist() == expected.tolist()
 
 
 def test_what_shares_nothing_is_one_level():

@@ -41,6 +41,7 @@ mixed_precision: 'no'
 ENGINES = {
     "fsdp": FSDP.format(layer="LlamaDecoderLayer"),
     "fsdp-lfm2": FSDP.format(layer="Lfm2DecoderLayer"),
+    "fsdp-qwen3_5": FSDP.format(layer="Qwen3_5DecoderLayer"),
     "fsdp-kept": FSDP.format(layer="LlamaDecoderLayer").replace("forward: true", "forward: false"),
     "fsdp-bf16": FSDP.format(layer="LlamaDecoderLayer").replace("mixed_precision: 'no'", "mixed_precision: bf16"),
     **{f"zero{stage}": ZERO.format(stage=stage) for stage in (1, 2, 3)},

@@ -1,7 +1,7 @@
 """What the tests train: a tokenizer, models and data small enough for a laptop, made on the spot."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +24,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer with a chat template."""
+def word_level(words: list[str], special: Sequence[str] = (), **options: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of words between spaces; the `special` ones of them need no spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    specials = ["<pad>", "<|im_start|>", "<|im_end|>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, "system", "user", "assistant", "tool", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
-    )
+    backend.add_special_tokens([*special])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", **options)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer with a chat template."""
+    special = ["<pad>", "<|im_start|>", "<|im_end|>", "<eos>", "<unk>"]
+    words = [*special, "system", "user", "assistant", "tool", *WORDS]
+    return word_level(words, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
 
 
 def make_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):

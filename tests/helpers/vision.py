@@ -15,6 +15,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
 
+from tests.helpers.tiny import word_level
+
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 WORDS = [f"w{i}" for i in range(40)]
 # One special token of each kind, whatever a model calls it
@@ -33,14 +35,7 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer(**named: str) -> PreTrainedTokenizerFast:
     """A word-level tokenizer whose special tokens need no spaces around them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token="<unk>", extra_special_tokens=named
-    )
+    return word_level([*VOCABULARY], SPECIAL, eos_token=END, extra_special_tokens=named)
 
 
 def text_sizes(**more: Any) -> dict[str, Any]:
@@ -88,10 +83,6 @@ Made = tuple[dict[str, Any], Callable[[Any], Any]]
 def _pick(name: str) -> Any:
     """An image processor, in plain PIL where there is no torchvision."""
     return getattr(transformers, name if is_torchvision_available() else f"{name}Pil")
-
-
-def _clip(size: dict[str, int]) -> dict[str, Any]:
-    return {"size": size, "crop_size": _SMALL, "do_center_crop": False}
 
 
 def _llava(kind: str) -> Made:

@@ -14,7 +14,6 @@ from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_t
 from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
-from trl_paddingfree.check import training
 from trl_paddingfree.flat.batch import RowPart
 from trl_paddingfree.memory.budget import Budget
 from trl_paddingfree.memory.kept_bytes import load
@@ -220,15 +219,13 @@ def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_parts(dat
 
 def test_the_check_differentiates_the_student_only(data, monkeypatch):
     differentiated = []
-    gradients = training.gradients
+    watched = check_gradients.small_parameters
     monkeypatch.setattr(
-        check_gradients,
-        "gradients",
-        lambda loss, inputs, weights: differentiated.append(weights[0]) or gradients(loss, inputs, weights),
+        check_gradients, "small_parameters", lambda model: differentiated.append(model) or watched(model)
     )
     trainer = made(data)
     student, teacher = trainer.model, trainer.teacher_model
-    assert {id(weight) for weight in differentiated} == {id(next(student.parameters()))}
+    assert {id(model) for model in differentiated} == {id(trainer.flat_base(student))}
     assert all(p.requires_grad for p in teacher.parameters())  # which does not say that it trains
 
 

@@ -54,9 +54,17 @@ def test_paired_data_evaluation_and_trls_own_config(data):
     assert ours.trainer.method == "padding-free (segment, shared prefixes)"
 
 
-@pytest.mark.parametrize("rows", [unpaired(24, 0), preference_data(24, 0)], ids=["unpaired", "pairs"])
-def test_examples_without_a_completion_left_are_counted_and_no_others(rows, caplog):
-    total = len(rows) * (2 if "chosen" in rows.column_names else 1)
+def with_a_column_that_kto_does_not_read(rows):
+    return rows.add_column("chosen", ["w1 w2"] * len(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "per_row"),
+    [(unpaired(24, 0), 1), (preference_data(24, 0), 2), (with_a_column_that_kto_does_not_read(unpaired(24, 0)), 1)],
+    ids=["unpaired", "pairs", "stray column"],
+)
+def test_examples_without_a_completion_left_are_counted_and_no_others(rows, per_row, caplog):
+    total = len(rows) * per_row
     with caplog.at_level(logging.WARNING):
         trained = run("kto", "shared", **with_lora(), train_dataset=rows, steps=1, max_length=16)
         kept = len(trained.trainer.train_dataset)

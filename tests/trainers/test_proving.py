@@ -1,13 +1,19 @@
 """The start-up check as trainers run it."""
 
 import logging
+import re
 
-from accelerate import Accelerator
+import pytest
+from accelerate import Accelerator, DistributedType
 from transformers import TrainingArguments
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import reference_flash
+from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data
+from tests.helpers.vision import make_vision, vision_pairs
+from tests.runs import make_trainer
+from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.model.routes import Route
 from trl_paddingfree.trainers.configs import PaddingFreeOptions
 from trl_paddingfree.trainers.proving import StartUpCheck
@@ -41,3 +47,94 @@ def test_models_share_prefixes_together_or_not_at_all():
     )  # whose ALiBi counts along the flat row
     assert prove_all(policy).prefix_sharing
     assert not prove_all(tiny_model("llama"), reference).prefix_sharing
+
+
+def raising_in_training(model):
+    def refuse(module, args):
+        if module.training:
+            raise RuntimeError("no kernel for training")
+
+    model.get_decoder().register_forward_pre_hook(refuse)
+
+
+def with_infinite_gradients(model):
+    def overflow(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("inf"))
+
+    model.get_decoder().norm.register_forward_hook(overflow)
+
+
+# Name: the kind of model, what is done to it, and why its gradients were not compared
+NOT_COMPARED = {
+    "draws": ("phimoe", None, "it draws at random in training"),
+    "raises": ("llama", raising_in_training, "a row alone raises RuntimeError: no kernel for training"),
+    "infinite": ("llama", with_infinite_gradients, "those of a row alone are not finite"),
+}
+
+
+def proven(model, caplog, beside=()):
+    """The line in the log of a check in which `model` is trained, and others are not."""
+    for each in (model, *beside):
+        add_fused_lm_head(each)
+    args = TrainingArguments(use_cpu=True)
+    check = StartUpCheck(Accelerator(cpu=True), PaddingFreeOptions(), args)
+    with caplog.at_level(logging.WARNING):
+        check.install([model, *beside])
+    return next(record.message for record in caplog.records if record.message.startswith("Padding-free"))
+
+
+def test_a_model_whose_gradients_were_compared_is_called_exact(caplog):
+    line = proven(tiny_model("llama"), caplog, beside=[tiny_model("llama")])
+    assert re.fullmatch(r"Padding-free, segment: .*, shared prefixes: exact on this model \(checked in .* s\)\.", line)
+
+
+@pytest.mark.parametrize("case", NOT_COMPARED)
+def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog):
+    model_type, spoil, reason = NOT_COMPARED[case]
+    model = tiny_model(model_type)
+    if spoil is not None:
+        spoil(model)
+    line = proven(model, caplog)
+    assert f"gradients were not compared, because {reason}" in line
+    assert "exact as far as it was compared: " in line
+
+
+def test_an_engine_that_gives_no_gradients_is_named_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", False)
+    line = proven(tiny_model("llama"), caplog)
+    assert "gradients were not compared, because FSDP1 computes whole backward passes only" in line
+    assert "exact as far as it was compared: " in line
+
+
+def test_what_limits_how_far_a_token_sees_and_was_out_of_reach_stands_in_the_log(caplog):
+    line = proven(tiny_model("gpt_neo", window_size=300, max_position_embeddings=4096), caplog)
+    assert "`window_size=300` is longer than the rows that were tried" in line
+    assert "exact as far as it was compared: " in line
+
+
+def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
+    model, processor = make_vision("gemma3")
+    options = {"train_dataset": vision_pairs(4, 0), "processing_class": processor, "max_length": None}
+    options["ref_model"] = make_vision("gemma3")[0]
+    with caplog.at_level(logging.WARNING):
+        make_trainer("dpo", "ours", model=model, **options)
+    (line,) = (record.message for record in caplog.records if record.message.startswith("Padding-free"))
+    assert "gradients were compared on text, not with images" in line
+
+
+def test_liger_kernels_are_there_when_the_model_is_proven(monkeypatch):
+    """transformers puts them on when training starts: a model that is wrong with them would train unseen."""
+
+    def mix_rows(model, config):
+        def mix(module, args, output):
+            return output + output.roll(1, 1) if len(output) == 1 else output
+
+        model.get_base_model().model.norm.register_forward_hook(mix)
+
+    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", mix_rows)
+    options = {"train_dataset": preference_data(8, 0), "processing_class": make_tokenizer(), "peft_config": lora()}
+    make_trainer("dpo", "ours", model=make_model(), **options)
+    with pytest.raises(UnprovenModelError):
+        make_trainer("dpo", "ours", model=make_model(), **options, use_liger_kernel=True)

@@ -1,25 +1,40 @@
 """Groups of processes that compute one flat batch together (gloo) train what padded TRL trains in one process."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, environment, launch
 from tests.helpers.tiny import following_rotary, make_model, preference_data, prompt_completions
+from tests.helpers.trees import random_segments
 from trl_paddingfree import (
     PaddingFreeDPOConfig,
     PaddingFreeDPOTrainer,
     PaddingFreeRewardConfig,
     PaddingFreeRewardTrainer,
 )
+from trl_paddingfree.check import prove
+from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.flat.batch import FlatBatch
+from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.flat.pieces import Context
+from trl_paddingfree.model.exchange import Halo, cuts, head_shares, slice_sizes, span_of
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.masks import FlatMask, StateExchange
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
-from trl_paddingfree.model.sequence import cuts, head_shares, scored_sizes, slice_of, slice_sizes
+from trl_paddingfree.model.sequence import scored_sizes, slice_of
+from trl_paddingfree.model.state_layers import state_heads
+from trl_paddingfree.model.state_tree import tree_functions
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 # No run of a few tiny steps takes so long, unless processes wait for one another
 SECONDS = 60
@@ -35,10 +50,14 @@ MODELS = {
     **{name: partial(tiny_model, name) for name in ("mistral", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "gpt2")},
     "one head": partial(make_model, num_attention_heads=1, num_key_value_heads=1),
     "dynamic": partial(make_model, **following_rotary(24, "dynamic")),
-    "lfm2": partial(tiny_model, "lfm2"),
+    **{name: partial(tiny_model, name) for name in ("qwen3_5_text", "lfm2", "falcon_h1", "mamba2", "jamba", "minimax")},
+    "6 and 3 state heads": partial(tiny_model, "qwen3_5_text", linear_num_value_heads=6, linear_num_key_heads=3),
+    "one state head": partial(tiny_model, "qwen3_5_text", linear_num_value_heads=1, linear_num_key_heads=1),
 }
 EVALUATED = {"evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 IN_PARTS = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+# Gradients of decays cancel to a hundredth of their parts, and Adam would divide what is left by its own size
+SGD = {"optim": "sgd", "learning_rate": 0.1}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "ddp_find_unused_parameters": False}
 # Task, model and options of a run. Those of the first few run by default
 CASES = {
@@ -46,6 +65,7 @@ CASES = {
     "router loss, coupled parts": ("dpo", "mixtral", {"router_aux_loss_coef": 0.1, **IN_PARTS}),
     "packing, accumulation": ("sft", "6 and 3 heads", {"packing": True, "max_length": 32, "accumulate": 2}),
     "memory budget": ("dpo", "one key head", {"memory_budget": 1, "tokens_in_memory": 250}),
+    "delta rule, LoRA": ("dpo", "qwen3_5_text", {"lora": True, "accumulate": 2, **SGD}),
     "all weights": ("dpo", "llama", {}),
     "sft": ("sft", "llama", EVALUATED),
     "sft, shared": ("sft", "llama", {"prefix_sharing": True}),
@@ -78,12 +98,26 @@ CASES = {
     "counted tokens": ("sft", "llama", {"include_num_input_tokens_seen": "non_padding"}),
     "sorted": ("dpo", "llama", {"loss_type": ["aot"]}),
     "rotary limit in reach of none": ("dpo", "dynamic", {"max_length": 24}),
+    "delta rule": ("dpo", "qwen3_5_text", {"prefix_sharing": False, **SGD}),
+    "delta rule, checkpointing": ("dpo", "qwen3_5_text", {"gradient_checkpointing": True, **SGD}),
+    "delta rule, parts": ("dpo", "qwen3_5_text", {**IN_PARTS, **SGD}),
+    "delta rule, memory budget": ("dpo", "qwen3_5_text", {"memory_budget": 1, "tokens_in_memory": 250, **SGD}),
+    "delta rule, measured budget": ("dpo", "qwen3_5_text", {"memory_budget": 1, **SGD}),
+    "delta rule of sft": ("sft", "6 and 3 state heads", {"prefix_sharing": True, **EVALUATED, **SGD}),
+    "short convolution": ("dpo", "lfm2", {"gradient_checkpointing": True, "accumulate": 2, **SGD}),
+    "short convolution of sft": ("sft", "lfm2", {"prefix_sharing": True, **EVALUATED, **SGD}),
+    "scan beside attention": ("dpo", "falcon_h1", SGD),
+    "scan alone": ("sft", "mamba2", {**IN_PARTS, **SGD}),
+    "scan of channels": ("dpo", "jamba", {"router_aux_loss_coef": 0.0, **SGD}),
 }
-DEFAULT = list(CASES)[:4]
+DEFAULT = list(CASES)[:5]
+STATES = ["delta rule", "delta rule, checkpointing", "delta rule, parts", "delta rule, memory budget"]
+STATES += ["delta rule of sft", "short convolution", "scan beside attention", "scan alone", "scan of channels"]
 # Of four processes: those whose heads, examples or gathers differ from two's
 OF_FOUR = ["LoRA, ragged evaluation", "router loss, coupled parts", "packing, accumulation", "one key head"]
 OF_FOUR += ["6 and 3 heads", "6 and 2 heads", "windows", "soft-capping", "sinks", "narrow values", "parts", "sft"]
-OF_FOUR += ["all weights", "memory budget"]
+OF_FOUR += ["all weights", "memory budget", "delta rule, LoRA", "delta rule of sft", "short convolution"]
+OF_FOUR += ["scan beside attention"]
 # An example's loss depends on others of its micro-batch, TRL normalizes by process, or gives processes others of a
 # stream, or examples twice where batches do not divide
 NOT_IN_TWO_GROUPS = ("router loss", "sorted", "coupled", "process", "streaming", "incomplete")
@@ -177,6 +211,12 @@ def test_a_group_of_four_trains_what_padded_trl_trains(folder_of, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_group_of_three_trains_layers_with_a_state_as_padded_trl(folder_of, tmp_path):
+    """Heads and tokens do not divide."""
+    assert_as_padded(folder_of, tmp_path, 3, 3, STATES)
+
+
+@pytest.mark.slow
 def test_two_groups_of_two_train_what_padded_trl_trains(folder_of, tmp_path):
     left_out = (*NOT_IN_TWO_GROUPS, *IN_ONE_GROUP)
     names = [name for name in CASES if not any(part in name for part in left_out)]
@@ -206,10 +246,18 @@ def test_groups_of_fsdp2_train_what_padded_trl_trains(folder_of, tmp_path):
     assert_as_padded(folder_of, tmp_path, 4, 2, ["all weights", "parts"], engine="fsdp")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_groups_of_fsdp2_train_layers_with_a_state_as_padded_trl(folder_of, tmp_path, world):
+    names = ["delta rule", "delta rule, checkpointing", "delta rule, parts", "delta rule, memory budget"]
+    assert_as_padded(folder_of, tmp_path, world, 2, names[: 4 if world == 2 else 2], engine="fsdp-qwen3_5")
+    assert_as_padded(folder_of, tmp_path, world, 2, ["short convolution"], engine="fsdp-lfm2")
+
+
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_groups_of_zero_train_what_padded_trl_trains(folder_of, tmp_path, engine):
     pytest.importorskip("deepspeed")
-    assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft"], engine=engine)
+    assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft", "delta rule"], engine=engine)
 
 
 @pytest.mark.slow
@@ -228,7 +276,8 @@ def test_a_resumed_run_of_a_group_goes_on(folder_of, tmp_path):
 REFUSED = {
     "size": ("dpo", "llama", {"sequence_parallel_size": 3}, "does not divide the 2 processes"),
     "heads": ("dpo", "one head", {}, "it has 1 attention heads"),
-    "state": ("sft", "lfm2", {}, "hand a state on"),
+    "rows": ("sft", "minimax", {}, "layers of the class MiniMaxLightningAttention hand a state on"),
+    "state heads": ("dpo", "one state head", {}, "its layers that carry state have 1 heads"),
     "backend": ("sft", "llama", {"flat_attention": "mask"}, "its attention is computed by mask"),
     "rotary": ("dpo", "dynamic", {"max_length": 48}, "`rope_type='dynamic'`, a row of more than 24 tokens"),
     "padded": ("dpo", "llama", {"padding_free": False}, "Leave it out for padded rows"),
@@ -274,6 +323,44 @@ def test_models_without_attention_functions_are_refused():
     refuse_unsliceable(make_model(), choose_route(make_model()), 4)
 
 
+def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
+    model, tried = tiny_model("qwen3_5_text"), []
+    add_fused_lm_head(model)
+    FlatModel.install(model, choose_route(model)).divide_among(SimpleNamespace(size=2, attend=None))
+
+    def fail(model, route, *_):
+        tried.append(route)
+        return CheckResult(route, failure="wrong")
+
+    monkeypatch.setattr(prove, "check_flat", fail)
+    with pytest.raises(UnprovenModelError, match="`sequence_parallel_size=2`"):
+        prove.prove(model, choose_route(model), fallback=False)
+    assert [(route.states, route.prefix_sharing) for route in tried] == [("tree", True), ("tree", False)]
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "minimax", "xlstm", "deepseek_v4", "inkling_text", "zaya"])
+def test_layers_that_see_rows_are_refused_by_name(model_type):
+    model = tiny_model(model_type)
+    with pytest.raises(ValueError, match=r"of the class \w+ hand a state on from token to token within whole rows"):
+        refuse_unsliceable(model, choose_route(model), 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads"),
+    [("qwen3_5_text", 4), ("kimi_linear", 4), ("falcon_h1", 4), ("mamba2", 4), ("lfm2", None), ("jamba", None)],
+)
+def test_more_processes_than_heads_of_a_state_are_refused_by_name(model_type, heads):
+    of_attention = {} if model_type == "mamba2" else {"num_attention_heads": 8}
+    of_kimi = {"linear_num_heads": 4} if model_type == "kimi_linear" else {}
+    model = tiny_model(model_type, **of_attention, **of_kimi)
+    assert state_heads(model) == heads
+    route = choose_route(model)
+    refuse_unsliceable(model, route, heads or 8)
+    if heads:
+        with pytest.raises(ValueError, match=f"layers that carry state have {heads} heads, of which each process"):
+            refuse_unsliceable(model, route, heads + 1)
+
+
 # --- without processes ------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +376,8 @@ def test_slices_are_the_batch(size):
     batch = FlatBatch.from_rows(given, labels)
     total, slices = batch.input_ids.size(1), [slice_of(batch, i, size) for i in range(size)]
     assert sum(slice_sizes(total, size)) == total
-    assert max(slice_sizes(total, size)) - min(slice_sizes(total, size)) <= 1
+    sizes = slice_sizes(total, size)
+    assert max(sizes) - min(sizes) <= 1 if total >= 2 * size else set(sizes) <= {0, 2, 3}
     assert sum(scored_sizes(batch, size)) == batch.shift_labels.size(1)
     parts = zip(slices, slice_sizes(total, size), scored_sizes(batch, size), cuts(total, size), strict=False)
     whole = [(x.input_ids[0, :n], x.shift_labels[0, :p], x.scored_index[:p] + first) for x, n, p, first in parts]
@@ -298,7 +386,8 @@ def test_slices_are_the_batch(size):
     assert torch.equal(targets, batch.shift_labels[0])
     assert torch.equal(index, batch.scored_index)
     for each, scored in zip(slices, scored_sizes(batch, size), strict=True):
-        assert each.input_ids.size(1)  # a model computes something, and scores something, or is told that it does not
+        assert each.input_ids.size(1) > 1  # not one token, as in generation
+        # A model scores something, or is told that it does not
         assert scored or each.shift_labels.tolist() == [[-100]]
 
 
@@ -314,13 +403,68 @@ def test_every_query_head_reads_its_key_head(heads, size):
         assert repeated == [head // (num_heads // num_keys) for head in queries]
 
 
+class Given(StateExchange):
+    """What slices get of a convolution, from all tokens: as messages would bring it."""
+
+    def __init__(self, states, number, size):
+        self.states, self.number, self.size = states, number, size
+
+    def span(self, num_tokens):
+        return span_of(num_tokens, self.number, self.size)
+
+    def context(self, layout, states, size):
+        """Every process is sent what the other processes hold for it, in the order of the flat axis."""
+        halos = [Halo.of(layout, size, i, self.size) for i in range(self.size)]
+        total, received = layout.segments.num_tokens, []
+        for i, halo in enumerate(halos):
+            held = self.states[list(span_of(total, i, self.size))][halo.rows.index]
+            first = sum(halo.sent[: self.number])
+            assert halo.sent[self.number] == halos[self.number].received[i]
+            received.append(held[first : first + halo.sent[self.number]])
+        assert halos[self.number].is_needed == any(sum(halo.received) for halo in halos)
+        return torch.cat([states, *received]), Context.of(layout, size, self.span(total))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
+@pytest.mark.parametrize("draw", range(SEED, SEED + 8))
+def test_a_halo_brings_each_slice_what_its_convolution_reaches(draw, size):
+    """Slices of a convolution along a random tree, of one that sums up what it reaches with weights of its own."""
+    whole = FlatLayout.from_segments(random_segments(draw))
+    total = whole.segments.num_tokens
+    states = torch.randn(total, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(draw))
+    weight = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(draw + 1))
+
+    def convolution(axis, weight, bias, activation):
+        return torch.nn.functional.conv1d(axis, weight[:, None], groups=3, padding=3)[..., : axis.size(-1)]
+
+    def convolved(mask, states):
+        functions = tree_functions(mask, {"causal_conv1d_fn": convolution}, ())
+        return functions["causal_conv1d_fn"](states.T[None], weight)[0].T
+
+    found = []
+    for number in range(size):
+        own = states[list(span_of(total, number, size))]
+        mask = FlatMask.carrying(whole, per_token=True, states=Given(states, number, size))
+        assert mask.shape == (1, len(own))
+        found.append(convolved(mask, own)[: slice_sizes(total, size)[number]])
+    rows = [states[whole.segments.path(i)] for i in range(len(whole.segments.lengths))]
+    alone = [
+        convolution(row.T[None], weight, None, None)[0].T[-n:]
+        for row, n in zip(rows, whole.segments.lengths, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(found), torch.cat(alone))
+    # No more is sent than what is reached: for each slice, and for each segment that begins, as far as the kernel goes
+    sent = sum(sum(Halo.of(whole, 3, i, size).sent) for i in range(size))
+    assert sent <= 3 * (size - 1 + len(whole.segments.lengths))
+
+
 # --- work and memory --------------------------------------------------------------------------------------------------
 
 
-def counted(world):
+def counted(world, module="sequence_counts", *arguments):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command = [sys.executable, "-m", *torchrun, "-m", "tests.trainers.sequence_counts"]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    command = [sys.executable, "-m", *torchrun, "-m", f"tests.trainers.{module}", *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3 * TIMEOUT)
     assert run.returncode == 0, "".join(run.stderr.partition("Traceback")[1:])[:6000]
 
 
@@ -331,3 +475,15 @@ def test_work_memory_and_messages_of_two_processes():
 @pytest.mark.slow
 def test_work_memory_and_messages_of_four_processes():
     counted(4)
+
+
+@pytest.mark.parametrize("draw", [SEED])
+def test_layers_with_a_state_answer_in_two_slices_as_whole(draw):
+    counted(2, "sequence_states", str(draw), "qwen3_5_text", "lfm2", "bamba", "mamba")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("draw", [SEED])
+def test_all_layers_with_a_state_answer_in_slices_as_whole(draw, world):
+    counted(world, "sequence_states", str(draw))

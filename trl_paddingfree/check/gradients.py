@@ -35,7 +35,7 @@ from .probe import (
     row_inputs,
     undisturbed,
 )
-from .training import as_in_training, frozen_layers_watched, gradients, small_parameters, watched_embeddings
+from .training import as_in_training, frozen_layers_tried, small_parameters, watched_embeddings
 
 # Length of the rows: together more than 256 flat tokens
 _LENGTH = 104
@@ -62,18 +62,17 @@ _LEAST_PARAMETER = 0.1
 class GradientResult:
     """What the pass found on one route."""
 
-    error: float = float("nan")  # largest difference of gradients from those of the rows alone, relative to them
-    worst: str = ""  # whose gradients have this difference
+    error: float = float("nan")  # largest difference from the rows alone, relative to them
+    worst: str = ""  # what differs most: gradients of a row or of parameters, or answers of a model that does not train
     tolerance: float = float("nan")  # largest `error` that passes
     failure: str = ""  # what is wrong with which tokens carry gradient, or the error that the model raised
-    skipped: str = ""  # why numbers could not be compared
-    notes: tuple[str, ...] = ()  # what else could not be checked
+    skipped: str = ""  # why gradients were not compared
+    notes: tuple[str, ...] = ()  # what else was not tried, and why
     lost: str = ""  # the frozen layer that passes no gradient on, with padding either
-    is_inexact: bool = False  # whether `failure` is one of numbers only, which rounding may explain
 
     @property
     def passed(self) -> bool:
-        """Whether gradients are those of the rows alone."""
+        """Whether the model may train this way, as far as was compared."""
         return not self.failure and (bool(self.skipped) or self.error <= self.tolerance)
 
     @property
@@ -81,13 +80,18 @@ class GradientResult:
         """What keeps the route from training, in words; empty if nothing does."""
         if self.passed or self.failure:
             return self.failure
-        return f"gradients of {self.worst} are wrong by {self.error:.1e} of their size"
+        return f"{self.worst} are wrong by {self.error:.1e} of their size"
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """What would have to be compared to call the model exact, and was not, each with the reason."""
+        return (*([f"gradients were not compared, because {self.skipped}"] if self.skipped else []), *self.notes)
 
     def __str__(self) -> str:
         if self.failure:
             return f"in training, {self.failure}"
-        figures = f"{self.error:.1e} ({self.worst}), allowed {self.tolerance:.1e}"
-        return "; ".join([f"gradients {self.skipped or figures}", *self.notes])
+        figures = [] if self.skipped else [f"{self.worst} {self.error:.1e}, allowed {self.tolerance:.1e}"]
+        return "; ".join([*figures, *self.not_compared])
 
 
 @contextmanager
@@ -99,8 +103,8 @@ def as_it_answers(model: PreTrainedModel) -> Iterator[None]:
 
 class RowsInTraining:
     """
-    What a model says of long rows as it trains, with gradients; see [`~trl_paddingfree.check.probe.RowsAlone`]. Of one
-    that does not train, what it says without.
+    The reference for gradients: what a model says of four long rows in training mode, in a batch that needs no padding,
+    and the gradients of their losses. If it does not train (`trains=False`), what it says in evaluation mode.
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trains: bool = True):
@@ -110,27 +114,32 @@ class RowsInTraining:
         limits = {name: config[name] for name in _BUILT_WITH if isinstance(config.get(name), int) and config[name] > 0}
         reached = [limit for limit in limits.values() if limit <= _LONGEST_LIMIT[kind]]
         length = min([max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions])
-        self.notes = tuple(f"`{name}={limit}` is out of reach" for name, limit in limits.items() if limit >= length)
+        beyond = (f"`{name}={limit}`" for name, limit in limits.items() if limit >= length)
+        self.notes = tuple(f"{each} is longer than the rows that were tried" for each in beyond)
+        # Limits of positions that a flat row can pass within seconds
         self.beyond = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
         self.rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
         self.unit = rounding_unit(model)
         self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
         fork = int(length * SHARED) - 1
-        self.first_scored = (0, fork, 0, fork)
-        with self.in_training(), frozen_layers_watched(model) as lost:
+        self.first_scored = (0, fork, 0, fork)  # the second and the fourth row own what follows the shared prefix
+        with self.in_training(), frozen_layers_tried(model) as self.lost:  # those that pass no gradient on
             self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
-            self.lost = lost()  # frozen layers that pass no gradient on
 
     def in_training(self) -> AbstractContextManager[None]:
         """The context in which the model is tried: as it trains, or as it answers if it does not."""
         return as_in_training(self.model, self.call) if self.trains else as_it_answers(self.model)
 
     def answers(self, inputs: Inputs) -> torch.Tensor:
-        """`(R, L-1)` log-probabilities; of a pooled head `(R, L-1)` too, its answers on every row over and over."""
+        """`(R, L-1)` log-probabilities. A pooled head gives one answer per row, which is repeated to that shape."""
         output = self.call(**inputs)
         if not is_pooled(self.model):
             return output.log_probs
         return output.logits.sum(1, keepdim=True).expand(-1, inputs["input_ids"].size(1) - 1)
+
+    def watched(self, inputs: Inputs) -> AbstractContextManager[list[torch.Tensor]]:
+        """The context in which the last entry is where gradients of the tokens of `inputs` arrive."""
+        return watched_embeddings(self.model)
 
     def differentiate(
         self, inputs: Inputs, rows: tuple[int, ...] = (0, 1, 2, 3), of: tuple[int, ...] | None = None
@@ -142,7 +151,7 @@ class RowsInTraining:
         """
         if not self.trains:
             return self.answers(inputs).double().cpu(), [None]
-        with watched_embeddings(self.model) as embedded:
+        with self.watched(inputs) as embedded:
             log_probs = self.answers(inputs)
         if not embedded:
             raise RuntimeError("its input embeddings are not what it computes with")
@@ -150,23 +159,32 @@ class RowsInTraining:
         scale = 2.0**8 if compute_dtype(self.model) == torch.float16 else 1.0
         places = zip(of or rows, rows, strict=True)
         loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in places]).sum()
-        watched = [*embedded, *small_parameters(self.model)]
-        found = gradients(loss * scale, watched, [*self.model.parameters()])
+        watched = [embedded[-1], *small_parameters(self.model)]
+        found = [*torch.autograd.grad(loss * scale, watched, allow_unused=True, retain_graph=True)]
         if (group := FlatModel.group_of(self.model)) is not None and "flat_batch" in inputs:
             found = [*group.whole_gradients(watched, found, inputs["flat_batch"])]
         return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in found]
 
-    def noise(self) -> float:
-        """How much these gradients move when the rows are computed two at a time: what arithmetic alone explains."""
-        moved, small = [], []
-        for rows in _GROUPS:
+    def tolerated(self, error: float) -> float:
+        """The largest error that arithmetic explains, by padded rows, which are computed only if that is asked."""
+        if not self.trains:
+            with buffers_restored(self.model.modules()):  # "dynamic" frequencies follow the width
+                width = len(self.rows[0]) + 5  # another width is another draw of the noise
+                padded = self.answers(row_inputs(self.model, self.rows, width)).double().cpu()
+            noise = _relative(padded[:, : self.log_probs.size(1)], self.log_probs)
+            # One draw may come out as nothing, where kernels sum up both widths alike
+            return min(max(NOISE_FACTOR * max(noise, self.unit), _LEAST_MISTAKE), self.tolerance)
+        if error <= self.tolerance:
+            return self.tolerance
+        moved, found_small = [0.0], []
+        for rows in _GROUPS:  # how gradients move when the rows are computed two at a time
             inputs = row_inputs(self.model, [self.rows[row] for row in rows])
             _, (embedded, *found) = self.differentiate(inputs, rows, of=(0, 1))
-            if embedded is None or self.embedded is None:
-                return 0.0
-            moved += [_relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
-            small.append(found)
-        return max(*moved, _of_parameters(small, self.small) or 0.0)
+            if embedded is not None and self.embedded is not None:
+                moved += [_relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
+            found_small.append(found)
+        noise = max(*moved, _of_parameters(found_small, self.small) or 0.0)
+        return max(self.tolerance, min(NOISE_FACTOR * noise, _MOST_NOISE))
 
 
 def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
@@ -179,14 +197,13 @@ def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
-    """Differentiate a flat batch as training will, on the route that is installed, beside the model's rows alone."""
+    """Compare the gradients of a flat batch, on the route that is installed, with those of the rows alone."""
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding
-        told = f"a row alone raises {type(error).__name__}: {error}"
+        raised = f"a row alone raises {type(error).__name__}: {error}"
         # Memory that ran out says nothing of the model: that is not to pass
-        is_known = not is_allocation_failure(error)
-        return GradientResult(skipped=f"not checked, as {told}") if is_known else GradientResult(failure=told)
+        return GradientResult(failure=raised) if is_allocation_failure(error) else GradientResult(skipped=raised)
     if reference.lost:
         others = f" and {len(reference.lost) - 1} others" if len(reference.lost) > 1 else ""
         failure = f"no gradient comes through {reference.lost[0]}, which is frozen{others}"
@@ -202,54 +219,36 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
 def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
+    errors, notes, draws = dict[str, float](), list(reference.notes), False
     if not reference.trains:
-        wrong = _wrong_answers(reference, inputs)  # processes with slices of a batch have to make all calls alike
-        beyond = _beyond_positions(reference, batch.counts.computed, draws=False)
-        return GradientResult(
-            failure=beyond or wrong,
-            skipped="not needed, as it does not train",
-            notes=reference.notes,
-            is_inexact=bool(wrong) and not beyond,
-        )
-    errors: dict[str, float] = {}
-    answers, small, notes = [], [], list(reference.notes)
-    for rows in _GROUPS:
-        log_probs, (flat, *found) = reference.differentiate(inputs, rows)
-        if flat is None or reference.embedded is None or flat.shape[:2] != batch.input_ids.shape:
-            return GradientResult(failure="no gradient reaches its input embeddings")
-        if not reference.embedded.isfinite().all():
-            return GradientResult(skipped="not compared, as those of a row alone are not finite")
-        if failure := _wrong_tokens(flat[0], reference.embedded, batch, rows):
-            return GradientResult(failure=failure)
-        errors |= {f"row {row}": _relative(flat[0][batch.row_index[row]], reference.embedded[row]) for row in rows}
-        answers.append(log_probs)
-        small.append(found)
-    # The same rows twice: what draws at random in training has no numbers to compare
-    draws = root_mean_square(answers[0] - answers[1]) > reference.unit * root_mean_square(answers[0])
+        errors["answers on long rows"] = _relative(reference.differentiate(inputs)[0], reference.log_probs)
+    else:
+        answers, small = [], []
+        for rows in _GROUPS:
+            log_probs, (flat, *found) = reference.differentiate(inputs, rows)
+            if flat is None or reference.embedded is None or flat.shape[:2] != batch.input_ids.shape:
+                return GradientResult(failure="no gradient reaches its input embeddings")
+            if not reference.embedded.isfinite().all():
+                return GradientResult(skipped="those of a row alone are not finite")
+            if failure := _wrong_tokens(flat[0], reference.embedded, batch, rows):
+                return GradientResult(failure=failure)
+            for row in rows:
+                errors[f"gradients of row {row}"] = _relative(flat[0][batch.row_index[row]], reference.embedded[row])
+            answers.append(log_probs)
+            small.append(found)
+        if (of_parameters := _of_parameters(small, reference.small)) is not None:
+            errors["gradients of small parameters"] = of_parameters
+        elif reference.small:
+            notes.append("gradients of parameters were not compared, because an engine keeps them to itself")
+        # The same rows twice: what draws at random in training has no numbers to compare
+        draws = root_mean_square(answers[0] - answers[1]) > reference.unit * root_mean_square(answers[0])
     if failure := _beyond_positions(reference, batch.counts.computed, draws):
         return GradientResult(failure=failure)
-    if (of_parameters := _of_parameters(small, reference.small)) is not None:
-        errors["small parameters"] = of_parameters
-    elif reference.small:
-        notes.append("gradients of parameters were out of sight")
-    skipped = "not compared, as it draws at random in training, but none reaches another row" if draws else ""
+    if draws:
+        reason = "it draws at random in training (no gradient reaches another row)"
+        return GradientResult(skipped=reason, notes=tuple(notes))
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-    tolerance = reference.tolerance
-    if not skipped and not errors[worst] <= tolerance:
-        tolerance = max(tolerance, min(NOISE_FACTOR * reference.noise(), _MOST_NOISE))
-    return GradientResult(errors[worst], worst, tolerance, skipped=skipped, notes=tuple(notes))
-
-
-def _wrong_answers(reference: RowsInTraining, inputs: Inputs) -> str:
-    """How far flat answers are from those of the rows alone, if that is more than padding explains."""
-    alone, wide = reference.log_probs, len(reference.rows[0]) + 5  # another width is another draw of the noise
-    wrong = _relative(reference.differentiate(inputs)[0], alone)
-    with buffers_restored(reference.model.modules()):  # "dynamic" frequencies follow the width
-        padded, _ = reference.differentiate(row_inputs(reference.model, reference.rows, wide))
-    noise = _relative(padded[:, : alone.size(1)], alone)
-    # One draw may come out as nothing, where kernels sum up both widths alike
-    tolerance = min(max(NOISE_FACTOR * max(noise, reference.unit), _LEAST_MISTAKE), reference.tolerance)
-    return "" if wrong <= tolerance else f"answers on long rows are wrong by {wrong:.1e} of their size"
+    return GradientResult(errors[worst], worst, reference.tolerated(errors[worst]), notes=tuple(notes))
 
 
 def _of_parameters(small: list[list[torch.Tensor | None]], expected: list[torch.Tensor | None]) -> float | None:

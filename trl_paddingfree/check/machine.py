@@ -1,4 +1,4 @@
-"""What a machine has: versions, devices, attention packages. What PyTorch is not needed for is known without it."""
+"""What a machine has: versions, devices, attention packages. PyTorch is imported only where devices are asked for."""
 
 import os
 import platform

@@ -48,7 +48,10 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 def set_where(
     modules: Iterable[torch.nn.Module], is_meant: Callable[[object, str, object], bool], value: float
 ) -> AbstractContextManager[None]:
-    """Within this context, attributes that `is_meant`, of modules and of their configurations, have another value."""
+    """
+    Within this context, attributes of modules and of their configurations have another `value`: those for which
+    `is_meant(holder, name, value)` is true.
+    """
     modules = [*modules]
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     configs = [config for module in models for config in (module.config, module.config.get_text_config())]
@@ -108,7 +111,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     labels = input_ids.masked_fill((attention_mask == 0) | pooled, IGNORE_INDEX)  # pooled heads read rows, not tokens
     inputs: Inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if prefix_sharing is not None:
-        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, labels, lengths, prefix_sharing=prefix_sharing)
+        inputs["flat_batch"] = FlatBatch.from_padded(input_ids, attention_mask, labels, prefix_sharing=prefix_sharing)
     if not pooled:
         inputs["labels"] = labels
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
@@ -123,8 +126,16 @@ def root_mean_square(x: torch.Tensor) -> float:
 
 class RowsAlone:
     """
-    What a model says of a few random rows one by one, and what a difference from that means. `call` is what to call in
-    place of the model: the same under a wrapper that gathers its weights.
+    The reference for answers: what a model says of a few random rows one by one, in evaluation mode, and how large a
+    difference from that rounding explains.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model, with TRL's fused LM head or a pooled head.
+        call (`Callable`, *optional*):
+            What to call in place of `model`: the same under a wrapper that gathers its weights.
+        draw (`int`, *optional*, defaults to 0):
+            Seed of the rows.
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
@@ -150,7 +161,7 @@ class RowsAlone:
             return [self.answers(self.rows)]
 
     def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
-        """What a difference means, by padded runs, and by an answer in other context beside that in its own."""
+        """Set what differences are judged by: answers in `paddings`, and `moved` ones in other context than `still`."""
         self.noise = max(self.difference(padded, self.alone) for padded in paddings)
         self.effect = root_mean_square(moved - still)
         # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
@@ -166,7 +177,7 @@ class RowsAlone:
         self.leak_tolerance = min(believed, LEAK_FRACTION * self.effect)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-        """How far answers are from what was expected."""
+        """The root mean square by which answers differ from those expected, in nats."""
         return root_mean_square(torch.cat(found) - torch.cat(expected))
 
     @contextmanager

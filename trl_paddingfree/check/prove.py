@@ -1,4 +1,4 @@
-"""Trust is measured: prove that a model treats a flat batch as separate rows, before it trains on one.
+"""Before a model trains on flat batches, prove that it computes one as it computes the rows one by one.
 
 A few short random rows go through the model flat and one by one. Four figures decide, in nats of log-probability, as
 root mean squares over scored tokens:
@@ -80,21 +80,25 @@ class CheckResult:
     @property
     def smallest_mistake(self) -> float:
         """The smallest mistake that would show, relative to what one token of context does. Leaks show at any size."""
-        found = self.gradients or GradientResult(skipped="not asked for")
-        in_gradients = math.inf if found.skipped or found.failure else found.tolerance
+        found = self.gradients
+        in_gradients = found.tolerance if found and found.passed and not found.skipped else math.inf
         return min(self.tolerance / self.effect if self.effect else math.inf, in_gradients)
 
     @property
     def isolated(self) -> bool:
         """Whether rows do not see one another."""
-        found = self.gradients
-        return self.leak <= self.leak_tolerance and (found is None or not found.failure or found.is_inexact)
+        return self.leak <= self.leak_tolerance and (self.gradients is None or not self.gradients.failure)
 
     @property
     def passed(self) -> bool:
         """Whether the model may train this way."""
         trains = self.gradients is None or self.gradients.passed
         return not self.failure and self.error <= self.tolerance and self.isolated and trains
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """What would have to be compared to call the model exact, and was not, each with the reason."""
+        return () if self.gradients is None else self.gradients.not_compared
 
     @property
     def verdict(self) -> str:
@@ -123,13 +127,32 @@ def check_flat(
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
     """
-    Run `model` flat and one by one. Leaves `route` installed, and the model otherwise as it was.
+    Compare what `model` computes of a flat batch, by `route`, with what it computes of the rows one by one.
 
-    Gradients are computed if all else passed and `in_training` gives its answers one by one in training. `agree` says
-    whether what is so on this process is so on all.
+    Leaves `route` installed, and the model otherwise as it was.
+
+    Args:
+        model (`PreTrainedModel`), route (`Route`):
+            The model, with TRL's fused LM head, and how it computes flat batches.
+        reference (`RowsAlone`, *optional*):
+            What the model says of the rows one by one. Computed by default.
+        in_training (`Callable`, *optional*):
+            Gives the reference for gradients, which are compared if all else has passed. By default, none are.
+        agree (`Callable[[bool], bool]`, *optional*):
+            Whether all processes say what this one says. Each has to call it as often as the others.
     """
     reference = reference or RowsAlone(model)
     FlatModel.install(model, route)
+    return compare_rows(route, reference, in_training, agree)
+
+
+def compare_rows(
+    route: Route,
+    reference: RowsAlone,
+    in_training: Callable[[], RowsInTraining] | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> CheckResult:
+    """What `reference` says of its rows flat, as its model computes them now, and one by one; see [`check_flat`]."""
     with reference.trying():
         try:
             flat = reference.answers(reference.rows, prefix_sharing=route.prefix_sharing)
@@ -138,7 +161,7 @@ def check_flat(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-            refuse_broken_slices(model, error)
+            refuse_broken_slices(reference.model, error)
             if in_training is not None:
                 agree(False)  # processes on which it answered ask this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
@@ -151,7 +174,7 @@ def check_flat(
 
 
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
-    """What stands between `model` and flat batches: what it does wrong only as it trains, or what it cannot."""
+    """Sentences for the error on what in `model` makes flat batches fail; `failed` is what was found on each route."""
     in_training = [result.gradients.reason for result in failed if result.gradients is not None]
     if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
         return reasons
@@ -202,7 +225,7 @@ class UnprovenModelError(ValueError):
 
 
 class Progress:
-    """Says what a check does, and what it will do then, once it has taken longer than some seconds."""
+    """Announces the steps of a check, but only if it takes longer than some seconds."""
 
     def __init__(self, say: Callable[[str], None]):
         self.say, self.doing, self.is_long = say, "", False
@@ -214,7 +237,7 @@ class Progress:
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
-        """Within this context, a check runs that is long after so many seconds."""
+        """Within this context, a check runs. After so many seconds, its current step and all further ones are said."""
 
         def begin() -> None:
             self.is_long = True
@@ -227,6 +250,7 @@ class Progress:
             yield
         finally:
             timer.cancel()
+            self.is_long = False
 
 
 def draws_of(model: PreTrainedModel) -> int:
@@ -248,17 +272,33 @@ def prove(
     """
     Find the first exact route, and install it: the result that passed, and those that failed before it.
 
-    Tries `route` with and without sharing, then, with `fallback`, backends that ask less of the model; in low precision
-    each on up to three draws of rows, as long as rows do not see one another. `call` is that of [`RowsAlone`], `agree`
-    that of [`check_flat`]. Gradients are checked of a model that `trains`, unless `no_gradients` says why they are not.
-    `tell` is told of each thing that is done.
+    Tries `route` with and without sharing and, with `fallback`, backends that ask less of the model. In low precision,
+    rows that do not see one another get up to three draws: rounding may send one token to another expert.
+
+    Args:
+        call (`Callable`, *optional*):
+            What to call in place of `model`: the same under a wrapper that gathers its weights.
+        agree (`Callable[[bool], bool]`, *optional*):
+            As for [`check_flat`].
+        trains (`bool`, *optional*, defaults to `True`):
+            Whether the model gets gradients. Of one that does not, answers on long rows are compared instead.
+        no_gradients (`str`, *optional*, defaults to `""`):
+            Why gradients cannot be compared. Then nothing is differentiated, and the result has this reason.
+        tell (`Callable[[str], None]`, *optional*):
+            Called with each step, in words, before it is taken.
+
+    Raises:
+        [`UnprovenModelError`]: If no route is exact.
     """
     started = time.perf_counter()
     draws = draws_of(model)
     reference = cache(partial(RowsAlone, model, call))
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
     failed: list[CheckResult] = []
-    for candidate in routes_to_try(model, route, fallback=fallback):
+    routes = routes_to_try(model, route, fallback=fallback)
+    if FlatModel.group_of(model) is not None:  # layers that see rows have no slices
+        routes = [candidate for candidate in routes if candidate.states == route.states]
+    for candidate in routes:
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
             then = "gradients of long ones" if trains else "long ones"
@@ -266,7 +306,7 @@ def prove(
             trained = None if no_gradients else partial(in_training, draw)
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):
-                skipped = GradientResult(skipped=f"not checked: {no_gradients}")
+                skipped = GradientResult(skipped=no_gradients)
                 return replace(result, gradients=skipped) if no_gradients else result, failed
             if result.gradients is not None and result.gradients.lost:  # no route can mend that
                 raise UnprovenModelError(

@@ -35,16 +35,17 @@ class ModelReport:
         return {
             **{name: vars(self)[name] for name in ("model", "device", "dtype", "attn_implementation")},
             "passed": self.chosen is not None,
-            "chosen": None if self.chosen is None else _as_dict(self.chosen),
+            "chosen": None if self.chosen is None else as_dict(self.chosen),
             "refusal": self.refusal,
             "routes": [
-                {"backend": backend, "results": [*map(_as_dict, results)], "reasons": reasons}
+                {"backend": backend, "results": [*map(as_dict, results)], "reasons": reasons}
                 for backend, (results, reasons) in self.backends.items()
             ],
         }
 
 
-def _as_dict(result: CheckResult) -> dict[str, object]:
+def as_dict(result: CheckResult) -> dict[str, object]:
+    """What the check found as plain values, for JSON."""
     figures = {name: vars(result)[name] for name in ("error", "tolerance", "noise", "leak", "effect")}
     figures["smallest_mistake"] = result.smallest_mistake
     if result.gradients is not None:
@@ -55,6 +56,7 @@ def _as_dict(result: CheckResult) -> dict[str, object]:
         "prefix_sharing": result.prefix_sharing,
         "passed": result.passed,
         "failure": result.failure or ("" if result.gradients is None else result.gradients.reason),
+        "not_compared": [*result.not_compared],
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},  # JSON has no NaN
     }
 
@@ -95,8 +97,8 @@ def check_model(
 ) -> ModelReport:
     """
     Run the start-up check on a causal language model or a reward model with every backend that this machine offers,
-    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is told what
-    is done.
+    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is called
+    with each step, in words.
     """
     model, chosen, refusal = load_model(name, dtype, attn_implementation), None, ""
     loaded_with = upstream.attn_implementation(model)

@@ -5,8 +5,6 @@ of the last row up to rounding. *Which* tokens carry gradient must agree without
 which are not on its paths reaches others, and one that misses some reaches fewer.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +20,7 @@ from ..model.restored import attributes_set
 from ..model.slices import Decision
 from .gradients import as_it_answers
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, long_rows, narrowed, rounding_unit, row_inputs
-from .training import as_in_training, gradients, small_parameters
+from .training import as_in_training, small_parameters, watched_embeddings
 
 # Tokens of a row, and of a slice: so many that cuts lie within prefixes and within what follows them
 _LENGTH, _SIZE = 104, 45
@@ -74,12 +72,15 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
         for decision in (Decision(), Decision(cuts)):
             spans = np.diff(decision.cuts or (0, batch.input_ids.size(1))).tolist()
             decided = attributes_set([(flat, "decide", lambda batch, decision=decision: decision)])
-            with decided, _embeddings(model) as embedded:  # the backward pass computes slices again, hooked alike
+            with (
+                decided,
+                watched_embeddings(model) as embedded,
+            ):  # the backward pass computes slices again, hooked alike
                 output = (model if call is None else call)(**inputs)
                 answers = output.logits if is_pooled(model) else output.log_probs
                 own = embedded[: len(spans)] if len(embedded) > 1 else [*embedded]
                 watched = [] if skipped else [*own, *small_parameters(model)]
-                of_all = gradients(answers[-1].sum(), watched, [*model.parameters()]) if watched else []
+                of_all = torch.autograd.grad(answers[-1].sum(), watched, allow_unused=True) if watched else ()
             sizes = spans if len(own) > 1 else [sum(spans)]
             of_tokens = [x[:, :n] for x, n in zip(of_all, sizes, strict=False) if x is not None]
             at_embeddings = torch.cat(of_tokens, 1) if len(of_tokens) == len(own) and own else None
@@ -108,21 +109,6 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
         skipped=skipped or ("" if errors else "none were in sight"),
         has_same_tokens=has_same_tokens,
     )
-
-
-@contextmanager
-def _embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within this context, the list gets what the input embeddings of a model give, each of which takes a gradient."""
-    found: list[torch.Tensor] = []
-
-    def watch(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()
-        found.append(output)
-        return output
-
-    with model.get_input_embeddings().register_forward_hook(watch):
-        yield found
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

@@ -10,13 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..model.restored import (
-    attributes_set,
-    buffers_restored,
-    gradients_dropped,
-    local_part,
-    random_state_restored,
-)
+from .. import upstream
+from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
 from .probe import Call, set_where
 
 Output: TypeAlias = torch.Tensor | tuple  # of a layer
@@ -30,8 +25,8 @@ _SMALL = 2**18
 @contextmanager
 def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator[None]:
     """
-    Training mode with gradients, without dropout, adapters moved off zero, all compiled code run as it is written; of
-    layers of one kind, those between the first and the last pass on what they get. Afterwards all is as before.
+    Training mode with gradients, but without dropout and compiled code. Adapters that start at zero are moved, and of
+    layers of one kind only the first and the last compute. Afterwards all is as before.
     """
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
@@ -44,6 +39,7 @@ def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator
         one_layer_of_each_kind(model),
         buffers_restored(modules),
         attributes_set((module, "training", True) for module in modules),
+        attributes_set(upstream.not_reentrant(modules)),
         _without_dropout(modules),
         moved_off_zero(modules),
     ):
@@ -61,17 +57,13 @@ def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
 
 
-def _kind(layer: torch.nn.Module) -> tuple:
+def _kind(layer: torch.nn.Module) -> str:
     """What layers of one kind have in common: all but the numbers of their weights, and their place."""
-    plain, parts = (bool, int, float, str), [*layer.named_modules()]
-    attributes = [
-        (name, attribute, value)
-        for name, part in parts
-        for attribute, value in vars(part).items()
-        if isinstance(value, plain) and attribute not in ("layer_idx", "training")
-    ]
+    others = ("layer_idx", "training")
+    held = [(type(part), name, *each) for name, part in layer.named_modules() for each in vars(part).items()]
+    settings = [each for each in held if isinstance(each[-1], bool | int | float | str) and each[-2] not in others]
     weights = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
-    return (*((name, type(part)) for name, part in parts), *sorted(map(repr, attributes)), *weights)
+    return f"{sorted(map(repr, settings))} {weights}"
 
 
 @contextmanager
@@ -81,7 +73,7 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     and a deep model takes the time of a shallow one. With sharded weights all compute, as engines expect.
     """
     skipped: list[tuple[torch.nn.Module, str, Callable]] = []
-    outputs: dict[tuple, Output] = {}
+    outputs: dict[str, Output] = {}
     # FSDP1 has flat parameters, or DTensors; DeepSpeed marks parameters as its own
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     is_sharded |= any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
@@ -99,11 +91,10 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
             yield
 
 
-def _passed_on(outputs: dict[tuple, Output], kind: tuple, *args: torch.Tensor, **kwargs: torch.Tensor) -> Output:
-    """What a layer gets, in the form in which the first of its kind gives what it has computed."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    given = outputs[kind]
-    return (hidden, *given[1:]) if isinstance(given, tuple) else hidden
+def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwargs: torch.Tensor) -> Output:
+    """In place of a layer's forward: its input, in a tuple if the first layer of its kind gives one."""
+    hidden, output = args[0] if args else kwargs["hidden_states"], outputs[kind]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -142,43 +133,40 @@ def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within this context, the one entry is what the input embeddings of a model gave last, and takes a gradient."""
+    """Within this context, the list gets what the input embeddings of a model give, each of which takes a gradient."""
     found: list[torch.Tensor] = []
 
     def watch(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        found[:] = [output if output.requires_grad else output.requires_grad_()]
-        return found[0]
+        found.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
+        return output.clone()  # some models (GIT) write into what they get, which a leaf forbids
 
     with model.get_input_embeddings().register_forward_hook(watch):
         yield found
 
 
 @contextmanager
-def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[str]]]:
+def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
     """
-    Yield a function that names the frozen layers which got gradient in this context, for what they have computed, and
-    have passed none on to what they have computed it from: kernels for inference do that, without a word.
+    Within this context, each frozen layer is differentiated by itself when it is first called with what needs gradient.
+    The list names those that pass none on, which kernels for inference do without a word.
     """
-    given, passed = dict[str, str](), set[str]()
+    lost, tried = list[str](), set[str]()
 
-    def before(name: str, module: torch.nn.Module, args: tuple) -> tuple | None:
-        if not args or not _gets_gradient(args[0]):
-            return None
-        own = args[0].view_as(args[0])  # others may compute with it, too
-        own.register_hook(lambda gradient: passed.add(name) if name not in passed and _is_some(gradient) else None)
-        return (own, *args[1:])
-
-    def after(name: str, module: torch.nn.Module, args: tuple, output: Output) -> None:
-        if not args or not _gets_gradient(args[0]):
+    def differentiate(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        first = args[0] if args else None
+        needs_gradient = torch.is_grad_enabled() and isinstance(first, torch.Tensor) and first.requires_grad
+        if name in tried or not needs_gradient:
             return
-        outputs = output if isinstance(output, tuple) else (output,)
-        answers = [x for x in outputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        note = partial(given.__setitem__, f"`{name}` ({type(module).__name__})")
-        for x in answers:
-            if x.requires_grad:
-                x.register_hook(lambda gradient: note(name) if _is_some(gradient) else None)
-        if answers and not any(x.requires_grad for x in answers):
-            note(name)
+        tried.add(name)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # those of a checkpoint would count
+            states = args[0].detach().requires_grad_()
+            output = module.forward(states.clone(), *args[1:], **kwargs)
+            answers = [x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)]
+            answers = [x for x in answers if x.is_floating_point()]
+            losses = [(x * torch.randn_like(x)).sum() for x in answers if x.requires_grad]
+            found = torch.autograd.grad(losses, states, allow_unused=True)[0] if losses else None
+        if answers and (found is None or not found.any()):
+            lost.append(f"`{name}` ({type(module).__name__})")
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -186,45 +174,12 @@ def frozen_layers_watched(model: PreTrainedModel) -> Iterator[Callable[[], list[
             packed = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
             own = [*module.parameters(recurse=False), *packed]
             if not any(x.requires_grad for x in own) and any(x.ndim > 1 and not _is_zero(x) for x in own):
-                hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
-                hooks.enter_context(module.register_forward_hook(partial(after, name)))
-        yield lambda: [layer for layer, name in given.items() if name not in passed]
-
-
-def _gets_gradient(x: object) -> bool:
-    return torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
+                hook = partial(differentiate, name)
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield lost
 
 
 def _is_zero(weight: torch.Tensor) -> bool:
     """Whether a plain weight is all zeros, as in blocks that a model was expanded by: no gradient comes through it."""
     is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
     return is_plain and weight.dtype.itemsize > 1 and not weight.any()
-
-
-def _is_some(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and bool((gradient != 0).any())
-
-
-def gradients(
-    loss: torch.Tensor, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]
-) -> list[torch.Tensor | None]:
-    """
-    Gradients of `loss` with respect to `inputs`, `None` where it does not depend on one. No `.grad` changes, also of
-    `parameters`, which are all that a backward pass gives gradients to.
-    """
-    try:
-        return list(torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True))
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-    # Reentrant checkpointing runs whole backward passes only: each gradient is dropped as soon as it is there
-    wanted = {id(x) for x in inputs}
-    for tensor in inputs:
-        tensor.retain_grad()
-    with ExitStack() as after:
-        for parameter in parameters:
-            after.callback(setattr, parameter, "grad", parameter.grad)
-            parameter.grad = None
-        after.enter_context(gradients_dropped(p for p in parameters if id(p) not in wanted and p.requires_grad))
-        loss.backward()
-        return [x.grad for x in inputs]

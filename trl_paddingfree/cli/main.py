@@ -167,9 +167,18 @@ def check(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..check.report import check_model
+    from ..check.packed import check_packed
+    from ..check.report import as_dict, check_model, load_model
     from .tables import print_routes
 
+    load = partial(load_model, args.model, args.dtype, args.attn_implementation)
+    if args.packed:
+        result = loaded(args.model, lambda: check_packed(load()))
+        if args.json:
+            print_json({"packed": str(result.route), "verdict": result.verdict, **as_dict(result)})
+        else:
+            sys.stdout.write(f"{result}\n")
+        return OK if result.passed else NO
     progress = Console(stderr=True)
     tell = partial(progress.print, markup=False, highlight=False, soft_wrap=True)
     report = loaded(args.model, lambda: check_model(args.model, args.dtype, args.attn_implementation, tell))

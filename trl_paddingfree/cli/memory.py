@@ -6,6 +6,7 @@ One layer of each kind is made with random weights and counted as the trainers c
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     fixed = round(weights * (1 + num_references * (tuning == "full")) + adapters + COPIES * changed)
     rows, columns = upstream.lm_head_tile()
     summed = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
-    return needs_of(kept.of(which), fixed, HeadBytes(summed, 4 * text.hidden_size, (BYTES * columns, rows)))
+    every = replace(kept.of(which), of_keys=kept.of_keys * len(which) / len(layers))
+    return needs_of(every, fixed, HeadBytes(summed, 4 * text.hidden_size, (BYTES * columns, rows)))
 
 
 def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:

@@ -170,11 +170,13 @@ def make_parser() -> OneLineParser:
     option = add(
         "check",
         "the start-up check by hand: every backend that this machine offers, how exact it is, and the verdict",
-        "  trl-paddingfree check Qwen/Qwen3-0.6B\n  trl-paddingfree check ./my-model --dtype float32 --json",
+        "  trl-paddingfree check Qwen/Qwen3-0.6B\n  trl-paddingfree check ./my-model --dtype float32 --json\n"
+        "  trl-paddingfree check Qwen/Qwen3-0.6B --packed",
     )
     option("model", help="hub name or folder of a causal language model or of a reward model")
     option("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto")
     option("--attn_implementation", help="load the model with this one, and try no other")
+    option("--packed", action="store_true", help="whether transformers' own packed rows are exact, in place of ours")
 
     for task, data in TRAINING.items():
         add(task, f"train {data}: `trl {task}`, without padding")

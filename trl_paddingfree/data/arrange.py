@@ -109,5 +109,5 @@ def by_prefix(keys: Sequence[bytes]) -> Callable[[list[int]], list[int]]:
 
 
 def token_keys(dataset: Dataset, column: str) -> list[bytes]:
-    """Of each example, what says how the token ids in a column start: equal ids are neighbours among them."""
+    """A sort key for each example, by which those whose token ids in a column start alike are neighbours."""
     return [ids.astype(np.int64).tobytes() for (ids,) in token_ids(dataset, [column])]

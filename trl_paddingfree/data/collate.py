@@ -50,7 +50,8 @@ class FlatCollator(DataCollatorMixin):
     prefix_sharing: bool = True
     keeps_rows: bool = False
 
-    # Rows of each example, all first ones before all second ones; `None`: as many as there are
+    # Rows of each example, all first ones before all second ones; `None`: as many as there are for each that is given.
+    # A collator that leaves out examples has to set it
     rows_per_example: ClassVar[int | None] = None
     # Arguments of TRL's collator that flat batches are padded by, too
     padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")
@@ -71,7 +72,7 @@ class FlatCollator(DataCollatorMixin):
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
         options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
-        return FlatBatch.from_padded(rows["input_ids"], self.row_labels(rows), lengths[:, 0].tolist(), **options)
+        return FlatBatch.from_padded(rows["input_ids"], mask, self.row_labels(rows), **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)
@@ -82,8 +83,15 @@ class FlatCollator(DataCollatorMixin):
 
     def on_host(self, rows: Inputs, num_features: int) -> CollatedRows:
         """What batches are made of: the rows of so many features."""
-        per_example = self.rows_per_example or len(rows["input_ids"]) // num_features
-        return CollatedRows(self, rows, len(rows["input_ids"]) // per_example)
+        num_rows, per_example = len(rows["input_ids"]), self.rows_per_example
+        if per_example is None and isinstance(self, (DataCollatorForPreference, DataCollatorForReward)):
+            per_example = 2  # however many pairs a subclass has left out
+        if per_example is None and (num_rows % num_features or not num_rows):
+            raise ValueError(
+                f"{type(self).__name__} gives {num_rows} rows for {num_features} examples, and does not say how many "
+                "rows each example has. Set it on the class, such as `rows_per_example = 2` for pairs."
+            )
+        return CollatedRows(self, rows, num_rows // (per_example or num_rows // num_features))
 
 
 @dataclass

@@ -33,7 +33,7 @@ def token_ids(dataset: Dataset, columns: Sequence[str]) -> Iterator[tuple[np.nda
 
 
 def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
-    """`(examples, 3)` int64: tokens that the sequences of prepared pairs start alike with, and the rest of each."""
+    """`(examples, 3)` int64, of pairs: tokens of the prefix that both sequences share, and of the rest of each."""
     rows = []
     for a, b in token_ids(dataset, (chosen, rejected)):
         alike = common_prefix(a, b)
@@ -65,7 +65,7 @@ def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str)
 
 
 def row_lengths(lengths: np.ndarray) -> np.ndarray:
-    """`(examples, rows)` int64: tokens of each row of each example, of lengths as for [`example_tokens`]."""
+    """`(examples, rows)` int64: tokens of each row of each example. `lengths` are those of [`example_tokens`]."""
     return lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
 
 

@@ -15,7 +15,7 @@ NAME_THE_DATA = "Name the data: `--dataset_name` (hub name, folder or file), or 
 
 
 def refuse_missing(name: str | None, advice: str) -> None:
-    """Refuse no name, with `advice`, and a file's or folder's path that is not here: the hub is not asked for it."""
+    """Refuse to go on without a name, which `advice` says how to give, or with a path that does not exist."""
     if not name:
         raise ValueError(advice)
     path = Path(name)
@@ -25,7 +25,7 @@ def refuse_missing(name: str | None, advice: str) -> None:
 
 
 def broken_json(file: str) -> str:
-    """Where a file of JSON, one value or one in each line, is no JSON; empty if it is."""
+    """Where a file is no JSON, one value or one per line, in words; empty if it is."""
     import fsspec
 
     with fsspec.open(file, "rt", encoding="utf-8", compression="infer") as opened:
@@ -47,8 +47,9 @@ def broken_json(file: str) -> str:
 
 def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfig", seed: int) -> "DatasetDict":
     """
-    The data that [`~trl.ScriptArguments`], with files also compressed, or [`~trl.DatasetMixtureConfig`] name. The
-    latter's `test_split_size` also splits, by `seed`, a data set that has no test split of its own.
+    Load the data that [`~trl.ScriptArguments`] or [`~trl.DatasetMixtureConfig`] name; files may be compressed.
+
+    With `test_split_size`, data without a test split is split at random, by `seed`.
     """
     from datasets import DatasetDict, load_dataset
     from datasets.exceptions import DatasetGenerationError, DatasetsError

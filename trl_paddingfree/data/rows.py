@@ -67,9 +67,9 @@ class GeneratedRows:
     """Rows with prompts padded on the left and completions on the right, on the host."""
 
     input_ids: torch.Tensor  # (R, L) int64
+    attention_mask: torch.Tensor  # (R, L) int64
     labels: torch.Tensor  # (R, L) int64: each token again where it is scored, else -100
-    starts: Sequence[int]  # of each row, the column in which it begins
-    lengths: Sequence[int]
+    lengths: Sequence[int]  # of each row
     options: dict[str, Any]  # of [`~trl_paddingfree.FlatBatch.from_padded`]
 
     @classmethod
@@ -87,13 +87,11 @@ class GeneratedRows:
                     f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave "
                     "out empty prompts, or set `padding_free=False`."
                 )
-        return cls(ids, targets, starts, lengths, options)
+        return cls(ids, mask, targets, lengths, options)
 
     def batch(self, reach: int | None = None) -> FlatBatch:
         """The flat batch of the rows, with positions that tell of `reach` tokens."""
-        return FlatBatch.from_padded(
-            self.input_ids, self.labels, self.lengths, self.starts, reach=reach, **self.options
-        )
+        return FlatBatch.from_padded(self.input_ids, self.attention_mask, self.labels, reach=reach, **self.options)
 
 
 def _by_key(keys: Sequence[bytes]) -> list[int]:

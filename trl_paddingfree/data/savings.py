@@ -49,7 +49,7 @@ class WasteReport:
 
 def waste_of(batches: Sequence[BatchCounts]) -> dict[str, float]:
     """
-    What batches hold, padded and not: speed-ups are those of a model whose time goes by its tokens.
+    What batches hold, padded and not. Predicted speed-ups assume that time is proportional to tokens.
 
     >>> waste = waste_of([BatchCounts(computed=60, real=80, padded=100, distinct=58)])
     >>> waste["wasted_by_padding"], waste["saved_by_sharing"], waste["predicted_speed_up"]

@@ -12,7 +12,7 @@ from .validate import column_names, message_problem
 
 logger = logging.get_logger(__name__)
 
-# What the rows get anew; a column of that name beside the conversations is replaced
+# Columns that each new row gets; columns of these names in the data are replaced
 CUT = ("prompt", "completion")
 # Column that says which conversation a row is of, until they have been counted and shuffled
 PLACE = "place_of_the_conversation"

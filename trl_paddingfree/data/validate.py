@@ -1,4 +1,4 @@
-"""Data as the user gave it: what is refused, with the row and the fix, and what is counted and said."""
+"""Checks of the user's data before TRL prepares it: bad rows are refused by number, odd ones are counted and logged."""
 
 from collections.abc import Sequence
 from reprlib import repr as short
@@ -73,7 +73,7 @@ def check_preferences(
     dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, name: str, num_proc: int | None = None
 ) -> AnyDataset:
     """
-    Refuse preference data that TRL would stumble over, and count what it trains on though it teaches little.
+    Refuse preference data that TRL would fail on, and log how many pairs have little to learn from.
 
     Nothing is taken out: padded TRL trains on an empty prompt, an empty completion and an identical pair, so we do.
     The data comes back; streaming data is checked row by row as it is read, and nothing is counted.
@@ -168,7 +168,8 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
         return
     for column in columns:
         kind = dataset.features.arrow_schema.field(column).type
-        if not (types.is_list(kind) or types.is_large_list(kind)) or not types.is_integer(kind.value_type):
+        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        if not is_list or not types.is_integer(kind.value_type):
             raise ValueError(
                 f"`{column}` of the {name} data is of type {kind}, and tokens are lists of whole numbers. Cast them "
                 f"with `dataset.cast_column('{column}', List(Value('int64')))`."

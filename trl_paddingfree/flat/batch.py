@@ -5,7 +5,7 @@ Shape legend: see `segments`; in addition
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
 
 IGNORE_INDEX = -100
+# Bits of a token, above which stands how many places were skipped before it
+_TOKEN_BITS = 32
+_TOKEN = 2**_TOKEN_BITS - 1
 # Arguments of a model by their names, as a collator gives them: padded rows, their flat batch, what belongs to images
 Inputs = dict[str, Any]
 
@@ -89,7 +92,6 @@ class FlatBatch(HasTensors):
         pad_to_multiple_of: int | None = None,
         pad_token_id: int = 0,
         width: int | None = None,
-        starts: Sequence[int] | None = None,
         reach: int | None = None,
         images: RowImages | None = None,
     ) -> "FlatBatch":
@@ -103,9 +105,8 @@ class FlatBatch(HasTensors):
                 Whether to compute prefixes that rows share once.
             pad_to_multiple_of, pad_token_id (`int`, *optional*, the latter defaults to `0`):
                 Pad `T` to a multiple of this value, with this token. The padding is one segment, part of no row.
-            width (`int`, *optional*), starts (`Sequence[int]`, *optional*):
-                `L` and the column in which each row begins, if the padded rows that the batch stands for are wider than
-                the longest row, or have padding on the left.
+            width (`int`, *optional*):
+                `L`, if the padded rows that the batch stands for are wider than the longest row.
             reach (`int`, *optional*):
                 Treat the longest row as this long, so that rotary frequencies that depend on the length match those of
                 the padded batch. Costs one token of padding.
@@ -126,9 +127,7 @@ class FlatBatch(HasTensors):
             flat = np.concatenate([np.zeros(0, np.int64), *known])
         segment_of = dict(zip(filled, last_segments, strict=True))
 
-        starts = starts or [0] * len(tokens)
-        ends = [start + len(row) for start, row in zip(starts, tokens, strict=True)]
-        real, width = sum(map(len, tokens)), max([width or 0, *ends])
+        real, width = sum(map(len, tokens)), max([width or 0, *map(len, tokens)])
         distinct = num_distinct_tokens(known) if own_labels else real
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
         if reach is not None and reach <= max(map(len, tokens)):
@@ -150,8 +149,8 @@ class FlatBatch(HasTensors):
         flat_labels = np.full(len(flat), IGNORE_INDEX)
         paths = [segments.path(segment_of.get(r, 0))[: len(row)] for r, row in enumerate(tokens)]
         for r, (path, target) in enumerate(zip(paths, targets, strict=True)):
-            row_index[r, starts[r] : ends[r]] = path
-            row_mask[r, starts[r] : ends[r]] = True
+            row_index[r, : len(path)] = path
+            row_mask[r, : len(path)] = True
             token_rows[path] += 1
             scored = target[1:] != IGNORE_INDEX
             flat_labels[path[:-1][scored]] = target[1:][scored]
@@ -178,26 +177,46 @@ class FlatBatch(HasTensors):
     def from_padded(
         cls,
         input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        lengths: Sequence[int],
-        starts: Sequence[int] | None = None,
+        attention_mask: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> "FlatBatch":
         """
-        Flatten rows that are padded on the right, or on either side. `row_index` is as wide as `input_ids`.
+        Flatten padded rows: padding may stand on either side of a row, and within it. `row_index` is as wide as they.
 
         Args:
-            input_ids, labels (`torch.Tensor` of shape `(R, L)`, int64):
-                Tokens of the rows, on the CPU; each token again where it is scored, else -100.
-            lengths, starts (`Sequence[int]`, the latter *optional*):
-                Length of each row, without its padding, and the column in which it begins, by default 0.
+            input_ids, attention_mask (`torch.Tensor` of shape `(R, L)`, int64):
+                Tokens of the rows, on the CPU, and which of them are no padding: all that is not 0.
+            labels (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
+                Each token again where it is scored, else -100. By default, nothing is scored.
+            position_ids (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
+                Position of each token, growing along its row. Rows then share what has the same positions, too. By
+                default, tokens are counted from the first of their row.
             **kwargs:
                 Others of [`FlatBatch.from_rows`], such as `prefix_sharing`.
         """
-        starts = starts or [0] * len(lengths)
-        spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        rows, targets = ([r[span] for r, span in zip(x.numpy(), spans, strict=True)] for x in (input_ids, labels))
-        return cls.from_rows(rows, targets, width=input_ids.size(1), starts=starts, **kwargs)
+        mask = (attention_mask != 0).numpy()
+        labels = torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels
+        rows, targets = ([row[real] for row, real in zip(x.numpy(), mask, strict=True)] for x in (input_ids, labels))
+        if position_ids is not None:  # tokens with different places in front of them are different tokens
+            places = zip(position_ids.numpy(), mask, strict=True)
+            skipped = [(row[real] - np.arange(real.sum())) << _TOKEN_BITS for row, real in places]
+            rows = [row + places for row, places in zip(rows, skipped, strict=True)]
+            targets = [np.where(x < 0, x, x + places) for x, places in zip(targets, skipped, strict=True)]
+        batch = cls.from_rows(rows, targets, width=mask.shape[1], **kwargs)
+        index = np.zeros(mask.shape, dtype=np.int64)
+        index[mask] = batch.row_index.numpy()[batch.row_mask.numpy()]
+        batch = replace(batch, row_index=torch.from_numpy(index), row_mask=torch.from_numpy(mask))
+        if position_ids is None:
+            return batch
+        tokens, targets_of = batch.input_ids, batch.shift_labels
+        return replace(
+            batch,
+            input_ids=tokens & _TOKEN,
+            position_ids=batch.position_ids + (tokens >> _TOKEN_BITS),
+            shift_labels=torch.where(targets_of < 0, targets_of, targets_of & _TOKEN),
+        )
 
     def to_rows(self) -> list[list[int]]:
         """The rows that the batch was made from. The inverse of [`FlatBatch.from_rows`]."""

@@ -21,14 +21,17 @@ _CALLS_OF_AN_ORDER = 4
 
 @dataclass(frozen=True)
 class AttentionCalls:
-    """Calls of attention that compute every segment once; shorter ones are padded on the right. `None`: as they lie."""
+    """
+    Calls of attention that compute every segment once; the shorter ones of a call are padded on the right. Rows that
+    are `None` are those of the flat axis, in their order.
+    """
 
     segments: tuple[tuple[int, ...], ...]  # of each of the `C` calls
     queries: tuple[int, ...]  # `Q` of each call
     keys: tuple[int, ...]  # `L` of each call
     query_rows: RowIndex | None  # flat position of each query row of all calls, `n * Q` for each
     key_rows: RowIndex | None  # the same of each key row, `n * L` for each
-    answers: RowIndex | None  # query row of all calls that answers for each of the `T` tokens
+    answers: RowIndex | None  # of each of the `T` tokens, the query row of all calls that holds its output
 
     @property
     def num_pairs(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from math import prod
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -59,13 +60,13 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
-        ctx.rows = rows
+        ctx.rows, ctx.width = rows, prod(states.shape[1:])
         copies = states.index_select(0, rows.index)
         return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        rows, copies = ctx.rows, grad.reshape(len(grad), -1)
+        rows, copies = ctx.rows, grad.reshape(len(grad), ctx.width)
         total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
         return total.reshape(-1, *grad.shape[1:]), None
 

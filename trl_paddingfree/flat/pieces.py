@@ -1,4 +1,4 @@
-"""Segments cut where others continue them, for layers that can hand the state at a fork on, and rows for the others.
+"""For layers that carry state: pieces, which hand their last state on where rows fork, or whole rows if they cannot.
 
 Shape legend: see `segments`; in addition
     P = pieces, G = calls, n = pieces or rows of a call, L = the longest of them, S = slots (the sum of n * L)
@@ -102,24 +102,57 @@ def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
     return tuple(np.array(pieces, dtype=np.int64).T)
 
 
-@once_per_layout
-def with_context(layout: FlatLayout, size: int) -> tuple[RowIndex, torch.Tensor]:
+def with_context(segments: Segments, size: int, span: range) -> tuple[np.ndarray, np.ndarray]:
     """
-    One axis on which the `size` tokens before each segment on its path stand before it, or empty places: the flat token
-    in each place, and the place of each flat token, `(T,)` int64.
+    One axis for a slice of the flat axis, or for all of it, on which the `size` tokens before each run on its path
+    stand before it: the flat token in each place, or -1, and the place of each token of the slice, `(t,)`; all int64.
+    A run is what the slice has of a segment.
+
+    >>> with_context(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)), 2, range(5, 8))
+    (array([3, 4, 5, 0, 1, 6, 7]), array([2, 5, 6]))
     """
-    segments, total = layout.segments, layout.segments.num_tokens
-    parts, own = [], []
-    for i, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
-        path = segments.path(i)[max(start - size, 0) :]
-        parts += [np.full(size - min(start, size), -1), path]
-        own.append(segments.offsets[i] + (i + 1) * size + np.arange(length))
-    return layout.row_index(np.concatenate(parts), total), layout.tensor(np.concatenate(own))
+    index: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    for i, (offset, start, length) in enumerate(zip(segments.offsets, segments.starts, segments.lengths, strict=False)):
+        first, last = max(span.start, offset), min(span.stop, offset + length)
+        if first < last:
+            start += first - offset
+            path = segments.path(i)[max(start - size, 0) : start + last - first]
+            index += [np.full(max(size - start, 0), -1), path]
+            places.append(np.arange(first, last) - span.start + (len(places) + 1) * size)
+    return np.concatenate(index), np.concatenate(places)
+
+
+def tokens_before(segments: Segments, size: int, span: range) -> np.ndarray:
+    """The flat tokens among those of [`with_context`] that a slice does not have, ascending, int64: all before it."""
+    index, _ = with_context(segments, size, span)
+    return np.unique(index[(index >= 0) & (index < span.start)])
+
+
+@dataclass(frozen=True)
+class Context:
+    """The axis of [`with_context`], for states of a slice that are followed by those of [`tokens_before`] it."""
+
+    rows: RowIndex  # which of these states is in each place, or none
+    places: torch.Tensor  # (t,) int64: the place of each token of the slice
+
+    @staticmethod
+    @once_per_layout
+    def of(layout: FlatLayout, size: int, span: range) -> "Context":
+        """The axis of a slice on the layout's device."""
+        index, places = with_context(layout.segments, size, span)
+        outside = (index >= 0) & (index < span.start)
+        before = np.unique(index[outside])  # `tokens_before`
+        index = np.where(outside, len(span) + np.searchsorted(before, index), index - span.start * (index >= 0))
+        return Context(layout.row_index(index, len(span) + len(before)), layout.tensor(places))
 
 
 @dataclass(frozen=True)
 class PathRows:
-    """One row per segment, its whole path, in calls of rows of about equal length. `None`: slots are flat tokens."""
+    """
+    One row per segment, its whole path, in calls of rows of about equal length. `slots` and `own` are `None` if the
+    flat axis as it is makes one call.
+    """
 
     shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
     slots: RowIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded

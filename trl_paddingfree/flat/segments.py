@@ -26,9 +26,10 @@ import numpy as np
 @dataclass(frozen=True)
 class Segments:
     """
-    A cut of `T` flat tokens into `N` segments. Each segment is one ordinary causal run of queries.
+    A cut of `T` flat tokens into `N` segments. The queries of each are causal over the keys of its path: what it
+    inherits from its parents, and its own.
 
-    Host truth is three tuples of ints; everything else is derived from them, once, on the CPU.
+    Three tuples of ints on the host define it. Everything else is derived from them, once, on the CPU.
 
     Args:
         lengths (`tuple[int, ...]`):
@@ -77,15 +78,18 @@ class Segments:
         return cls(tuple(lengths), (-1,) * len(lengths), (0,) * len(lengths))
 
     def __getstate__(self) -> dict:
-        # Data loader workers send the host truth only: the rest is cheap to derive again
+        # Data loader workers send the three tuples only: the rest is cheap to derive again
         return {name: vars(self)[name] for name in ("lengths", "parents", "starts")}
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """The segment that holds the last token which each segment inherits, or -1: the parent, or before it."""
+        """
+        `(N,)` ints: the segment in which the token before each segment's first one lies, -1 for roots. It is the
+        parent, or an ancestor of it if the parent inherits that token, too.
+        """
         holders = []
         for parent, start in zip(self.parents, self.starts, strict=True):
-            while parent != -1 and self.starts[parent] >= start:  # the parent's own first token is not continued
+            while parent != -1 and self.starts[parent] >= start:  # it continues what its parent inherits
                 parent = self.parents[parent]
             holders.append(parent)
         return tuple(holders)
@@ -196,10 +200,19 @@ def num_distinct_tokens(rows: Sequence[np.ndarray]) -> int:
 
 def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...], np.ndarray]:
     """
-    Non-empty rows of int64 tokens with every prefix that several of them share there once: the segments, the segment
-    that each row ends in, and the `(T,)` int64 flat tokens. Each row is put beside the earlier one that it resembles
-    most. Among sorted rows, the prefix that two share is the shortest of those of neighbours in between, so that all
-    token-level work is one sort of byte strings and one comparison per adjacent pair.
+    Lay rows out on one flat axis on which each prefix that several of them share is there once.
+
+    Each row continues the earlier one with which it has the longest prefix in common. Among sorted rows, two have as
+    much in common as the least that neighbours between them have, so that all work on tokens is one sort of byte
+    strings and one comparison per adjacent pair.
+
+    Args:
+        rows (`Sequence[np.ndarray]`):
+            The tokens of each row, int64; no row is empty.
+
+    Returns:
+        `tuple[Segments, tuple[int, ...], np.ndarray]`: The segments, the segment in which each row ends, and the `(T,)`
+        int64 flat tokens.
 
     >>> share_prefixes([np.array([1, 2, 3, 4]), np.array([1, 2, 5])])
     (Segments(lengths=(4, 2), parents=(-1, 0), starts=(0, 1)), (0, 1), array([1, 2, 3, 4, 2, 5]))

@@ -20,16 +20,16 @@ class HasTensors:
     """A value whose fields hold tensors, or values that do."""
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same with `fn` of each tensor, in a fixed order."""
+        """A copy in which each tensor `x` is `fn(x)`; the order of the calls is always the same."""
         return replace(self, **{f.name: _mapped(vars(self)[f.name], fn) for f in fields(self)})
 
     def pin_memory(self) -> Self:
-        """The same in one buffer of page-locked memory, called by the data loader."""
+        """A copy in one buffer of page-locked memory. PyTorch's data loader calls this by its name."""
         tensors = self._tensors()
         return self._with(tensors, _views(_packed(tensors), tensors))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same on another device, or itself: to an accelerator in one copy, which the host does not wait for."""
+        """A copy on another device, or itself if it is there: one transfer, which the host does not wait for."""
         to = torch.device(device)
         tensors = [x for x in self._tensors() if x.device.type != to.type or to.index not in (None, x.device.index)]
         if not tensors:
@@ -45,7 +45,7 @@ class HasTensors:
         return list(found.values())
 
     def _with(self, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> Self:
-        """The same with `others` in place of `tensors`."""
+        """A copy with `others` in place of `tensors`."""
         place = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
         return self.map(lambda tensor: place.get(id(tensor), tensor))
 
@@ -74,7 +74,7 @@ def _sizes(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The buffer that the data loader has made of `tensors`, or a new one: views of other dtypes do not know theirs."""
+    """The buffer that the data loader has made of `tensors`, known by its addresses, or else a new one."""
     sizes, storage = _sizes(tensors), tensors[0].untyped_storage()
     places = [x.data_ptr() - storage.data_ptr() for x in tensors]
     is_buffer = storage.nbytes() == sum(sizes) and places == [0, *accumulate(sizes)][:-1] and tensors[0].is_pinned()

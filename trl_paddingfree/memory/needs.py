@@ -66,9 +66,9 @@ class MemoryNeeds:
         before, after = np.cumsum([0, *recomputed]), np.cumsum([0, *kept[::-1]])[::-1]
         return np.rint(self.correction * (before + after + np.dot(self.outside, load))).astype(np.int64)
 
-    def _head(self, load: np.ndarray) -> float:
-        """Bytes that the LM head works with for a time."""
-        return np.dot(self.head, load) + self.tile[0] * min(load[-1], self.tile[1])
+    def _head(self, load: np.ndarray, scored: int | None = None) -> float:
+        """Bytes that the LM head works with for a time, with so many scored tokens, or all at once."""
+        return np.dot(self.head, load) + self.tile[0] * min(load[-1] if scored is None else scored, self.tile[1])
 
     def peaks(self, load: np.ndarray) -> np.ndarray:
         """`(layers + 1,)` int64: bytes at the peak of a micro-batch, if the first `n` layers recompute."""
@@ -78,13 +78,16 @@ class MemoryNeeds:
         redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
-    def peak_of_slices(self, slices: np.ndarray, num_kept: int, whole: np.ndarray) -> int:
+    def peak_of_slices(self, slices: np.ndarray, num_kept: int, whole: np.ndarray, scored: int | None = None) -> int:
         """
         Bytes at the peak of a batch in slices, by the `(slices, loads)` of each and that of the `whole`: one slice with
-        all that its layers keep, and the keys and values of `num_kept` tokens, with their gradients.
+        all that its layers keep, and the keys and values of `num_kept` tokens, with their gradients. The head gets so
+        many `scored` tokens at a time, by default all.
         """
         layers, working = np.asarray(self.kept).sum(0), np.dot(slices, self.working)
-        working[-1] = max(working[-1], self._head(whole))  # the last is there as the backward pass of the head begins
+        working[-1] = max(
+            working[-1], self._head(whole, scored)
+        )  # the last is there as the backward pass of the head begins
         outside = np.dot(self.outside, whole)
         bytes_needed = (slices @ layers + working).max() + 2 * self.of_keys * num_kept + outside
         return self.fixed + round(self.correction * bytes_needed)

@@ -111,7 +111,9 @@ class Plan:
 
         def cut(size: int) -> Decision:
             cuts = cut_by_size(batch.layout.segments, size, batch.layout.host_blocks)
-            return Decision(cuts, None, self._peak_of_slices(batch, cuts, sizes))
+            # Weights of a head that is sharded are gathered at each of its calls
+            scored = None if self.is_sharded or not cuts else size
+            return Decision(cuts, None, self._peak_of_slices(batch, cuts, sizes), scored)
 
         best = cut(most)
         if self.needs is None or best.expected <= self.budget:
@@ -148,7 +150,8 @@ class Plan:
         if self.needs is None:
             return 0
         loads = slice_loads(batch.layout.segments, cuts, self.route, whole)
-        return self.needs.peak_of_slices(loads, num_kept(batch.layout.segments, cuts), whole)
+        scored = whole[-1] if self.is_sharded else min(whole[-1], int(np.diff(cuts).max()))
+        return self.needs.peak_of_slices(loads, num_kept(batch.layout.segments, cuts), whole, int(scored))
 
     def _refuse_whole(self, batch: FlatBatch) -> None:
         """Refuse a batch above its budget of a model that cannot compute slices."""

@@ -1,5 +1,6 @@
 """Models by public names of their layers and configurations: limits, rotary kinds, dropout, layers that recompute."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,12 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     """The most positions that a row may have, by every name that transformers has for it in this configuration."""
     values = [config_value(model.config.get_text_config(), name) for name in ("max_position_embeddings", "max_seq_len")]
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
+
+
+def counts_positions_by_mask(model: PreTrainedModel) -> bool:
+    """Whether rows without `position_ids` are counted from their first token, as OPT does it, and not by columns."""
+    tables = {type(module) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    return any("attention_mask" in inspect.signature(table.forward).parameters for table in tables)
 
 
 def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

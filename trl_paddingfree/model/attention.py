@@ -170,7 +170,8 @@ class StandIn(str):
 
     It reads and compares as the name of the other: modeling files ask for that (`if config._attn_implementation in
     ("eager", "sdpa")`), and generation and padded rows must go on as before. It hashes as a name of its own, by which
-    transformers' registries find ours.
+    transformers' registries find ours. So a dict or a set finds it by that only, never by the name that it equals: GIT,
+    which looks its class up in a dict, cannot be built anew from the configuration of an installed model.
     """
 
     key: tuple[str, BackendName]  # the implementation that it stands in for, and the backend
@@ -181,7 +182,7 @@ class StandIn(str):
         return name
 
     def __reduce__(self):
-        return StandIn, self.key
+        return register_attention, self.key  # a model that was saved whole is loaded where nothing is registered
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -4,6 +4,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 import torch
@@ -12,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
+from ..flat.counts import BatchCounts
 from ..flat.layout import Attention, FlatLayout
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
@@ -25,6 +27,9 @@ from .routes import ATTENTION_BACKENDS, Route
 from .sequence import SequenceGroup
 from .slices import Decision
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
+
+if TYPE_CHECKING:
+    from .padded import PaddedCalls
 
 # Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
 ATTRIBUTE = "flat_model"
@@ -63,18 +68,29 @@ class FlatModel:
         self.num_recomputed: int | None = None  # how many of them recompute; `None`, if nothing was decided
         self.is_pooled = is_pooled(model)
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
+        self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
+        self.counts = BatchCounts()  # of these calls so far
         self.exchanges: tuple[Exchange, ...] = ()  # what goes around attention
         self.decide: Callable[[FlatBatch], Decision] | None = None  # by a budget, if there is one
+        self.latest = Decision()  # of the pass that is being computed
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
-        return {**vars(self), "flattener": None, "group": None, "exchanges": (), "decide": None, "edits": EditsFound()}
+        return {
+            **vars(self),
+            "flattener": None,
+            "group": None,
+            "exchanges": (),
+            "decide": None,
+            "latest": Decision(),
+            "edits": EditsFound(),
+        }
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
         """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
-        return flat if flat is not None and flat._is_called else None
+        return flat if flat is not None and (flat.padded or flat._is_called) else None
 
     def divide_among(self, group: SequenceGroup | None) -> None:
         """Have the processes of a group, if there is one, compute slices of each batch."""
@@ -137,6 +153,8 @@ class FlatModel:
             self.edits.ask(batch, kwargs)
         elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+        elif self.padded is not None:
+            return self.padded.of_model(self.forwards[-1], args, kwargs)
         else:
             return self.forwards[-1](*args, **kwargs)
         return flat_forward(self, batch, **kwargs)
@@ -176,8 +194,8 @@ class FlatModel:
         """How a pass that begins computes a batch."""
         self.has_trained |= torch.is_grad_enabled()
         if self.decide is None:
-            return Decision()
-        decision = self.decide(batch)
+            return self.latest
+        self.latest = decision = self.decide(batch)
         if torch.is_grad_enabled():
             self.num_recomputed = decision.num_recomputed
             self.set_layers()

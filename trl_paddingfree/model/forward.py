@@ -92,7 +92,10 @@ def scored_in_rows(
     apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with apart, flat_backbone(flat_model, own, own.scored_of) as given:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
-        outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
+        if (size := flat_model.latest.num_scored) is None:
+            outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
+        else:
+            outputs = _scored_by_and_by(flat_model, inputs, beside, size)
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
     if group is not None:
         values = group.gather_scored(values, batch)
@@ -109,6 +112,28 @@ def scored_in_rows(
         share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
         loss = loss + (share or 0.0) * aux_loss
     return replace(outputs, **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
+
+
+def _scored_by_and_by(flat_model: "FlatModel", inputs: Inputs, beside: Inputs, size: int) -> "FusedCausalLMOutput":
+    """What TRL's head says of all scored tokens, given `size` of them at a time: it works on as many logits at once."""
+    model, labels = flat_model.model, inputs.pop("shift_labels")
+    taken = inspect.signature(model.base_model.forward).parameters
+    asked = {name: x for name, x in beside.items() if name in taken or name.startswith("output_")}
+    if architecture.config_value(model.config.get_text_config(), "output_router_logits"):
+        asked.setdefault("output_router_logits", True)
+    states = model.base_model(**inputs, **{**asked, "use_cache": False})
+    outputs: list[FusedCausalLMOutput] = []
+    for hidden, targets in zip(states.last_hidden_state.split(size, 1), labels.split(size, 1), strict=True):
+        given = BaseModelOutput(last_hidden_state=hidden)
+        told = {**inputs, **beside}
+        if outputs:
+            told["output_router_logits"] = False  # whose loss is one of all tokens
+        else:
+            given["router_logits"] = states.get("router_logits")
+        with attributes_set([(model.base_model, "forward", lambda given=given, **_: given)]):
+            outputs.append(flat_model.forwards[-1](**told, shift_labels=targets, fused_lm_head=True))
+    joined = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
+    return replace(outputs[0], **joined)
 
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
@@ -155,6 +180,45 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
 
 
 @contextmanager
+def computing(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
+    """Within this context, a backbone computes a batch. Gives what it is told of the layout, in place of a mask."""
+    decision = flat_model.decision(batch)
+    model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
+    told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
+    told["use_cache"] = False
+    if "attention_mask" not in told:
+        config = model.config.get_text_config()
+        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
+    if exchanges := flat_model.exchanges:
+        carrying = lambda x: FlatMask.carrying(x.flat_layout, x.ndim == 2, exchanges, flat_model.group)  # noqa: E731
+        told["attention_mask"] = map_masks(carrying, told["attention_mask"])
+
+    def give_boundaries(module, args, kwargs):
+        return args, {**kwargs, **boundaries(layout)}
+
+    with ExitStack() as hooks:
+        if batch.images is not None:
+            hooks.enter_context(features_in_order(model, batch.images))
+        embeddings = model.get_input_embeddings()
+        if (alpha := vars(embeddings).get(NOISE)) is not None:  # as in rows: it shrinks with the length of an axis
+            of_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
+            hooks.enter_context(attributes_set([(embeddings, NOISE, of_rows)]))
+        if decision.cuts:
+            hooks.enter_context(in_slices(model, batch, decision.cuts))
+        if backend == "positions":  # by transformers' own arguments, in place of a mask
+            if takes_images(model):  # a vision tower has boundaries of its own, and would take these
+                hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))
+            else:
+                told |= boundaries(layout)
+        try:
+            yield told
+        except (IndexError, RuntimeError, ValueError) as error:
+            if (explained := _explained(model, batch, error)) is error:
+                raise
+            raise explained from error
+
+
+@contextmanager
 def flat_backbone(
     flat_model: "FlatModel",
     batch: FlatBatch,
@@ -169,30 +233,11 @@ def flat_backbone(
     With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
     `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
     """
-    decision = flat_model.decision(batch)
-    model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
-    told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
-    told["use_cache"] = False
-    if "attention_mask" not in told:
-        config = model.config.get_text_config()
-        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
-    if exchanges := flat_model.exchanges:
-        told["attention_mask"] = map_masks(
-            lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, exchanges), told["attention_mask"]
-        )
-    if swaps_inputs:
-        told |= {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    model = flat_model.model
+    swapped = {"input_ids": batch.input_ids, "position_ids": batch.position_ids} if swaps_inputs else {}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
     given: list[BaseModelOutput] = []
-
-    def give_layout(module, args, kwargs):
-        if swaps_inputs:  # some heads hand `input_ids` on by its place
-            args, kwargs = (), {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
-        return args, {**kwargs, **told}
-
-    def give_boundaries(module, args, kwargs):
-        return args, {**kwargs, **boundaries(layout)}
 
     def give_head(module, args, outputs):
         if for_head is not None and not given:  # not again, where one of the backbones is within another
@@ -200,28 +245,18 @@ def flat_backbone(
         given.append(outputs)
         return outputs
 
-    with ExitStack() as hooks:
-        if batch.images is not None:
-            hooks.enter_context(features_in_order(model, batch.images))
-        embeddings = model.get_input_embeddings()
-        if (alpha := vars(embeddings).get(NOISE)) is not None:  # as in rows: it shrinks with the length of an axis
-            of_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
-            hooks.enter_context(attributes_set([(embeddings, NOISE, of_rows)]))
-        if decision.cuts:
-            hooks.enter_context(in_slices(model, batch, decision.cuts))
+    with computing(flat_model, batch) as told, ExitStack() as hooks:
+
+        def give_layout(module, args, kwargs):
+            if swaps_inputs:  # some heads hand `input_ids` on by its place
+                names = inspect.signature(module.forward).parameters
+                args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+            return args, {**kwargs, **told, **swapped}
+
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
             hooks.enter_context(backbone.register_forward_hook(give_head))
-        if backend == "positions":  # by transformers' own arguments, in place of a mask
-            # A vision tower has boundaries of its own, and would take these
-            for module in [model.get_decoder()] if takes_images(model) else backbones:
-                hooks.enter_context(module.register_forward_pre_hook(give_boundaries, with_kwargs=True))
-        try:
-            yield given
-        except (IndexError, RuntimeError, ValueError) as error:
-            if (explained := _explained(model, batch, error)) is error:
-                raise
-            raise explained from error
+        yield given
     if not given:
         raise ValueError(
             f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "

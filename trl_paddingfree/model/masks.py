@@ -5,19 +5,47 @@ Shape legend: see [`~trl_paddingfree.flat.segments`].
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..flat.batch import Inputs
 from ..flat.layout import FlatLayout, once_per_layout
+from ..flat.pieces import Context
 
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Attention around attention: of a function that computes it, the layout, the layer, and states
 Exchange = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+# A recurrence along the whole tree, of inputs by weights
+Scan = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], torch.Tensor]
 # What a backbone gets as its mask
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
+
+
+class StateExchange(Protocol):
+    """
+    What layers with a state need of other slices of the flat axis, asked by the two functions of theirs that look along
+    it: convolutions and scans. All else they compute for the tokens of their slice alone.
+    """
+
+    def span(self, num_tokens: int) -> range:
+        """The flat tokens of this slice, of `num_tokens` in all."""
+
+    def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
+        """
+        States `(t, C)` of the slice, followed by those `(O, C)` of tokens of others among the `size` tokens before each
+        of its own on its path; and where all of them stand on the axis of a convolution.
+        """
+
+    def scan(
+        self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """
+        The outputs `(1, t, H, ...)` of a `scan` for the slice. Of its `inputs (1, t, heads, ...)`, the first has all
+        `H` heads of the state, others may have fewer, which several of these share. Its `weights` are `(H, ...)`.
+        """
 
 
 class FlatMask(torch.Tensor):
@@ -30,16 +58,25 @@ class FlatMask(torch.Tensor):
 
     flat_layout: FlatLayout
     exchanges: tuple[Exchange, ...]
+    states: StateExchange | None
 
     @classmethod
-    def carrying(cls, layout: FlatLayout, per_token: bool = False, exchanges: tuple[Exchange, ...] = ()) -> "FlatMask":
+    def carrying(
+        cls,
+        layout: FlatLayout,
+        per_token: bool = False,
+        exchanges: tuple[Exchange, ...] = (),
+        states: StateExchange | None = None,
+    ) -> "FlatMask":
         """
-        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, T)` as layers with a state expect it. Attention goes
-        through the `exchanges`, the first of which is next to the backend.
+        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it. Attention goes
+        through the `exchanges`, the first of which is next to the backend; layers with a state ask `states`.
         """
-        shape = (1, layout.segments.num_tokens) if per_token else (1, 1, 1, 1)
+        total = layout.segments.num_tokens
+        tokens = total if states is None else len(states.span(total))
+        shape = (1, tokens) if per_token else (1, 1, 1, 1)
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
-        mask.flat_layout, mask.exchanges = layout, exchanges
+        mask.flat_layout, mask.exchanges, mask.states = layout, exchanges, states
         return mask
 
     @classmethod
@@ -53,7 +90,8 @@ class FlatMask(torch.Tensor):
                 raise RuntimeError(
                     f"the model computes with its attention mask ({func.__name__}): it needs a dense one"
                 )
-            result.flat_layout, result.exchanges = masks[0].flat_layout.to(result.device), masks[0].exchanges
+            result.flat_layout = masks[0].flat_layout.to(result.device)
+            result.exchanges, result.states = masks[0].exchanges, masks[0].states
         return result
 
 

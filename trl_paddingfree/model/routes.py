@@ -11,7 +11,7 @@ from ..flat.layout import FlatLayout
 from . import architecture
 from .masks import FlatMask, dense_mask
 from .sequence import SequenceGroup
-from .state_layers import carries_state, goes_along_tree
+from .state_layers import can_go_along_tree, carries_state, goes_along_tree, state_heads, state_layers
 
 BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
 # Fastest first
@@ -146,10 +146,14 @@ def why_not_to_share(backend: BackendName, previous: str) -> str:
 def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
     """Refuse a model that `size` processes cannot compute in slices by a route, before anything is exchanged."""
     heads, reason = architecture.config_value(model.config.get_text_config(), "num_attention_heads"), ""
+    states = state_heads(model)
+    whole = sorted({type(layer).__name__ for layer in state_layers(model) if not can_go_along_tree(layer)})
     if route.backend not in ATTENTION_BACKENDS:
         reason = f"its attention is computed by {route}, which does not take some heads of all tokens"
-    elif carries_state(model):
-        reason = "it has layers that hand a state on from token to token, each of which needs all tokens"
+    elif whole:
+        reason = f"its layers of the class {' and '.join(whole)} hand a state on from token to token within whole rows"
+    elif states is not None and states < size:
+        reason = f"its layers that carry state have {states} heads, of which each process needs one"
     elif isinstance(heads, int) and heads < size:
         reason = f"it has {heads} attention heads, of which each process needs one"
     elif any(vars(layer).get("attn_temperature_tuning") for layer in architecture.attention_layers(model)):

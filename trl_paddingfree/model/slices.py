@@ -43,11 +43,14 @@ class Decision:
             How many layers recompute their activations in the backward pass. By default, those that are set to.
         expected (`int`, *optional*, defaults to `0`):
             Bytes of memory at its peak; 0, if nobody has counted.
+        num_scored (`int`, *optional*):
+            How many scored tokens the head gets at a time. By default, all of them.
     """
 
     cuts: tuple[int, ...] = ()
     num_recomputed: int | None = None
     expected: int = 0
+    num_scored: int | None = None
 
     @property
     def num_slices(self) -> int:

@@ -39,6 +39,9 @@ _MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits
 # Tokens of a small chunk: fewer than most pieces have
 _SMALL_CHUNK = 8
 
+# Where layers keep how many heads their state has: delta rules, and all others
+_STATE_HEADS = ("num_v_heads", "num_heads")
+
 
 def is_state_layer(module: torch.nn.Module) -> bool:
     """Whether `module` has a short convolution, which goes before every recurrence that has kernels."""
@@ -88,7 +91,7 @@ def _installed(layer: torch.nn.Module) -> "StateForward | None":
     return vars(layer)[ATTRIBUTE] if mark_of(layer, ATTRIBUTE) else None
 
 
-def _can_go_along_tree(layer: torch.nn.Module) -> bool:
+def can_go_along_tree(layer: torch.nn.Module) -> bool:
     """Whether a layer calls functions that can be given the state at a fork, and that ours can stand in for."""
     forward = _own_forward(layer)
     if not is_state_layer(layer) or not upstream.state_functions(forward):
@@ -99,9 +102,15 @@ def _can_go_along_tree(layer: torch.nn.Module) -> bool:
     return False
 
 
+def state_heads(model: PreTrainedModel) -> int | None:
+    """The fewest heads that the state of any layer has; `None` if none has heads (but channels, or no state)."""
+    parts = [vars(part) for layer in state_layers(model) for part in layer.modules()]
+    return min((held[name] for held in parts for name in _STATE_HEADS if isinstance(held.get(name), int)), default=None)
+
+
 def goes_along_tree(model: PreTrainedModel) -> bool:
     """Whether any layer of `model` that carries state can go along the tree."""
-    return any(map(_can_go_along_tree, state_layers(model)))
+    return any(map(can_go_along_tree, state_layers(model)))
 
 
 def repeats_prefixes(model: PreTrainedModel) -> bool:
@@ -111,7 +120,7 @@ def repeats_prefixes(model: PreTrainedModel) -> bool:
 
 def _is_along_tree(layer: torch.nn.Module) -> bool:
     state = _installed(layer)
-    return _can_go_along_tree(layer) if state is None else state.along_tree
+    return can_go_along_tree(layer) if state is None else state.along_tree
 
 
 def describe_state_layers(model: PreTrainedModel) -> str:
@@ -167,7 +176,7 @@ def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
     for layer in state_layers(model):
         state = _installed(layer) or _install(layer)
         missing = upstream.missing_state_kernels(state.forward)
-        state.along_tree = along_tree and _can_go_along_tree(layer)
+        state.along_tree = along_tree and can_go_along_tree(layer)
         state.kernels = frozenset(name for name, package in missing.items() if package is None)
         state.takes_boundaries = upstream.takes_state_boundaries(layer)
 
@@ -222,7 +231,7 @@ def is_layout(value: object) -> TypeGuard[FlatMask]:
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that know of the tree."""
-    functions = tree_functions(mask.flat_layout, upstream.state_functions(state.forward), state.kernels)
+    functions = tree_functions(mask, upstream.state_functions(state.forward), state.kernels)
     without = [None if is_layout(value) else value for value in args]
     told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
     return with_functions(state.forward, functions)(*without, **told)

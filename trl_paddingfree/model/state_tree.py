@@ -2,7 +2,8 @@
 
 Such a layer runs flat. Of its forward, only a convolution and a recurrence look along the sequence: functions that the
 modeling file calls by name, and that ours stand in for while a flat batch is computed. The convolution gets the tokens
-before each segment beside it; the recurrence goes from piece to piece of the tree, level by level.
+before each segment beside it; the recurrence goes from piece to piece of the tree, level by level. In slices, both ask
+for what lies in others.
 
 Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
     C = channels, H = heads, D = channels of a head, K, N = sizes of a state
@@ -18,7 +19,8 @@ from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
 from ..flat.layout import FlatLayout, GatherRows
-from ..flat.pieces import PieceCall, Pieces, with_context
+from ..flat.pieces import Context, PieceCall, Pieces
+from .masks import FlatMask
 
 # What pieces give: their outputs, and the states in which they end, if others continue them
 Step = tuple[torch.Tensor, torch.Tensor | None]
@@ -61,43 +63,50 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
     return made
 
 
-def tree_functions(layout: FlatLayout, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
-    """What stands in for `functions` of a layer, which look along the sequence. Those in `kernels` have a kernel."""
-    return {name: partial(_ALONG_TREE[name], layout, call, name in kernels) for name, call in functions.items()}
+def tree_functions(mask: FlatMask, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
+    """
+    What stands in for `functions` of a layer, which look along the sequence, in a batch of which its mask tells. Those
+    in `kernels` have a kernel.
+    """
+    return {name: partial(_ALONG_TREE[name], mask, call, name in kernels) for name, call in functions.items()}
 
 
 def _convolve(
-    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
+    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """A causal convolution of `(1, C, T)`: each segment with what precedes it, as far as the kernel reaches."""
-    tokens, places = with_context(layout, weight.size(-1) - 1)
-    axis = GatherRows.apply(states.squeeze(0).T, tokens).T
+    rows, size = states.squeeze(0).T, weight.size(-1) - 1
+    if mask.states is None:
+        context = Context.of(mask.flat_layout, size, range(len(rows)))
+    else:
+        rows, context = mask.states.context(mask.flat_layout, rows, size)
+    axis = GatherRows.apply(rows, context.rows).T
     axis = axis if has_kernel else axis.contiguous()  # PyTorch's own convolution takes twice as long otherwise
-    return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, places)
+    return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, context.places)
 
 
 def _delta_rule(
-    layout: FlatLayout, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
+    mask: FlatMask, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, initial_state: None = None,
     output_final_state: bool = False, **kwargs: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """A (gated) delta rule of `(1, T, H, D)`. Zeros are no step: neither decay nor update."""
 
     def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
-        query, key, value, g, beta = parts
+        value, g, beta, query, key = parts
         chunks = {"cu_seqlens": piece.boundaries} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
         told = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
         return function(query, key, value, g=g, beta=beta, **told)
 
-    pieces = Pieces.of(layout, None if has_kernel else step_cost(layout.device))
-    return _by_levels(pieces, (query, key, value, g, beta), call), None
+    return _scan(mask, (value, g, beta, query, key), (), call, joins_pieces=has_kernel), None
 
 
 def _chunk_scan(
-    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
-    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
+    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
     return_final_states: bool = False, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """Mamba 2's scan of `(1, T, H, D)`. Time steps are made here: behind bias, softplus and limits, zero is no step."""
@@ -105,30 +114,37 @@ def _chunk_scan(
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
-    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
+    def call(
+        A: torch.Tensor, D: torch.Tensor | None, piece: PieceCall, parts: Sequence[torch.Tensor],
+        state: torch.Tensor | None, goes_on: bool,
+    ) -> Step:  # fmt: skip
         states, dt, B, C = parts
         chunks = {} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
-        told = {**kwargs, **chunks, "initial_states": state, "return_final_states": goes_on}
+        told = {**kwargs, **chunks, "D": D, "initial_states": state, "return_final_states": goes_on}
         result = function(states, dt, A, B, C, **told)
         return result if goes_on else (result, None)
 
-    return _by_levels(Pieces.of(layout, step_cost(layout.device)), (states, dt, B, C), call)
+    return _scan(mask, (states, dt, B, C), (A, D), call)
 
 
 def _selective_scan(
-    layout: FlatLayout, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
-    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False,
-    **kwargs: object,
+    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None, delta_softplus: bool = False,
+    return_last_state: bool = False, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """
-    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`. It starts from nothing only, but is linear in its
-    state: what is left of that adds to its outputs, and is decayed by all time steps so far.
+    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`: each channel is a head, and all share `B` and `C`
+    of `(1, N, T)`. It starts from nothing only, but is linear in its state: what is left of that adds to its outputs,
+    and is decayed by all time steps so far.
     """
-    told = {**kwargs, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
 
-    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
-        states, dt, B, C = (part.transpose(1, 2) for part in parts)
+    def call(
+        A: torch.Tensor, D: torch.Tensor | None, delta_bias: torch.Tensor | None, piece: PieceCall,
+        parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool,
+    ) -> Step:  # fmt: skip
+        told = {**kwargs, "D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        states, dt, B, C = (part.flatten(2).transpose(1, 2) for part in parts)
         if not goes_on:
             outputs, last = function(states, dt, A, B, C, **told), None
         elif has_kernel:
@@ -145,8 +161,8 @@ def _selective_scan(
                 last = last + (state * torch.exp(A * steps[..., -1:])).to(last.dtype)
         return outputs.transpose(1, 2), last
 
-    parts = [x.transpose(1, 2) for x in (states, dt, B, C)]
-    outputs = _by_levels(Pieces.of(layout, step_cost(layout.device)), parts, call, {1: _NO_STEP}).transpose(1, 2)
+    inputs = [*(x.transpose(1, 2) for x in (states, dt)), *(x.transpose(1, 2).unsqueeze(2) for x in (B, C))]
+    outputs = _scan(mask, inputs, (A, D, delta_bias), call, padding={1: _NO_STEP}).transpose(1, 2)
     return outputs if z is None else outputs * silu(z)
 
 
@@ -172,7 +188,7 @@ def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor,
     return outputs[..., :length], outputs[..., length:]
 
 
-def _no_fused_form(layout: FlatLayout, function: Callable, has_kernel: bool, *args: object, **kwargs: object) -> None:
+def _no_fused_form(*args: object, **kwargs: object) -> None:
     """A fused form of a convolution and a scan says so if it has no kernel, and the layer calls them one by one."""
 
 
@@ -199,6 +215,24 @@ def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int
     calls = [(call.shape[0], *_even_chunks(call)) for level in pieces.levels for call in level]
     pairs = sum(rows * chunks * length**2 for rows, chunks, length in calls)
     return len(pieces.slots.index) - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
+
+
+def _scan(
+    mask: FlatMask, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
+    call: Callable, joins_pieces: bool = False, padding: dict[int, float] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """
+    A recurrence of `inputs (1, T, heads, ...)` along the tree, by a `call` that is given its `weights (heads, ...)`
+    before all else; or that of a slice, see [`~trl_paddingfree.model.masks.StateExchange`]. The pieces of a level are
+    rows of like length, or with `joins_pieces` one after the other in one row.
+    """
+    layout = mask.flat_layout
+
+    def scan(inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device))
+        return _by_levels(pieces, inputs, partial(call, *weights), padding)
+
+    return scan(inputs, weights) if mask.states is None else mask.states.scan(layout, scan, inputs, weights)
 
 
 def _by_levels(

@@ -157,6 +157,7 @@ class FlatTrainer(GroupedTrainer):
         if flat.models:
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
+        upstream.apply_liger(self.model, self.args)
         upstream.cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         flat.trained = flat.models[0]

@@ -74,7 +74,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        per_row = 2 if "chosen" in column_names(dataset) else 1
+        per_row = 2 if {"chosen", "rejected"} <= {*column_names(dataset)} else 1  # TRL makes two examples of a pair
         log_dropped(dataset_name, dataset, prepared, args.max_length, per_row=per_row)
         return prepared
 

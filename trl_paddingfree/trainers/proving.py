@@ -79,6 +79,8 @@ class StartUpCheck:
         """Have models, the trained one first, compute flat batches: by proven routes, or by plans before weights."""
         self.trained, *_ = bases = [self._base(model) for model in models]
         for base in bases:
+            if (flat := FlatModel.of(base)) is not None and flat.padded is not None:
+                flat.padded.remove()  # this trainer calls its models with flat batches
             if not is_pooled(base):
                 upstream.put_head(base)
         if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
@@ -124,7 +126,9 @@ class StartUpCheck:
             results = self._results_of(models)
         if self.accelerator.is_main_process:
             seconds = time.perf_counter() - start
-            logger.warning(f"Padding-free, {results[0].route}: exact on this model (checked in {seconds:.1f} s).")
+            missing = dict.fromkeys(each for result in results for each in result.not_compared)
+            found = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
+            logger.warning(f"Padding-free, {results[0].route}: {found} (checked in {seconds:.1f} s).")
             logger.info(f"The start-up check: {results[0]}.")
             if said := describe_state_layers(self._base(models[0])):
                 logger.warning(said)
@@ -151,7 +155,8 @@ class StartUpCheck:
                     "out."
                 )
             if trains and self.accelerator.is_main_process:
-                logger.warning(f"Slices within the budget: exact on this model ({result}).")
+                found = "exact as far as it was compared" if result.skipped else "exact on this model"
+                logger.warning(f"Slices within the budget: {found} ({result}).")
 
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
         routes = [self.plan(model) for model in models]
@@ -246,7 +251,11 @@ class StartUpCheck:
             text if text.route == image.route else self._prove(model, image.route)
             for model, text, image in zip(models, results, found, strict=True)
         ]
-        return [replace(image, gradients=text.gradients) for image, text in zip(found, texts, strict=True)]
+        notes = ("gradients were compared on text, not with images",)
+        gradients = [text.gradients for text in texts]  # the first are those of the model that is trained
+        if gradients[0] is not None and not gradients[0].skipped:
+            gradients[0] = replace(gradients[0], notes=(*gradients[0].notes, *notes))
+        return [replace(image, gradients=each) for image, each in zip(found, gradients, strict=True)]
 
     @contextmanager
     def _cut_images_are_named(self) -> Iterator[None]:

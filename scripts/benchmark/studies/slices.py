@@ -1,0 +1,213 @@
+"""What slices cost and save: operations and peak bytes beside layers that recompute, and the lengths that fit.
+
+Operations and bytes are counted, on the CPU, where neither varies. The lengths that fit are predicted, by the formula
+of `memory_budget`, whose prediction for the counted batches stands beside what they took.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_paddingfree import FlatBatch, Segments
+from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, model_config, training_needs
+from trl_paddingfree.flat.slices import cut_by_size, num_kept
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes, slice_loads
+from trl_paddingfree.memory.needs import MemoryNeeds, fused_head, needs_of
+from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.restored import attributes_set
+from trl_paddingfree.model.routes import Route, choose_route
+from trl_paddingfree.model.slices import Decision
+
+# Counted: rows of these many completions of so many tokens, after a prompt of so many; and tokens of a slice
+CASES = {
+    "one path of 2,304 tokens": (1, 2304, 0, 128),
+    "16 completions of 128 tokens, prompt of 512": (16, 128, 512, 256),
+    "24 completions of 128 tokens, prompt of 512": (24, 128, 512, 256),
+    "16 completions of 128 tokens, prompt of 2,048": (16, 128, 2048, 384),
+}
+SHAPE = decoder("llama", 256, 704, 8, 8, 4, 256)
+# Predicted: a model, its tuning, and the GiB of a device, of which 3 are left to CUDA and to fragments
+MODEL, TUNING, DEVICE_GIB = "llama-3-8b", "lora", 77.0
+SLICE, COMPLETION, PROMPT = 2048, 2048, 8192
+# A path is as long as it gets; a group has as many completions
+LAYOUTS = ("one path", f"completions of {COMPLETION:,} tokens after a prompt of {PROMPT:,}")
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made within this context hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.held:
+                self.held[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, key)
+        return result
+
+    def _free(self, key: int) -> None:
+        self.now -= self.held.pop(key, 0)
+
+
+def measure() -> dict[str, Any]:
+    """Count what each case takes, and predict which lengths fit."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config("small", {"small": SHAPE})).train()
+    for name, parameter in model.named_parameters():  # as with adapters, most weights get no gradient
+        parameter.requires_grad_("norm" in name)
+    model.enable_input_require_grads()
+    add_fused_lm_head(model)
+    flat = FlatModel.install(model, choose_route(model))
+    needs = needs_of(count_kept_bytes(model, flat.route), 0, fused_head(model))
+    return {"counted": [_count(flat, needs, name, *case) for name, case in CASES.items()], "fit": _lengths_that_fit()}
+
+
+def _rows(number: int, length: int, prompt: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows and labels of a group, of which completions are scored."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 256, prompt).tolist()
+    completions = [rng.integers(0, 256, length).tolist() for _ in range(number)]
+    return [shared + row for row in completions], [[-100] * prompt + row for row in completions]
+
+
+def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: int, prompt: int, size: int) -> dict:
+    """Operations and peak bytes of a forward and backward pass, by method."""
+    rows, targets = _rows(number, length, prompt)
+    batch = FlatBatch.from_rows(rows, targets)
+    given = {"input_ids": torch.tensor(rows), "labels": torch.tensor(targets)}
+    layers, segments = recomputable_layers(flat.model), batch.layout.segments
+    cuts = cut_by_size(segments, size)
+
+    def run(decision: Decision, recomputed: int) -> None:
+        recompute_first(layers, recomputed)
+        with attributes_set([(flat, "decide", lambda _: decision)]):
+            output = flat.model(**given, flat_batch=batch, fused_lm_head=True, use_cache=False)
+        output.log_probs.sum().backward()
+        flat.model.zero_grad()
+
+    flat.model.gradient_checkpointing_enable({"use_reentrant": False})
+    methods = {
+        "nothing": (Decision(), 0),
+        "every layer": (Decision(), len(layers)),
+        "slices": (Decision(cuts, num_scored=size), 0),
+    }
+    found: dict[str, dict[str, int]] = {}
+    for method, arguments in methods.items():
+        run(*arguments)  # what is made once
+        with FlopCounterMode(display=False) as flops:
+            run(*arguments)
+        with PeakBytes() as peak:
+            run(*arguments)
+        found[method] = {"flops": flops.get_total_flops(), "peak_bytes": peak.peak}
+    whole = np.zeros(len(LOADS))
+    whole[[LOADS.index(each) for each in ("constant", "tokens", "scored")]] = 1, segments.num_tokens, len(batch.scored)
+    loads = slice_loads(segments, cuts, flat.route, whole)
+    predicted = needs.peak_of_slices(loads, num_kept(segments, cuts), whole, size)
+    return {
+        "name": name,
+        "tokens": segments.num_tokens,
+        "slices": len(cuts) - 1,
+        "methods": found,
+        "predicted_bytes": predicted,
+    }
+
+
+def _lengths_that_fit() -> list[dict[str, Any]]:
+    """How long one path may be, and how many completions a group may have."""
+    needs, route = training_needs(model_config(MODEL), TUNING, 0), Route("flash", KEPT_BY_KERNELS, True)
+    found = []
+    for layout in LAYOUTS:
+        is_path = layout == LAYOUTS[0]
+
+        def batch(number: int, is_path: bool = is_path) -> Any:
+            if is_path:
+                return Segments((number,), (-1,), (0,)), number
+            first = PROMPT + COMPLETION
+            lengths = (first, *[COMPLETION + 1] * (number - 1))
+            return Segments(lengths, (-1, *[0] * (number - 1)), (0, *[PROMPT - 1] * (number - 1))), number * COMPLETION
+
+        def load(number: int) -> tuple[Any, np.ndarray]:
+            segments, scored = batch(number)
+            sizes = dict.fromkeys(LOADS, 0) | {"constant": 1, "tokens": segments.num_tokens, "scored": scored}
+            sizes["keys"] = sum(segments.key_lengths)
+            return segments, np.array(list(sizes.values()))
+
+        def sliced(number: int) -> int:
+            segments, whole = load(number)
+            cuts = cut_by_size(segments, SLICE)
+            loads = slice_loads(segments, cuts, route, whole)
+            return needs.peak_of_slices(loads, num_kept(segments, cuts), whole, SLICE)
+
+        most = {
+            "nothing": _most(lambda number: int(needs.peaks(load(number)[1])[0])),
+            "every layer": _most(lambda number: int(needs.peaks(load(number)[1])[-1])),
+            "slices": _most(sliced),
+        }
+        found.append({"layout": layout, "most": most})
+    return found
+
+
+def _most(peak: Callable[[int], int]) -> int:
+    """The largest number whose peak fits."""
+    low, high = 0, 1
+    while peak(high) <= DEVICE_GIB * GIB and high < 2**22:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if peak(middle) <= DEVICE_GIB * GIB else (low, middle)
+    return low
+
+
+def report(result: dict[str, Any]) -> str:
+    """The figures as Markdown tables."""
+    lines = [
+        "# Slices, one after another",
+        "",
+        "One forward and backward pass of a small Llama (8 layers of 256 channels, float32, gradients of few weights), "
+        "counted on the CPU. Operations are relative to those of a pass that recomputes nothing, and bytes are the "
+        "most that tensors hold at a time, without weights. `predicted` is what `memory_budget` expects of the slices.",
+        "",
+        "| batch | tokens | slices | operations: every layer recomputed | slices | MB: nothing recomputed "
+        "| every layer recomputed | slices | predicted |",
+        "|-|-:|-:|-:|-:|-:|-:|-:|-:|",
+    ]
+    for case in result["counted"]:
+        none, every, slices = (case["methods"][name] for name in ("nothing", "every layer", "slices"))
+        flops = [f"{method['flops'] / none['flops']:.2f}" for method in (every, slices)]
+        sizes = [each["peak_bytes"] for each in (none, every, slices)] + [case["predicted_bytes"]]
+        cells = [case["name"], f"{case['tokens']:,}", str(case["slices"]), *flops, *(f"{x / 1e6:.0f}" for x in sizes)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## What fits into 80 GB",
+        "",
+        "Predicted for Llama 3.1 8B with LoRA in bfloat16 on a GPU of 80 GB, of which 3 GiB are left to CUDA, in "
+        f"slices of {SLICE:,} tokens: the tokens of one path, and the completions of a group.",
+        "",
+        "| micro-batch | nothing recomputed | every layer recomputed | slices |",
+        "|-|-:|-:|-:|",
+    ]
+    for row in result["fit"]:
+        most = [f"{row['most'][name]:,}" for name in ("nothing", "every layer", "slices")]
+        lines.append(f"| {row['layout']} | {' | '.join(most)} |")
+    return "\n".join(lines)

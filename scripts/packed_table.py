@@ -1,0 +1,112 @@
+"""The page docs/packed.md: what transformers' own packed rows are, for every causal language model that it has."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import torch
+
+from scripts.model_table import first_line, markdown, table
+from tests.helpers.architectures import tiny_model
+from tests.helpers.reference_flash import reference_flash
+from trl_paddingfree import check_packed, upstream
+
+COLUMNS = ("packed", "as it is loaded", "error", "leak", "with flash attention", "error", "leak")
+HEADER = """\
+# Packed rows of others
+
+Packing puts several documents into one row. It is exact only if no token sees another document. Each layer has to keep
+documents apart: attention, convolutions, recurrences. Where one does not, training goes on, and nothing is logged.
+`trl-paddingfree check MODEL --packed` says what a model does in your environment:
+
+```bash
+trl-paddingfree check Qwen/Qwen3-0.6B --packed
+```
+
+It computes rows packed as transformers packs them by itself, one row whose `position_ids` start again, as
+`DataCollatorWithFlattening` and TRL's `packing=True` and `padding_free=True` do. It compares each document with the
+same document alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is
+one of these:
+
+- **exact**: log-probabilities and gradients are those of each document alone, up to rounding.
+- **LEAKS**: A document moves when another one changes.
+- **INEXACT**: No document sees another, but positions, context or gradients are wrong.
+- **failed**: The model raises an error on packed rows. The result has it.
+
+## Check the forward of a framework
+
+`check_packed` takes any function from rows to logits. Give it what your framework computes with, with its own kernels
+and patches. It is given a list of `(n,)` tensors and returns the logits of each, in this order. How it packs them is
+its own matter: it may also pad or reorder them.
+
+```python
+import torch
+from transformers import AutoModelForCausalLM
+
+from trl_paddingfree import check_packed
+
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+
+
+def forward_of_a_framework(rows):
+    # It forgets `position_ids`: documents see those before them
+    logits = model(input_ids=torch.cat(rows)[None]).logits[0]
+    return logits.split([len(row) for row in rows])
+
+
+result = check_packed(model, forward_of_a_framework)
+print(result)
+assert result.verdict == "LEAKS"
+assert check_packed(model).verdict == "exact"  # transformers itself
+```
+
+A test of a framework needs one line: `assert check_packed(model, call).passed`. Gradients are compared at the input
+embeddings of the model, which the function has to compute with, and at its small parameters. What the check does not
+see: losses that a framework computes itself, and whether it counts each document once.
+
+## All models of transformers {version}
+
+`python scripts/models.py --packed --output docs/packed.md` wrote this table, with tiny random models in float32 on the
+CPU. The first verdict is that of the attention with which transformers loads the model, and the second that of
+`flash_attention_2`, for which attention in plain PyTorch stands in. Figures are in nats, as root mean squares: how far
+log-probabilities are from those of each document alone, and how much they move when other documents change. Kernels of
+`mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not installed. With them, some layers with a state may
+keep documents apart if they are told of the boundaries, which `position_ids` alone do not.
+"""
+
+
+def check(model_type: str, attention: str | None) -> list[str]:
+    """What a model, loaded one way, makes of packed rows: a verdict and two figures."""
+    dtype = torch.bfloat16 if attention and model_type in ("gpt2", "gpt-sw3") else torch.float32
+    with reference_flash() if attention else nullcontext():
+        try:
+            model = tiny_model(model_type, attn_implementation=attention, dtype=dtype)
+        except Exception as error:  # whatever keeps transformers from building a model is the entry of the table
+            told = first_line(error)
+            return [
+                "not in transformers" if "does not support Flash" in told else f"could not be built: {told}",
+                "",
+                "",
+            ]
+        if attention and "flash" not in upstream.attn_implementation(model):
+            return ["not in transformers", "", ""]
+        try:
+            result = check_packed(model)
+        except Exception as error:  # rows alone fail already
+            return [f"no row alone: {first_line(error)}", "", ""]
+    if result.failure:
+        return [f"failed: {' '.join(result.failure.split()).replace('|', '/')[:80]}", "", ""]
+    return [result.verdict, f"{result.error:.0e}", f"{result.leak:.0e}"]
+
+
+def row(model_type: str) -> list[str]:
+    """One row of the table."""
+    return [f"`{model_type}`", *check(model_type, None), *check(model_type, "flash_attention_2")]
+
+
+def packed_page(model_types: list[str]) -> str:
+    """The page, with how often each verdict was found."""
+    rows = table(model_types, row, len(COLUMNS))
+    said = [Counter(cells[place].split(":")[0] for cells in rows) for place in (1, 4)]
+    loaded, flash = (", ".join(f"{n} {verdict}" for verdict, n in each.most_common()) for each in said)
+    counted = f"\nOf {len(rows)} model types, as loaded: {loaded}. With flash attention: {flash}.\n"
+    return markdown(rows, HEADER + counted, COLUMNS)

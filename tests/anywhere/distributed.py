@@ -1,0 +1,89 @@
+"""Padded and flat training side by side on each of several processes, under DDP, FSDP2 and transformers' `Trainer`."""
+
+import copy
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from tests.helpers.tiny import make_model, make_tokenizer
+from trl_paddingfree import FlatModel, padding_free
+
+# float32, three steps: sums over some hundred terms in another order
+TOLERANCE = 1e-5
+
+
+def rows_of(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Rows of other lengths on each process, which start alike."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids, mask = torch.randint(5, 60, (4, 24), generator=generator), torch.zeros(4, 24, dtype=torch.long)
+    for row in range(4):
+        mask[row, : 5 + 4 * row + rank] = 1
+        ids[row, :6] = ids[0, :6]
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def sharded(model: torch.nn.Module) -> torch.nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def trained(model: torch.nn.Module, wrap) -> list[torch.Tensor]:
+    """The weights after three steps in a loop, whole."""
+    wrapped = wrap(model.train())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(3):
+        given = rows_of(dist.get_rank(), step)
+        wrapped(**given).loss.backward()  # the head computes rows
+        labels = given.pop("labels")
+        logits = wrapped(**given).logits  # and flat tokens
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in wrapped.parameters()]
+
+
+def by_trainer(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights after three steps of transformers' trainer."""
+    rows = [{"input_ids": ids[mask == 1].tolist()} for rank in range(6) for ids, mask in zip(*pairs(rank), strict=True)]
+    options = {"max_steps": 3, "per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.1}
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", save_strategy="no", **options)
+    trainer = Trainer(model, args, DataCollatorForLanguageModeling(make_tokenizer(), mlm=False), rows)
+    trainer.train()
+    assert trainer.accelerator.num_processes == dist.get_world_size()
+    return [p.detach() for p in model.parameters()]
+
+
+def pairs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    given = rows_of(rank, 7)
+    return given["input_ids"], given["attention_mask"]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for name, train in {
+        "ddp": lambda model: trained(model, DistributedDataParallel),
+        "fsdp2": lambda model: trained(model, sharded),
+        "trainer": by_trainer,
+    }.items():
+        model = make_model()
+        ours = padding_free(copy.deepcopy(model))
+        flat = FlatModel.of(ours)
+        first = [p.detach().clone() for p in model.parameters()]
+        expected, found = train(model), train(ours)
+        assert 0 < flat.counts.computed < 0.8 * flat.counts.padded, (name, flat.counts)
+        assert not flat.padded.said, (name, flat.padded.said)
+        assert any((p - q).abs().max() > 1e-2 for p, q in zip(first, expected, strict=True)), name
+        for p, q in zip(expected, found, strict=True):
+            assert (p - q).abs().max() <= TOLERANCE, name
+    sys.stdout.write("the same\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

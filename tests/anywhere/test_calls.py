@@ -1,0 +1,386 @@
+"""Calls of a model of `padding_free`, beside the same calls as before: which are flat, and what they answer."""
+
+import copy
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    BertForTokenClassification,
+)
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.pages import ROOT
+from tests.helpers.tiny import following_rotary, lora, make_model, reward_model
+from trl_paddingfree import FlatModel, PaddingFreeDPOTrainer, UnprovenModelError, padding_free
+from trl_paddingfree.flat.counts import BatchCounts
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# float32: logits of about 10 after two layers, and gradients relative to the largest of their tensor
+TOLERANCE = 1e-4
+# Attention, windows, absolute positions (by columns, by the mask), experts, layers with a state
+MODELS = ("llama", "mistral", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtral", "qwen3_next", "lfm2", "falcon_h1")
+NOTHING = BatchCounts()
+
+
+def rows(side: str, draw: int = 0, width: int = 20, vocabulary: int = 60) -> dict[str, torch.Tensor]:
+    """Padded rows of any length, some of which start alike, and labels, but where padding would predict them."""
+    generator = torch.Generator().manual_seed(SEED + draw)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    prompt = torch.randint(2, vocabulary, (6,), generator=generator)
+    ids, mask = torch.zeros(5, width, dtype=torch.long), torch.zeros(5, width, dtype=torch.long)
+    for i in range(5):
+        length = width if i == 0 else number(2, width + 1)
+        row = torch.randint(2, vocabulary, (length,), generator=generator)
+        row[: len(prompt)] = prompt[:length] if i % 2 == 0 else row[: len(prompt)]
+        place = slice(0, length) if side == "right" else slice(width - length, width)
+        ids[i, place], mask[i, place] = row, 1
+    known = mask.bool() & torch.nn.functional.pad(mask, (1, -1)).bool()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~known, -100)}
+
+
+def both(model_type: str, **options):
+    """A tiny model, and a copy of which padded calls are flat."""
+    model = tiny_model(model_type, **options)
+    return model, padding_free(copy.deepcopy(model))
+
+
+def counts_of(model: torch.nn.Module) -> BatchCounts:
+    return FlatModel.of(model).counts
+
+
+def assert_same_gradients(model: torch.nn.Module, ours: torch.nn.Module) -> None:
+    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+    for (name, p), other in zip(model.named_parameters(), ours.parameters(), strict=True):
+        if p.grad is not None:
+            assert (p.grad - other.grad).abs().max() <= TOLERANCE * max(p.grad.abs().max(), 1e-2 * largest), name
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_answer_as_before(name, side):
+    model, ours = both(name)
+    given = rows(side)
+    real = given["attention_mask"].bool()
+    without = {key: x for key, x in given.items() if key != "labels"}
+
+    expected, logits = model(**without).logits, ours(**without).logits
+    assert (expected - logits)[real].abs().max() <= TOLERANCE * expected.abs().max()
+    assert logits[~real].abs().max() == 0
+    counts = counts_of(ours)
+    assert 0 < counts.computed <= counts.real < counts.padded
+    if side == "right" or name == "opt":  # else rows share tokens in the same columns only
+        assert counts.computed < counts.real
+
+    for each in (model, ours):  # the head computes rows
+        each(**given).loss.backward()
+    assert_same_gradients(model, ours)
+    for each in (model, ours):  # and flat tokens
+        each.zero_grad()
+        (each(**without).logits[real] ** 2).mean().backward()
+    assert_same_gradients(model, ours)
+
+
+def test_the_head_computes_flat_tokens_where_only_logits_are_asked_for():
+    _, model = both("llama")
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[:2]))
+    given = rows("right")
+    labels = given.pop("labels")
+    model(**given)
+    model(**given, labels=labels)
+    model(**given, logits_to_keep=3)
+    assert seen == [(1, counts_of(model).computed // 3), (5, 20), (5, 3)]
+
+
+def test_rows_without_a_mask_and_positions_that_are_given():
+    model, ours = both("llama")
+    ids = rows("right")["input_ids"] + 2
+    assert torch.allclose(model(input_ids=ids).logits, ours(input_ids=ids).logits, atol=TOLERANCE)
+    given = rows("left")
+    mask = given.pop("attention_mask")
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, -1)
+    real = mask.bool()
+    for places in (positions, torch.arange(7, 27)[None]):  # of each row, and of all
+        inputs = {"input_ids": given["input_ids"], "attention_mask": mask, "position_ids": places}
+        assert torch.allclose(model(**inputs).logits[real], ours(**inputs).logits[real], atol=TOLERANCE)
+    assert counts_of(ours).computed < counts_of(ours).padded
+    assert not FlatModel.of(ours).padded.said
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_longest_row_follow_the_padding(kind):
+    options = following_rotary(24, kind)
+    model = make_model(**options)
+    ours = padding_free(copy.deepcopy(model))
+    given = rows("right", width=30)
+    given["attention_mask"][:, 22:] = 0  # all rows are shorter than the limit, and padded beyond it
+    given.pop("labels")
+    real = given["attention_mask"].bool()
+    assert torch.allclose(model(**given).logits[real], ours(**given).logits[real], atol=TOLERANCE)
+    assert counts_of(ours).computed < counts_of(ours).padded
+
+
+def calls_of_other_kinds() -> dict[str, tuple[dict, str]]:
+    """Calls that are no plain rows, with a word of what is said of them."""
+    given = rows("right")
+    labels, ids, mask = given.pop("labels"), given["input_ids"], given["attention_mask"]
+    return {
+        "cache": ({**given, "use_cache": True}, "cache"),
+        "hidden states": ({**given, "output_hidden_states": True}, "`output_hidden_states`"),
+        "attentions": ({**given, "output_attentions": True}, "`output_attentions`"),
+        "4-D mask": ({**given, "attention_mask": torch.ones(5, 1, 20, 20).tril().bool()}, "one number for each token"),
+        "packed": ({"input_ids": ids[:1], "position_ids": (torch.arange(20) % 9)[None]}, "start again"),
+        "documents": ({**given, "attention_mask": mask * 2}, "other numbers than 0 and 1"),
+        "gaps": ({**given, "attention_mask": mask.index_fill(1, torch.tensor([3]), 0)}, "between the tokens"),
+        "one token": ({"input_ids": ids[:, :1]}, "one token"),
+        "boundaries": ({**given, "cu_seq_lens_q": torch.tensor([0, 20])}, "`cu_seq_lens_q`"),
+        "scored padding": ({**given, "labels": labels.masked_fill(mask == 0, 7)}, "where padding would be scored"),
+    }
+
+
+@pytest.mark.parametrize("case", calls_of_other_kinds())
+def test_calls_of_other_kinds_compute_as_before_and_say_so_once(case, caplog):
+    model = make_model(attn_implementation="eager")
+    ours = padding_free(copy.deepcopy(model))
+    caplog.clear()
+    given, said = calls_of_other_kinds()[case]
+    for _ in range(2):
+        assert torch.equal(model(**given).logits, ours(**given).logits)
+    assert counts_of(ours) == NOTHING
+    (message,) = [record.getMessage() for record in caplog.records if "padding_free:" in record.getMessage()]
+    assert said in message
+
+
+def test_embeddings_and_calls_without_gradients_that_make_a_cache_compute_as_before():
+    model, ours = both("llama")
+    given = rows("right")
+    mask = given["attention_mask"]
+    embeddings = model.get_input_embeddings()(given["input_ids"])
+    inputs = {"inputs_embeds": embeddings, "attention_mask": mask}
+    assert torch.equal(model(**inputs).logits, ours(**inputs).logits)
+    with torch.no_grad():
+        made = ours(input_ids=given["input_ids"], attention_mask=mask)
+    assert made.past_key_values is not None
+    assert counts_of(ours) == NOTHING
+    ours.config.use_cache = False
+    with torch.no_grad():
+        ours(input_ids=given["input_ids"], attention_mask=mask)
+    assert counts_of(ours).computed
+
+
+def test_generation_is_as_before():
+    model, ours = both("llama")
+    given = rows("left")
+    del given["labels"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**given, **options), ours.generate(**given, **options))
+    assert counts_of(ours) == NOTHING
+
+
+def test_rows_of_types_are_left_out_where_the_model_knows_none():
+    given = rows("right")
+    given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    for name, is_flat in (("llama", True), ("gpt2", False)):  # GPT-2 adds embeddings of them
+        model, ours = both(name)
+        assert torch.allclose(model(**given).loss, ours(**given).loss)
+        assert bool(counts_of(ours).computed) == is_flat
+
+
+def test_answers_as_tuples():
+    model, ours = both("llama")
+    given = rows("right")
+    for each in ("forward", "model"):
+        inputs = {key: x for key, x in given.items() if each == "forward" or key != "labels"}
+        expected, answers = (getattr(m, each)(**inputs, return_dict=False, use_cache=False) for m in (model, ours))
+        assert isinstance(answers, tuple)
+        assert len(answers) == len(expected)
+    assert torch.allclose(
+        expected[0][given["attention_mask"].bool()], answers[0][given["attention_mask"].bool()], atol=1e-4
+    )
+
+
+def test_copies_compute_their_own_weights():
+    _, model = both("llama")
+    other = copy.deepcopy(model)
+    given = rows("right")
+    before = model(**given).loss
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    computed = counts_of(model)
+    for inputs in (given, {key: x for key, x in given.items() if key != "labels"}):
+        assert other(**inputs).logits.abs().max() == 0
+    assert counts_of(model) == computed, "copies count for themselves"
+    assert counts_of(other).computed == 2 * computed.computed
+    assert torch.equal(model(**given).loss, before)
+
+
+@pytest.mark.slow
+def test_models_that_are_saved_whole_are_loaded_in_other_processes(tmp_path):
+    _, ours = both("llama")
+    given = rows("right")
+    torch.save((ours, given), tmp_path / "whole.pt")
+    load = "model, given = torch.load(sys.argv[1], weights_only=False)"
+    code = f"import sys, torch; {load}; print(model(**given).loss.item())"
+    arguments = [sys.executable, "-c", code, str(tmp_path / "whole.pt")]
+    found = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert float(found) == pytest.approx(ours(**given).loss.item(), rel=TOLERANCE)
+
+
+def test_models_are_saved_and_loaded(tmp_path):
+    model, ours = both("llama")
+    ours.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    whole = io.BytesIO()
+    torch.save(ours, whole)
+    whole.seek(0)
+    given = rows("right")
+    for loaded in (again, torch.load(whole, weights_only=False)):
+        assert torch.equal(loaded(**given).loss, model(**given).loss)
+        assert ours.state_dict().keys() == loaded.state_dict().keys()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_lora_may_be_put_on_before_or_after(order):
+    model = make_model()
+    torch.manual_seed(3)
+    padded = get_peft_model(copy.deepcopy(model), lora())
+    torch.manual_seed(3)
+    ours = (
+        padding_free(get_peft_model(model, lora()))
+        if order == "before"
+        else get_peft_model(padding_free(model), lora())
+    )
+    given = rows("right")
+    for each in (padded, ours):
+        each(**given).loss.backward()
+    assert_same_gradients(padded, ours)
+    del given["labels"]
+    real = given["attention_mask"].bool()
+    assert torch.allclose(padded(**given).logits[real], ours(**given).logits[real], atol=TOLERANCE)
+    assert counts_of(ours).computed < counts_of(ours).padded
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "jamba"])
+def test_losses_of_routers_are_those_of_padded_rows(name):
+    model, ours = both(name, output_router_logits=True)
+    given = rows("right")
+    expected, found = model(**given), ours(**given)
+    assert expected.aux_loss is not None
+    assert torch.allclose(found.aux_loss, expected.aux_loss, rtol=1e-5)
+    assert torch.allclose(found.loss, expected.loss, rtol=1e-5)
+    assert counts_of(ours).computed or "the loss of its routers counts padding, too" in FlatModel.of(ours).padded.said
+
+
+def test_router_losses_that_count_padding_are_left_to_the_model(monkeypatch):
+    model = tiny_model("mixtral", output_router_logits=True)
+    module = __import__(type(model).__module__, fromlist=["_"])
+    loss = module.load_balancing_loss_func
+    monkeypatch.setattr(
+        module, "load_balancing_loss_func", lambda logits, experts, k, mask: loss(logits, experts, k, None)
+    )
+    ours = padding_free(copy.deepcopy(model))
+    given = rows("right")
+    assert torch.equal(model(**given).loss, ours(**given).loss)
+    assert FlatModel.of(ours).padded.said == {"the loss of its routers counts padding, too"}
+    assert ours(**given, output_router_logits=False).loss.isfinite()
+    assert counts_of(ours).computed
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_heads_that_classify(side):
+    given = rows(side)
+    labels = given.pop("labels")
+    config = make_model().config
+    config.num_labels = 4
+    for head, targets in (
+        (AutoModelForSequenceClassification, torch.arange(5) % 4),
+        (AutoModelForTokenClassification, labels.remainder(4).masked_fill(labels < 0, -100)),
+    ):
+        torch.manual_seed(2)
+        model = head.from_config(config).eval()  # the head of tokens has a dropout
+        ours = padding_free(copy.deepcopy(model))
+        for each in (model, ours):
+            each(**given, labels=targets).loss.backward()
+        assert_same_gradients(model, ours)
+        assert counts_of(ours).computed < counts_of(ours).padded
+
+
+def test_a_head_that_would_read_padding_is_left_alone():
+    ours = padding_free(reward_model())
+    given = rows("right")
+    del given["labels"]
+    padded = {**given, "input_ids": given["input_ids"].masked_fill(given["attention_mask"] == 0, 3)}
+    ours(**padded)
+    (said,) = FlatModel.of(ours).padded.said
+    assert "config.pad_token_id=0" in said
+    several = padding_free(AutoModelForSequenceClassification.from_config(make_model(num_labels=20).config))
+    several.config.problem_type = "multi_label_classification"
+    assert several(**given, labels=torch.zeros(5, 20)).loss.isfinite(), "labels as wide as rows are no labels of tokens"
+    assert counts_of(several).computed
+
+
+def test_what_cannot_be_proved_is_refused_and_left_as_it_was():
+    config = BertConfig(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    model = BertForTokenClassification(config).eval()
+    expected, given = copy.deepcopy(model), rows("right")
+    del given["labels"]
+    with pytest.raises(UnprovenModelError, match="Leave the call out to train it with padding"):
+        padding_free(model)
+    assert torch.equal(model(**given).logits, expected(**given).logits)
+    assert FlatModel.of(model) is None or FlatModel.of(model).padded is None
+    with pytest.raises(ValueError, match="answers with `start_logits`, `end_logits`"):
+        padding_free(AutoModelForQuestionAnswering.from_config(make_model().config))
+    with pytest.raises(TypeError, match="takes a model of transformers, and there is none in a Linear"):
+        padding_free(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="LlamaModel is a backbone"):
+        padding_free(make_model().model)
+
+
+def test_a_model_whose_forward_goes_round_its_backbone_is_refused():
+    model = make_model()
+    backbone = type(model.model).forward
+
+    class Round(type(model)):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            kwargs = {name: x for name, x in kwargs.items() if name not in ("labels", "fused_lm_head")}
+            hidden = backbone(self.model, input_ids, attention_mask, **kwargs).last_hidden_state
+            return type(self.given)(logits=self.lm_head(hidden))
+
+    model.given = model(input_ids=torch.tensor([[1, 2]]))
+    model.__class__ = Round
+    with pytest.raises(UnprovenModelError, match="calls neither its `base_model` nor its decoder"):
+        padding_free(model)
+
+
+def test_without_a_check_and_without_sharing():
+    model = make_model()
+    ours = padding_free(copy.deepcopy(model), check=False, prefix_sharing=False)
+    given = rows("right")
+    assert torch.allclose(model(**given).loss, ours(**given).loss)
+    assert counts_of(ours).computed == counts_of(ours).real > counts_of(ours).distinct
+
+
+def test_a_trainer_of_this_package_takes_such_a_model():
+    from tests.helpers.tiny import arguments, preference_data
+    from tests.runs import assert_same, run
+
+    data = preference_data(8, 2)
+    padded = run("dpo", "padded", **arguments("dpo", False), train_dataset=data)
+    given = arguments("dpo", False)
+    model = padding_free(given.pop("model"))
+    ours = run("dpo", "shared", **given, model=model, train_dataset=data)
+    assert isinstance(ours.trainer, PaddingFreeDPOTrainer)
+    assert_same(padded, ours)

@@ -1,0 +1,53 @@
+"""The examples of the pages on any trainer and on packed rows run, and their tables are up to date."""
+
+import re
+
+import pytest
+from transformers import Trainer
+
+from scripts.model_table import verdicts
+from scripts.packed_table import check, packed_page
+from tests.helpers.architectures import MODEL_TYPES
+from tests.helpers.pages import ROOT, blocks, short_and_local
+from tests.helpers.tiny import conversations, preference_data
+from trl_paddingfree import FlatModel
+
+ANY_TRAINER, PACKED = ((ROOT / "docs" / name).read_text() for name in ("any_trainer.md", "packed.md"))
+TITLES = re.findall(r"## (.*)\n\n```python", ANY_TRAINER)
+# Two that are exact, and of each kind of layer one that leaks
+SOME = ("llama", "gemma3_text", "gpt_oss", "opt", "lfm2", "bamba", "qwen3_next")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("title", "example"), zip(TITLES, blocks(ANY_TRAINER, "python"), strict=True))
+def test_the_examples_train_flat(title, example, monkeypatch, tmp_path, model_dir, capsys):
+    data = {"trl-lib/ultrafeedback_binarized": preference_data(8, 0), "trl-lib/Capybara": conversations(8, 0)}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
+    names = {}
+    exec(short_and_local(example, {"Qwen/Qwen3-0.6B": model_dir}, tmp_path), names)
+    trained = names.get("trainer")
+    if isinstance(trained, Trainer):
+        assert trained.state.global_step == 1
+    flat = FlatModel.of(trained.model if trained else names["model"])
+    assert 0 < flat.counts.computed < 0.8 * flat.counts.padded
+    assert not flat.padded.said
+    assert f"\n| {title} | " in ANY_TRAINER, "run `python scripts/any_trainer.py`"
+
+
+def test_the_check_of_a_framework_runs(model_dir, capsys):
+    (example,) = blocks(PACKED, "python")
+    exec(example.replace("Qwen/Qwen3-0.6B", model_dir), {})
+    assert "packed by forward_of_a_framework: LEAKS" in capsys.readouterr().out
+
+
+def test_the_page_says_of_some_models_what_the_check_does():
+    written = verdicts(PACKED)
+    for name in SOME:
+        assert written[f"`{name}`"] == (check(name, None)[0], check(name, "flash_attention_2")[0]), name
+
+
+@pytest.mark.models
+def test_the_table_of_packed_rows_is_up_to_date():
+    written, now = verdicts(PACKED), verdicts(packed_page(MODEL_TYPES))
+    changed = {name: (written.get(name), now.get(name)) for name in written | now if written.get(name) != now.get(name)}
+    assert not changed, "run `python scripts/models.py --packed --output docs/packed.md` and read the difference"

@@ -1,0 +1,42 @@
+"""Padded calls that are computed flat wait for the device once, to read their rows, and answer as on the CPU."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.helpers.architectures import tiny_model
+from tests.pretend_device import counted_waits
+from trl_paddingfree import padding_free
+
+# float32, on the same CPU
+TOLERANCE = 1e-5
+
+
+def called(model, inputs):
+    """What a call makes the host wait for in this package, forward and backward, and the logits."""
+    with counted_waits() as waits:
+        output = model(**inputs)
+        output.logits.float().pow(2).mean().backward() if output.loss is None else output.loss.backward()
+    return {wait: number for wait, number in waits.items() if wait.file.startswith("trl_paddingfree/")}, output.logits
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "opt", "mixtral", "qwen3_next"])
+def test_a_call_waits_once_and_not_for_rows_of_the_host(name, device):
+    on_host = padding_free(tiny_model(name))
+    model = copy.deepcopy(on_host).to(device)
+    generator = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(2, 90, (4, 16), generator=generator), torch.zeros(4, 16, dtype=torch.long)
+    for row, length in enumerate((16, 5, 9, 12)):
+        mask[row, :length], ids[row, :4] = 1, ids[0, :4]
+    given = {"input_ids": ids * mask, "attention_mask": mask}
+    for inputs in (
+        given,
+        {**given, "labels": ids.masked_fill(mask == 0, -100)},
+        {**given, "position_ids": mask.cumsum(1) - mask},
+        {"input_ids": ids},
+    ):
+        expected = on_host(**inputs).logits
+        waits, logits = called(model, {key: x.to(device) for key, x in inputs.items()})
+        assert [(wait.function, number) for wait, number in waits.items()] == [("_on_host", 1)]
+        assert torch.allclose(logits.cpu(), expected, atol=TOLERANCE * expected.abs().max().item())

@@ -1,0 +1,165 @@
+"""Any model, proven and then flat in all its padded calls: one function, for any trainer and any loop."""
+
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .. import upstream
+from ..flat.batch import IGNORE_INDEX, Inputs
+from ..model import architecture
+from ..model.flat_model import FlatModel
+from ..model.forward import is_pooled
+from ..model.padded import PaddedCalls
+from ..model.restored import attributes_set
+from ..model.routes import choose_route
+from .probe import check_rows, compute_dtype, root_mean_square, rounding_unit, row_inputs, undisturbed
+from .prove import UnprovenModelError, prove
+
+logger = logging.get_logger(__name__)
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) -> Model:
+    """
+    Have a model compute padded rows without their padding, in whatever trainer or loop calls it.
+
+    A call with `input_ids` of shape `(R, L)` and a 2-D `attention_mask` computes each token once, and prefixes that
+    rows share once, and answers in rows of `L` as before, with zeros where there is padding. Calls of other kinds
+    (generation, given embeddings, 4-D masks, hidden states of all layers, packed rows) are computed as before, and the
+    first of each kind says so in a warning. `FlatModel.of(model).counts` says what was computed.
+
+    Args:
+        model (`torch.nn.Module`):
+            A model of transformers with a head, with or without PEFT, on the device and in the dtype of its training.
+        check (`bool`, *optional*, defaults to `True`):
+            Whether to prove that the model computes flat batches exactly. Without it, a model that does not computes
+            wrong answers, and nothing says so.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            Whether to compute prefixes that rows share once.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        [`UnprovenModelError`]: It computes a flat batch differently from its rows one by one.
+        `TypeError`, `ValueError`: It is no model of transformers, or one that no route can serve.
+
+    >>> from trl_paddingfree import FlatModel, padding_free
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> model = padding_free(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2))
+    >>> ids, mask = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    >>> model(input_ids=ids, attention_mask=mask).logits.shape[:2]
+    torch.Size([2, 4])
+    >>> FlatModel.of(model).counts
+    BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
+    """
+    base = transformers_model(model)
+    if base.base_model is base and base.get_output_embeddings() is None:
+        raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
+    start = time.perf_counter()
+    route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
+    before = upstream.attn_implementation(base)
+    flat = FlatModel.install(base, route)
+    calls = PaddedCalls.install(flat)
+    if not check:
+        return model
+    call = _Rows(model, calls)
+    try:
+        with attributes_set([(calls, "says", False), (flat, "counts", flat.counts)]):
+            result, _ = prove(base, route, call=call)
+            with undisturbed(base):
+                call.try_padding(result.tolerance)
+    except BaseException as error:
+        calls.remove()
+        upstream.set_attn_implementation(base, before)
+        if isinstance(error, UnprovenModelError):  # which speaks of the option of the trainers
+            raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None
+        raise
+    where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")
+    logger.warning(f"padding_free, {result.route}: exact on {where} (checked in {time.perf_counter() - start:.1f} s).")
+    logger.info(f"The start-up check: {result}.")
+    return model
+
+
+def transformers_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The model of transformers under whatever wrappers."""
+    base = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    if base is None:
+        raise TypeError(f"`padding_free` takes a model of transformers, and there is none in a {type(model).__name__}.")
+    return base
+
+
+class _Rows:
+    """A model as the check calls it: with a flat batch, by its padded calls, and without, as it was before."""
+
+    def __init__(self, model: torch.nn.Module, calls: PaddedCalls):
+        self.model, self.calls, self.base = model, calls, calls.flat.model
+
+    def __call__(self, flat_batch: object = None, **inputs: Any) -> Any:
+        if flat_batch is None:
+            return self.answers(inputs)
+        before = self.calls.flat.counts
+        answers = self.answers(inputs, is_flat=True)
+        if self.calls.flat.counts == before:
+            raise ValueError(
+                f"the forward of {type(self.base).__name__} calls neither its `base_model` nor its decoder with rows"
+            )
+        return answers
+
+    def answers(self, inputs: Inputs, is_flat: bool = False) -> Any:
+        """What the check reads of an answer, of calls that are computed flat, or as before."""
+        given = {name: x for name, x in inputs.items() if name not in ("labels", "fused_lm_head")}
+        with nullcontext() if is_flat else self.calls.aside():
+            output = self.model(**given)
+        if "logits" not in output:
+            raise ValueError(
+                f"`padding_free` proves a model by its `logits`, and {type(self.base).__name__} answers with "
+                f"{', '.join(f'`{name}`' for name in output)}: its head may read padding."
+            )
+        if not is_pooled(self.base):
+            return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
+        logits = output.logits
+        if logits.ndim == 3:  # of tokens: that of the last one says most of its row
+            last = (inputs["attention_mask"] * torch.arange(logits.size(1), device=logits.device)).argmax(1)
+            logits = logits[torch.arange(len(last)), last]
+        return SimpleNamespace(logits=logits, output=output)
+
+    def try_padding(self, tolerance: float) -> None:
+        """Find with which padding the model itself computes what its rows alone are; with others, rows stay padded."""
+        calls, rows = self.calls, check_rows(self.base.config.get_text_config().vocab_size, draw=0)
+        right = row_inputs(self.base, rows)
+        columns, lengths = torch.arange(right["input_ids"].size(1)), torch.tensor(list(map(len, rows)))[:, None]
+        order = ((columns + lengths) % len(columns)).to(right["input_ids"].device)
+        tensors = {name: x for name, x in right.items() if isinstance(x, torch.Tensor)}
+        left = {**right, **{name: x.gather(1, order) for name, x in tensors.items()}}
+        calls.with_left_padding = self._is_alike(left, tolerance)
+        if architecture.config_value(self.base.config.get_text_config(), "output_router_logits") is not None:
+            # Far more padding than tokens: who counts it shows in any precision
+            wide = {**row_inputs(self.base, rows, 4 * len(columns)), "output_router_logits": True}
+            flat, padded = (self.answers(wide, is_flat).output.get("aux_loss") for is_flat in (True, False))
+            alike = flat is None or torch.isclose(flat, padded, rtol=rounding_unit(self.base) ** 0.5)
+            calls.with_routers = bool(alike)
+
+    def _is_alike(self, inputs: Inputs, tolerance: float) -> bool:
+        """Whether padded calls of some rows answer as before."""
+        mask = inputs["attention_mask"].bool()
+        inputs = {**inputs}
+        if "labels" in inputs:  # padding predicts nothing that counts
+            known = mask & torch.nn.functional.pad(mask, (1, -1))
+            inputs["labels"] = inputs["labels"].masked_fill(~known, IGNORE_INDEX)
+        flat, padded = (vars(self.answers(inputs, is_flat)) for is_flat in (True, False))
+        name = "logits" if is_pooled(self.base) else "log_probs"
+        return root_mean_square(flat[name].double() - padded[name].double()) <= tolerance
+
+
+def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`(R, L-1)` float32: log-probabilities of `labels` by logits `(R, L, vocabulary)`; 0 where a label is -100."""
+    targets = labels[:, 1:].to(logits.device)
+    found = logits[:, :-1].float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
+    return found.masked_fill(targets == IGNORE_INDEX, 0.0)

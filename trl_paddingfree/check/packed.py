@@ -1,0 +1,129 @@
+"""Packed rows of others: does a forward that is not ours keep the rows apart that it is given in one?"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import upstream
+from ..flat.batch import FlatBatch, Inputs
+from ..model.flat_model import FlatModel
+from ..model.forward import is_pooled
+from ..model.routes import Route
+from .anywhere import log_probs_of, transformers_model
+from .gradients import RowsInTraining
+from .probe import RowsAlone
+from .prove import CheckResult, compare_rows, draws_of
+
+# What says of rows, each `(n,)` int64, the logits `(n, vocabulary)` of each
+PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Packing(Route):
+    """What has packed rows, where no route of this package computes them."""
+
+    by: str = ""
+
+    def __str__(self) -> str:
+        return f"packed by {self.by}"
+
+
+def check_packed(model: torch.nn.Module, call: PackedCall | None = None) -> CheckResult:
+    """
+    Compare packed rows with each row alone: whether rows see one another (a leak), whether their log-probabilities are
+    right (positions and context), and whether their gradients are, in the model's dtype, on its device.
+
+    Args:
+        model (`torch.nn.Module`):
+            A causal language model of transformers, under whatever wrappers. It computes each row alone, too.
+        call (`Callable`, *optional*):
+            What computes rows as a framework does it: it is given the rows, a list of `(n,)` int64 tensors on the
+            device of the model, and returns the logits of each, `(n, vocabulary)`, in their order. It may pack, pad or
+            reorder them, but has to compute with `model` and its input embeddings. By default, what transformers does
+            of itself: one row of all, whose `position_ids` start again.
+
+    Returns:
+        [`CheckResult`]: `passed` if packed rows are exact, and in words, `verdict`.
+
+    Raises:
+        `TypeError`, `ValueError`: `model` is no causal language model of transformers.
+
+    >>> from trl_paddingfree import check_packed
+    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> check_packed(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)).verdict
+    'exact'
+    """
+    base = transformers_model(model)
+    if is_pooled(base):
+        raise ValueError(f"`check_packed` reads logits of tokens, and {type(base).__name__} has no head for them.")
+    name = f"transformers, told of rows by `position_ids` alone ({upstream.attn_implementation(base)})"
+    by = name if call is None else getattr(call, "__name__", type(call).__name__)
+    how = Packing("positions", str(upstream.attn_implementation(base)), prefix_sharing=False, by=by)
+    packed = partial(_packed, model, partial(by_positions, model) if call is None else call)
+    for draw in range(draws_of(base)):
+        result = compare_rows(how, RowsAlone(base, packed, draw), partial(_PackedInTraining, base, packed, draw))
+        if result.passed or not result.isolated:
+            break
+    return result
+
+
+def by_positions(model: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The logits of rows that transformers is given as one, with `position_ids` that start again."""
+    positions = torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
+    logits = model(input_ids=torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
+    return logits[0].split(list(map(len, rows)))
+
+
+def _packed(model: torch.nn.Module, call: PackedCall, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
+    """A model as the check calls it: what `call` says of rows, where a flat batch is meant, else what it says alone."""
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    if flat_batch is None:
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask", "use_cache")}
+        flat = FlatModel.of(model)
+        with flat.padded.aside() if flat is not None and flat.padded is not None else nullcontext():
+            return SimpleNamespace(log_probs=log_probs_of(model(**given).logits, labels))
+    rows = [row[mask] for row, mask in zip(ids, inputs["attention_mask"].bool(), strict=True)]
+    answers = [*call(rows)]
+    if [x.shape[:1] for x in answers] != [row.shape for row in rows]:
+        raise ValueError(
+            f"the call gave answers of the shapes {[tuple(x.shape) for x in answers]} for rows of the lengths "
+            f"{[len(row) for row in rows]}: it has to give `(n, vocabulary)` for each row of `n` tokens"
+        )
+    return SimpleNamespace(log_probs=log_probs_of(torch.nn.utils.rnn.pad_sequence(answers, batch_first=True), labels))
+
+
+class _PackedInTraining(RowsInTraining):
+    """Rows in training whose order on the packed axis is their caller's: they are found by their tokens."""
+
+    @contextmanager
+    def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
+        if "flat_batch" not in inputs:
+            with super().watched(inputs) as embedded:
+                yield embedded
+            return
+        batch: FlatBatch = inputs["flat_batch"]
+        rows = batch.to_rows()
+        ends = np.cumsum([0, *map(len, rows)]).tolist()
+        embeddings: Any = self.model.get_input_embeddings()
+        # Zeros that are added to what is computed with: their gradients are those of the embeddings
+        added = torch.zeros(1, ends[-1], embeddings.weight.size(-1), device=inputs["input_ids"].device)
+        added = added.to(embeddings.weight.dtype).requires_grad_()
+
+        def add(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            tokens = np.atleast_1d(args[0].flatten().cpu().numpy())
+            for row, end in zip(rows, ends[1:], strict=True):
+                windows = np.lib.stride_tricks.sliding_window_view(tokens, len(row)) if len(tokens) >= len(row) else ()
+                for place in np.flatnonzero([(window == row).all() for window in windows]).tolist():
+                    where = torch.arange(place, place + len(row), device=output.device)
+                    moved = added[0, end - len(row) : end].to(output.dtype)
+                    output = output.flatten(0, -2).index_add(0, where, moved).view(output.shape)
+            return output
+
+        with embeddings.register_forward_hook(add):
+            yield [added]

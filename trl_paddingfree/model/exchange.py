@@ -1,0 +1,132 @@
+"""What processes with slices of one flat axis send each other: heads for tokens, a halo of tokens, and values of all.
+
+The host derives what is sent from the layout and the shapes of states, which all processes know: they make the same
+exchanges in the same order, and nothing is read from the device for these. Shape legend: see [`sequence`].
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..flat.layout import FlatLayout, RowIndex, once_per_layout
+from ..flat.pieces import tokens_before
+
+
+def even_cuts(total: int, size: int) -> tuple[int, ...]:
+    """Where `total` heads are cut into `size` shares: `size + 1` ints."""
+    return tuple(i * total // size for i in range(size + 1))
+
+
+def cuts(total: int, size: int) -> tuple[int, ...]:
+    """
+    Where `total` tokens are cut into `size` slices: `size + 1` ints. None has a single token, if there are more: models
+    without attention drop the mask of one, which they take for a step of generation.
+
+    >>> cuts(10, 4), slice_sizes(10, 4), slice_sizes(5, 4)
+    ((0, 2, 5, 7, 10), (2, 3, 2, 3), (0, 2, 0, 3))
+    """
+    if total >= 2 * size:
+        return even_cuts(total, size)
+    return (*(2 * cut for cut in even_cuts(total // 2, size)[:-1]), total)
+
+
+def slice_sizes(total: int, size: int) -> tuple[int, ...]:
+    """How many of `total` tokens lie in each of `size` slices. Some are 0 if there are few."""
+    return tuple(last - first for first, last in pairwise(cuts(total, size)))
+
+
+def span_of(total: int, number: int, size: int) -> range:
+    """The tokens of slice `number` of `size`. One without any has its neighbour's: models need something to compute."""
+    first, last = cuts(total, size)[number : number + 2]
+    return range(first, last if first < last else min(first + 2, total))
+
+
+class Exchanged(torch.autograd.Function):
+    """Send `sent[i]` of the entries of a vector to process `i`, and receive `received[i]`. The gradient goes back."""
+
+    @staticmethod
+    def forward(
+        ctx, states: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = (received, sent), group
+        return _all_to_all(states, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        received, sent = ctx.sizes
+        return _all_to_all(grad, received, sent, ctx.group), None, None, None
+
+
+def _all_to_all(states: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    output = states.new_empty(sum(received), *states.shape[1:])
+    dist.all_to_all_single(output, states.contiguous(), received, sent, group=group)
+    return output
+
+
+class Gathered(torch.autograd.Function):
+    """The `sizes[i]` first values of each process `i`, in order. The gradient is that of the own values, times `W`."""
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.sizes, ctx.group, ctx.length = sizes, group, len(values)
+        own = values[: sizes[dist.get_rank(group)]]
+        return _all_to_all(torch.cat([own] * len(sizes)), [len(own)] * len(sizes), list(sizes), group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        own = grad.split(ctx.sizes)[dist.get_rank(ctx.group)] * len(ctx.sizes)
+        return torch.cat([own, own.new_zeros(ctx.length - len(own), *own.shape[1:])]), None, None
+
+
+@cache
+def head_shares(num_heads: int, num_keys: int, size: int) -> list[tuple[range, list[int]]]:
+    """
+    The heads that each of `size` processes computes, and the key heads that these read: each once where as many heads
+    read each, as functions of attention and scans want it, else one for each head.
+
+    >>> head_shares(6, 2, 4)
+    [(range(0, 1), [0]), (range(1, 3), [0]), (range(3, 4), [1]), (range(4, 6), [1])]
+    >>> head_shares(8, 2, 3)[1]
+    (range(2, 5), [0, 0, 1])
+    """
+    shares = []
+    for first, last in pairwise(even_cuts(num_heads, size)):
+        read = [head * num_keys // num_heads for head in range(first, last)]
+        distinct = sorted(set(read))
+        is_even = len(set(Counter(read).values())) == 1
+        shares.append((range(first, last), distinct if is_even else read))
+    return shares
+
+
+def of_heads(states: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+    """`(t, heads, D)`: some heads of states, some of them several times."""
+    first, last = heads[0], heads[-1] + 1
+    return states[:, first:last] if len(heads) == last - first else torch.stack([states[:, i] for i in heads], 1)
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The tokens that processes send each other for a convolution, in the order of the flat axis."""
+
+    rows: RowIndex  # those of the own slice that go to each process, one process after the other
+    sent: list[int]
+    received: list[int]
+    is_needed: bool  # whether any process needs any
+
+    @staticmethod
+    @once_per_layout
+    def of(layout: FlatLayout, reach: int, number: int, size: int) -> "Halo":
+        """That of slice `number` of `size`, for a convolution that reaches so many tokens back."""
+        total = layout.segments.num_tokens
+        ends, span = cuts(total, size), span_of(total, number, size)
+        wanted = [tokens_before(layout.segments, reach, span_of(total, i, size)) for i in range(size)]
+        held = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
+        received = np.diff(np.searchsorted(wanted[number], ends)).tolist()
+        rows = layout.row_index(np.concatenate(held), len(span))
+        return Halo(rows, list(map(len, held)), received, any(map(len, wanted)))

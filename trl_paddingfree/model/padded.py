@@ -1,0 +1,244 @@
+"""Padded calls of a model, computed flat: rows in, a flat batch through its backbone, rows out.
+
+The forward of the backbone is replaced, and every head above computes with its answers as before: in rows, with zeros
+where there is padding. Where only logits are asked for, the head computes flat tokens too. Calls that are no plain rows
+compute as before, and the first of each kind says so.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers.utils import logging
+
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from . import architecture
+from .flat_model import FlatModel
+from .forward import computing, flat_forward, flat_inputs, is_pooled
+from .restored import attributes_set
+from .vision import TYPE_ROWS, takes_images
+
+logger = logging.get_logger(__name__)
+
+# Where a backbone keeps its padded calls, with the forward that it had before
+ATTRIBUTE = "padded_calls"
+# Arguments of a call that are made anew of the flat batch
+_CACHES = ("past_key_values", "cache_params")
+_ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *_CACHES)
+# Other arguments with values in them that a head reads, and no layer
+_OF_HEADS = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch")
+_OUTPUTS = ("output_hidden_states", "output_attentions")
+
+
+class PaddedCalls:
+    """Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copies of it have copies."""
+
+    def __init__(self, flat: FlatModel):
+        self.flat, model = flat, flat.model
+        self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
+        self.counts_by_mask = architecture.counts_positions_by_mask(model)
+        # Tokenizers give these rows to models that know nothing of them, too
+        self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
+        self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
+        self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
+        # Whether rows with padding on the left are computed flat, and those whose router losses are asked for
+        self.with_left_padding = self.with_routers = True
+        self.says, self.said = True, set[str]()  # whether it says that a call is computed as before, and what it said
+        # The flat batch of the rows that the head was called with, for the backbone beneath it
+        self.of_head: tuple[torch.Tensor, FlatBatch] | None = None
+
+    @classmethod
+    def install(cls, flat: FlatModel) -> "PaddedCalls":
+        """Have the model of `flat` compute padded calls flat."""
+        if flat.padded is None:
+            flat.padded, model = cls(flat), flat.model
+            # The forward of some models (OPT) calls the decoder within the backbone that others call
+            for backbone in dict.fromkeys((model.base_model, *([] if takes_images(model) else [model.get_decoder()]))):
+                flat.padded._bind(backbone)
+        return flat.padded
+
+    def _bind(self, backbone: torch.nn.Module) -> None:
+        @functools.wraps(type(backbone).forward)
+        @torch.compiler.disable(recursive=False)
+        def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
+            calls, before = vars(self)[ATTRIBUTE]
+            return calls.of_backbone(before, args, kwargs)
+
+        vars(backbone)[ATTRIBUTE] = self, backbone.forward
+        backbone.forward = types.MethodType(forward, backbone)
+
+    def remove(self) -> None:
+        """Have padded calls computed as before."""
+        for module in self.flat.model.modules():
+            if vars(module).get(ATTRIBUTE, (None,))[0] is self:
+                module.forward = vars(module).pop(ATTRIBUTE)[1]
+        self.flat.padded = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within this context, padded calls are computed as before."""
+        with attributes_set([(self, "is_off", True)]):
+            yield
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
+        """The answer to a call of the whole model, whose own forward is `forward`."""
+        given = self._by_name(forward, args, kwargs)
+        if (batch := self._flattened(given)) is None:
+            with self.aside():
+                return forward(*args, **kwargs)
+        if self._asks_for_logits(given):
+            with self.aside():
+                return flat_forward(self.flat, batch, **_beside(given))
+        with attributes_set([(self, "of_head", (given["input_ids"], batch))]):
+            return forward(*args, **kwargs)
+
+    def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
+        """The answer to a call of the backbone, whose own forward is `forward`."""
+        given = self._by_name(forward, args, kwargs)
+        rows, batch = self.of_head or (None, None)
+        if batch is None or rows is not given.get("input_ids"):
+            batch = self._flattened(given)
+        with self.aside():
+            if batch is None:
+                return forward(*args, **kwargs)
+            as_tuple = given.get("return_dict", self.flat.model.config.return_dict) is False
+            beside = {**_beside(given), **({"return_dict": True} if as_tuple else {})}
+            with computing(self.flat, batch) as told:
+                outputs = forward(**{**beside, **flat_inputs(self.flat, batch), **told})
+        values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
+        return tuple(values.values()) if as_tuple else type(outputs)(**values)
+
+    def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:
+        """What a backbone answers of a flat batch, in rows; where it leaves out their axis (routers), so does this."""
+        if isinstance(value, tuple):
+            return tuple(self._in_rows(batch, name, entry) for entry in value)
+        if isinstance(value, torch.Tensor) and value.shape[:2] == batch.input_ids.shape:
+            return batch.tokens_to_rows(value)
+        if isinstance(value, torch.Tensor) and len(value) == batch.input_ids.size(1):
+            return batch.tokens_to_rows(value[None]).flatten(0, 1)
+        raise ValueError(
+            f"{type(self.flat.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
+            "known: leave out what asks for it, or the call of `padding_free`."
+        )
+
+    def _by_name(self, forward: Callable, args: tuple, kwargs: Inputs) -> Inputs:
+        return {**(dict(zip(inspect.signature(forward).parameters, args, strict=False)) if args else {}), **kwargs}
+
+    def _wants(self, given: Inputs, name: str) -> bool:
+        """Whether a call, or else the configuration, asks for `name`."""
+        wanted = given.get(name)
+        if wanted is None:
+            wanted = architecture.config_value(self.flat.model.config.get_text_config(), name)
+        return bool(wanted)
+
+    def _asks_for_logits(self, given: Inputs) -> bool:
+        """Whether a call wants logits of all tokens, and nothing else."""
+        values = [given.get(name) for name in (*_OF_HEADS, "fused_lm_head")]
+        is_plain = not any(x is not None and (torch.is_tensor(x) or bool(x)) for x in values)
+        is_tuple = given.get("return_dict", self.flat.model.config.return_dict) is False
+        return is_plain and not (is_tuple or is_pooled(self.flat.model) or self._wants(given, "output_router_logits"))
+
+    # --- rows become flat -------------------------------------------------------------------------------------------
+
+    def _flattened(self, given: Inputs) -> FlatBatch | None:
+        """The flat batch of a call's rows, on their device; `None` if the call is to be computed as before."""
+        if self.is_off:
+            return None
+        reason, batch = self._why_no_rows(given), None
+        if not reason:
+            reason, batch = self._made_of(given)
+        if batch is None:
+            if self.says and reason not in self.said:
+                self.said.add(reason)
+                name = type(self.flat.model).__name__
+                logger.warning(f"padding_free: {name} computes a call as before, with its padding: {reason}.")
+            return None
+        self.flat.counts += batch.counts
+        return batch.to(given["input_ids"].device, non_blocking=True)
+
+    def _why_no_rows(self, given: Inputs) -> str:
+        """Why a call is no plain rows, as far as its arguments tell; empty if they may be."""
+        rows, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        known = {*_ROWS, *_OF_HEADS, *self.ignored}
+        others = [name for name, x in given.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
+        if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or given.get("inputs_embeds") is not None:
+            return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
+        if any(given.get(name) is not None for name in _CACHES) or given.get("use_cache") is True:
+            return "it computes with a cache"
+        if not torch.is_grad_enabled() and self._wants(given, "use_cache"):
+            return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"
+        if rows.size(1) == 1:
+            return "its rows have one token"
+        if found := [name for name in _OUTPUTS if self._wants(given, name)]:
+            return f"`{found[0]}` asks for values of all layers"
+        if not self.with_routers and self._wants(given, "output_router_logits"):
+            return "the loss of its routers counts padding, too"
+        if others:
+            return f"`{others[0]}` comes with its rows, of which a flat batch knows nothing"
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == rows.shape):
+            return "its `attention_mask` is not one number for each token"
+        if positions is not None and positions.shape not in (rows.shape, (1, rows.size(1))):
+            return "its `position_ids` are not one number for each token"
+        return ""
+
+    def _made_of(self, given: Inputs) -> tuple[str, FlatBatch | None]:
+        """The flat batch of rows, or why there is none: by their values, which are read in one copy."""
+        rows = given["input_ids"]
+        names = ("attention_mask", "position_ids", *(() if self.classifies_rows else ("labels", "shift_labels")))
+        shapes = (rows.shape, (1, rows.size(1)))
+        read = {k: x.expand_as(rows) for k in names if torch.is_tensor(x := given.get(k)) and x.shape in shapes}
+        ids, *found = _on_host([rows, *read.values()])
+        values = dict(zip(read, found, strict=True))
+        mask = values.get("attention_mask", torch.ones_like(ids))
+        if ((mask != 0) & (mask != 1)).any():
+            return "its `attention_mask` has other numbers than 0 and 1", None
+        real, columns = mask.bool(), torch.arange(ids.size(1)).expand_as(ids)
+        begins = real[:, 1:] & ~real[:, :-1]
+        if (begins.sum(1) + real[:, 0] > 1).any():  # a head may predict the token after the gap from what is in it
+            return "it has padding between the tokens of a row", None
+        if begins.any() and not self.with_left_padding:
+            return "it has padding on the left, with which the model itself computes a row differently", None
+        positions = values.get("position_ids")
+        if positions is None:
+            positions = (mask.cumsum(1) - 1) * mask if self.counts_by_mask else columns
+        elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or ((positions < 0) & real).any():
+            return "its `position_ids` start again or leave some out, as in packed rows", None
+        if reason := self._why_padding_counts(ids, real, values):
+            return reason, None
+        reach = int(positions.max()) + 1 if self.follows_longest else None
+        sharing = self.flat.route.prefix_sharing
+        return "", FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach)
+
+    def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
+        """Why an answer would follow what the model says of padding; empty if it does not."""
+        model = self.flat.model
+        for name in values.keys() & {"labels", "shift_labels"}:
+            # The head of a language model scores by each token the label of the next
+            moves = name == "labels" and not is_pooled(model)
+            scored = (values[name] != IGNORE_INDEX)[:, int(moves) :]
+            if (scored & ~real[:, : scored.size(1)]).any():
+                return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
+        if self.classifies_rows:
+            padding = model.config.get_text_config().pad_token_id  # by its id, the head finds the last token
+            columns = torch.arange(ids.size(1)).expand_as(ids)
+            last = columns.argmax(1) if padding is None else (columns * (ids != padding)).argmax(1)
+            if not real.gather(1, last[:, None]).all():
+                return f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has"
+        return ""
+
+
+def _beside(given: Inputs) -> Inputs:
+    """What a call is given beside its rows."""
+    return {name: x for name, x in given.items() if name not in (*_ROWS, *_OUTPUTS, *TYPE_ROWS)}
+
+
+def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows of one shape, int64 on the CPU: in one copy, as each waits for the device."""
+    if all(x.device.type == "cpu" for x in tensors):
+        return [x.long() for x in tensors]
+    return [*torch.stack([x.to(tensors[0].device).long() for x in tensors]).cpu()]
