@@ -146,7 +146,7 @@ def in_small_chunks(model: PreTrainedModel) -> AbstractContextManager[None]:
     tree have: the same results, rounded otherwise.
     """
     changed: list[tuple[object, str, object]] = []
-    for layer in filter(_can_go_along_tree, state_layers(model)):
+    for layer in filter(can_go_along_tree, state_layers(model)):
         own, missing = _own_forward(layer), upstream.missing_state_kernels(_own_forward(layer))
         chunked: dict[str, Callable] = {
             name: partial(_in_small_chunks, function)
