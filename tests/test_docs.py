@@ -224,7 +224,7 @@ def test_every_backend_is_documented():
 @pytest.mark.parametrize(("head", "budget"), [("in a step", None), ("under a budget", 60)])
 def test_a_step_calls_the_functions_of_the_page_in_its_order(head, budget, tokenizer):
     data, given = preference_data(8, 0), {"peft_config": lora(), "processing_class": tokenizer}
-    options = {"max_tokens_per_micro_batch": budget, "oversized_examples": "alone"}
+    options = {"max_tokens_per_micro_batch": budget}
     trainer = make_trainer("dpo", "shared", model=make_model(), train_dataset=data, **given, **options)
     training_step, called = trainer.training_step, dict[tuple[str, str], None]()
 

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import random
 import sys
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
 from tests.runs import assert_same, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
-from trl_paddingfree.model import forward
 from trl_paddingfree.trainers.collated import CollatedTrainer
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -117,7 +115,7 @@ def test_the_own_trainer_that_generates_follows_padded_trl(own, tokenizer, limit
 
     options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False}
     options["train_dataset"] = prompts(8, SEED).select([i for i in range(8) for _ in range(2)])
-    budget = {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    budget = {"max_tokens_per_micro_batch": limit}
     padded = run("distillation", "padded", **make(), **options)
     ours = run("distillation", "ours", **own_classes(own, "FlatDistillation"), **make(), **options, **budget)
     assert_same(padded, ours)
@@ -148,11 +146,12 @@ def build(own, tokenizer, tmp_path, trainer: str, **options):
 def test_options_that_the_own_loss_rules_out_are_refused(own, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"`arrange_micro_batches='tokens'` changes .* `tpo_alpha=1.0`"):
         build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", arrange_micro_batches="tokens")
+    unsliced = {"max_tokens_per_micro_batch": 1, "flat_attention": "mask"}
     with pytest.raises(ValueError, match="is less than example"):
-        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", max_tokens_per_micro_batch=1, tpo_alpha=0.0)
+        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", **unsliced, tpo_alpha=0.0)
 
 
-def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokenizer):
+def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, tokenizer, passes):
     own["Silent"] = type("Silent", (own["LengthRegularizedDPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
 
     def train(**options):
@@ -160,14 +159,13 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_parts_beneath_it(own, tokeniz
         data = {"train_dataset": preference_data(12, SEED), **kwargs}
         return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
 
-    with patch.object(forward, "scored_in_parts", wraps=forward.scored_in_parts) as divided:
-        assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60, oversized_examples="alone"))
-    assert max(len(call.args[1].parts) for call in divided.call_args_list) > 1
+    assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
+    assert all(each.decision.num_slices > 1 for each in passes)
 
 
 def test_parts_of_a_loss_that_reads_logits_are_refused(own, tokenizer):
     kwargs = {"train_dataset": triples(12), "processing_class": tokenizer}
-    limit = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    limit = {"max_tokens_per_micro_batch": 80}
     with pytest.raises(ValueError, match="be called with `labels` and `fused_lm_head=True`"):
         run("dpo", "ours", **own_classes(own, "PaddingFreeTPO"), model=make_model(), **kwargs, **limit)
 

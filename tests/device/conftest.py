@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import pretend_device
-from trl_paddingfree.memory import budget
+from trl_paddingfree.memory.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +24,19 @@ def device(request):
 
 
 @pytest.fixture
-def parts_made(monkeypatch):
-    """In how many parts each micro-batch ran on the device that did not fit into a budget whole."""
-    made, parts_that_fit = [], budget.parts_that_fit
+def slices_made(monkeypatch):
+    """In how many parts or slices each micro-batch ran on the device."""
+    made, parts, decide = [], Plan.parts, Plan.decide
 
-    def watch(*args):
-        parts = parts_that_fit(*args)
-        if not pretend_device.why_off():
-            made.append(len(parts))
-        return parts
+    def watch(count, method):
+        def watched(*args):
+            found = method(*args)
+            if not pretend_device.why_off():
+                made.append(count(found))
+            return found
 
-    monkeypatch.setattr(budget, "parts_that_fit", watch)
+        return watched
+
+    monkeypatch.setattr(Plan, "parts", watch(len, parts))
+    monkeypatch.setattr(Plan, "decide", watch(lambda decision: decision.num_slices, decide))
     return made

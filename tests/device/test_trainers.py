@@ -80,27 +80,27 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_a_token_budget_that_splits(name, parts_made):
-    task, options = name.split("-")[0], {"max_tokens_per_micro_batch": 30, "oversized_examples": "alone"}
+def test_a_token_budget_that_splits(name, slices_made):
+    task, options = name.split("-")[0], {"max_tokens_per_micro_batch": 30}
     assert_as_on_cpu(lambda: train(task, **options, **BUDGETS[name][1]))
-    assert max(parts_made) > 1
+    assert max(slices_made) > 1
 
 
 @pytest.mark.parametrize("name", [name for name, (budget, _) in BUDGETS.items() if budget])
-def test_a_memory_budget_that_splits(name, parts_made):
+def test_a_memory_budget_that_splits(name, slices_made):
     task, (budget, options) = name.split("-")[0], BUDGETS[name]
     result = assert_as_on_cpu(lambda: train(task, data=DATA[task](8, 0), memory_budget=budget, **options))
-    assert max(parts_made) > 1
+    assert max(slices_made) > 1
     # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs
-    assert result.trainer.flat.memory.observed
-    assert 0.9 < result.trainer.flat.memory.needs.correction < 1.5
+    assert result.trainer.flat.plan.observed
+    assert 0.9 < result.trainer.flat.plan.needs.correction < 1.5
 
 
 def test_a_memory_budget_counts_what_others_hold():
     """Such as a reward model; what the first run has left is a small part of that."""
-    alone = train("dpo", memory_budget=1).trainer.flat.memory.needs.fixed
+    alone = train("dpo", memory_budget=1).trainer.flat.plan.needs.fixed
     held = torch.zeros(2**22, device=pretend_device.DEVICE)
-    beside = train("dpo", memory_budget=1).trainer.flat.memory.needs.fixed
+    beside = train("dpo", memory_budget=1).trainer.flat.plan.needs.fixed
     assert beside - alone == pytest.approx(held.nbytes, rel=0.1)
 
 
@@ -124,11 +124,11 @@ def test_memory_that_runs_out_costs_a_warning_and_nothing_else(task, left, caplo
         return {**arguments(task), "callbacks": crowded}
 
     result = assert_as_on_cpu(lambda: train(task, make=make, data=DATA[task](8, 0), memory_budget=1.0))
-    assert result.trainer.flat.memory.has_shrunk
+    assert result.trainer.flat.plan.has_shrunk
     assert "An allocation failed" in caplog.text
 
 
-def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(parts_made):
+def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(slices_made):
     def once(left):
         model, dropout = make_model(num_hidden_layers=6), lora(lora_dropout=0.3)
         made = {**arguments("sft", model=model), "peft_config": dropout, "callbacks": [Crowded(left)]}
@@ -137,7 +137,7 @@ def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(parts_made
 
     expected, actual = once(10**9), once(6_300_000)
     assert actual.log_history[0]["flat/recomputed"] > expected.log_history[0]["flat/recomputed"]
-    assert parts_made == []
+    assert slices_made == []
     assert off_by(expected, actual, TOLERANCE) == {}
 
 
@@ -158,11 +158,11 @@ def test_layers_of_another_kind(name):
 
 
 @pytest.mark.parametrize(("task", "layout"), [("dpo", "shared"), ("sft", "flat")])
-def test_images(task, layout, parts_made):
+def test_images(task, layout, slices_made):
     data = (vision_pairs if task == "dpo" else vision_messages)(8, SEED)
-    options = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone", "dataloader_pin_memory": True}
+    options = {"max_tokens_per_micro_batch": 60, "dataloader_pin_memory": True}
     assert_as_on_cpu(lambda: run(task, layout, **on_images("llava", task, lora=True), train_dataset=data, **options))
-    assert max(parts_made) > 1
+    assert max(slices_made) > 1
 
 
 def test_turns_of_conversations():

@@ -61,7 +61,7 @@ def test_a_step_waits_in_named_places_only_and_less_than_in_padded_trl(task):
 OPTIONS = {
     "mask": {"flat_attention": "mask"},
     "recomputed": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    "in parts": {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"},
+    "in parts": {"max_tokens_per_micro_batch": 60},
     "in memory": {"memory_budget": 0.02},
     "bfloat16": {"bf16": True},
 }

@@ -7,21 +7,21 @@ import random
 import sys
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 
+from tests.helpers.memory import in_tokens
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
-from trl_paddingfree.memory.kept_bytes import LOADS
-from trl_paddingfree.memory.needs import MemoryNeeds
-from trl_paddingfree.memory.plan import MemoryBudget
-from trl_paddingfree.trainers import TRAINERS
-from trl_paddingfree.trainers.base import FlatTrainer
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.memory import plan as planned
+from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.model.slices import Decision
+from trl_paddingfree.trainers import TRAINERS, base
 
 
 def from_disk(dataset: Dataset, folder: str) -> Dataset:
@@ -40,32 +40,28 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def watch_decisions(budget: int) -> list[tuple[int, int]]:
+def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
     """
     Have a memory budget hold `budget` tokens, one for each layer that keeps its activations.
 
     Returns:
-        `list[tuple[int, int]]`: For each forward pass that trains, how many layers this process alone would have
-        recompute, and how many do. Filled while training.
+        `list[tuple[list[int], list[int]]]`: For each pass that trains, how many slices and recomputing layers this
+        process alone would have, and how many there are. Filled while training.
     """
-    decisions: list[tuple[int, int]] = []
-    plan, start = FlatTrainer.plan_steps, MemoryBudget.start
+    decisions: list[tuple[list[int], list[int]]] = []
+    made, decide = base.make_plan, Plan.decide
+    planned.LEAST_SLICE = 8  # rows of tiny models are short
 
-    def plan_steps(trainer, model):
-        is_new = trainer.flat.memory is None
-        plan(trainer, model)
-        if is_new and (memory := trainer.flat.memory) is not None:
-            per_token = np.array(LOADS) == "tokens"
-            nothing, one = 0.0 * per_token, 1.0 * per_token
-            layers = len(memory.layers)
-            memory.needs = MemoryNeeds(0, [one] * layers, [nothing] * layers, nothing, nothing, (0, 0), nothing)
-            memory.budget = budget
+    def watch(plan: Plan, batch: FlatBatch) -> Decision:
+        decision = decide(plan, batch)
+        if torch.is_grad_enabled():
+            both = (plan._own_decision(batch), decision)
+            one, all_do = ([each.num_slices, each.num_recomputed or 0] for each in both)
+            decisions.append((one, all_do))
+        return decision
 
-    def note(memory, batch, number, *others):
-        start(memory, batch, number, *others)
-        decisions.append((memory.num_recomputed(batch), number))
-
-    FlatTrainer.plan_steps, MemoryBudget.start = plan_steps, note
+    base.make_plan = lambda *args, **kwargs: in_tokens(made(*args, **kwargs), budget)  # type: ignore[attr-defined]
+    Plan.decide = watch  # type: ignore[method-assign]
     return decisions
 
 

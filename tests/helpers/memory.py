@@ -2,8 +2,8 @@
 
 import os
 from contextlib import contextmanager
-from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers.utils import is_torchvision_available
@@ -13,8 +13,11 @@ from tests.helpers.versions import is_older
 from tests.helpers.vision import on_images
 from tests.runs import make_trainer, run
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import load
+from trl_paddingfree.memory.kept_bytes import LOADS, load
+from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
+from trl_paddingfree.model.architecture import recomputable_layers
+from trl_paddingfree.model.slices import Decision
 from trl_paddingfree.trainers.base import FlatTrainer
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
@@ -73,10 +76,10 @@ def ready(trainer):
 
 def counted(trainer, batch, number):
     """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
-    memory, base = trainer.flat.memory, trainer.flat_base(trainer.model)
+    memory, base = trainer.flat.plan, trainer.flat_base(trainer.model)
     counter = SavedBytes(base, memory.layers)
     batch = {name: value for name, value in batch.items() if name != "rows"}
-    batch["flat_batch"] = replace(batch["flat_batch"], num_recomputed=number)
+    trainer.flat.trained.decide = lambda _: Decision((), number)
     trainer.model.train()
     with counter.counting():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
@@ -88,7 +91,7 @@ def counted(trainer, batch, number):
 
 
 def assert_predicted(trainer):
-    memory = ready(trainer).flat.memory
+    memory = ready(trainer).flat.plan
     for batch in trainer.get_train_dataloader():
         saved = memory.needs.saved(load(batch["flat_batch"], memory.route))
         for number in (0, 1, len(memory.layers)):
@@ -97,22 +100,30 @@ def assert_predicted(trainer):
 
 def between(trainer, number):
     """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
-    memory = trainer.flat.memory
+    memory = trainer.flat.plan
     peaks = [memory.needs.peaks(load(batch["flat_batch"], memory.route)) for batch in trainer.get_train_dataloader()]
     return max(int(peak[number]) for peak in peaks) / GIB
 
 
-def least_room(trainer):
-    """A budget in GiB with room for most of the activations of a micro-batch, all of them recomputed."""
-    budget, memory, fixed = trainer.flat.budget, trainer.flat.memory, trainer.flat.memory.needs.fixed
-    kept = memory.peak(memory.current.batch, len(memory.layers)) - fixed
-    return (fixed + budget.gradient_bytes + 0.7 * kept) / GIB
+def in_tokens(plan, number):
+    """A plan whose memory budget holds so many tokens, once for each layer that keeps its activations."""
+    per_token = np.array(LOADS) == "tokens"
+    nothing, one = 0.0 * per_token, 1.0 * per_token
+    layers = len(plan.layers)
+    plan.needs = MemoryNeeds(0, [one] * layers, [nothing] * layers, nothing, nothing, (0, 0), nothing)
+    plan.budget = number
+    return plan
+
+
+def most_slices(passes):
+    """The most slices in which a batch was computed."""
+    return max(each.decision.num_slices for each in passes)
 
 
 def step(trainer, batch, number=None):
     """Loss and gradients of one training step, with dropout from the same state."""
     if number is not None:
-        trainer.flat.memory.num_recomputed = lambda _: number
+        trainer.flat.trained.decide = lambda _: Decision((), number)
     torch.manual_seed(SEED)
     trainer.model.zero_grad()
     loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
@@ -122,7 +133,7 @@ def step(trainer, batch, number=None):
 @contextmanager
 def failing(trainer, attempts, in_backward):
     """Within this context, an allocation fails in the first layer, in forward passes `attempts` or their backward."""
-    layer, passes = trainer.flat.memory.layers[0], iter(range(1000))
+    layer, passes = recomputable_layers(trainer.flat_base(trainer.model))[0], iter(range(1000))
 
     def fail(*_):
         raise torch.OutOfMemoryError("no memory, on purpose")
@@ -142,9 +153,9 @@ def fail_once_planned(monkeypatch, attempts, in_backward, prepare=lambda memory:
     begin = FlatTrainer.plan_steps
 
     def plan(trainer, model):
-        planned = trainer.flat.memory is not None
+        planned = trainer.flat.plan is not None
         begin(trainer, model)
-        if not planned and (memory := trainer.flat.memory) is not None:
+        if not planned and (memory := trainer.flat.plan) is not None:
             prepare(memory)
             failing(trainer, attempts, in_backward).__enter__()
 

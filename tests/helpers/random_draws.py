@@ -96,7 +96,7 @@ def _our_options(rng: random.Random, task: str, model_type: str) -> dict[str, An
     }
     if rng.random() < 0.25:  # in GiB, and a tiny model: from too little for one example to more than enough
         return {**ours, "memory_budget": rng.choice([0.006, 0.012, 0.02, 1.0])}
-    return {**ours, "max_tokens_per_micro_batch": rng.choice([None, None, 40, 90]), "oversized_examples": "alone"}
+    return {**ours, "max_tokens_per_micro_batch": rng.choice([None, None, 12, 40])}
 
 
 def _reference(rng: random.Random, model: dict, references: list[str]) -> str:

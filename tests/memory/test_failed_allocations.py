@@ -3,16 +3,14 @@
 import gc
 import os
 from dataclasses import replace
-from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
-from tests.helpers.memory import LAYERS, between, budgeted, fail_once_planned, failing, generating
+from tests.helpers.memory import budgeted, fail_once_planned, failing, generating, in_tokens
 from tests.helpers.tiny import lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
-from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.plan import MemoryBudget
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.trainers.steps import Attempt
 
@@ -38,10 +36,9 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
     plain = train(make(memory_budget=None))
     trainer = make()
     if split:
-        trainer.flat.memory.budget = int(between(trainer, LAYERS) * GIB)
-        trainer.flat.memory.needs = replace(trainer.flat.memory.needs, kept=trainer.flat.memory.needs.kept * 100)
+        in_tokens(trainer.flat.plan, 200)
     else:
-        without_head(trainer.flat.memory)
+        without_head(trainer.flat.plan)
     # In the second micro-batch, when there are gradients already
     with failing(trainer, {1}, where == "backward"):
         result = train(trainer)
@@ -70,37 +67,21 @@ def test_a_failed_allocation_generates_nothing_again(data, where, splits, monkey
     assert_same(expected, result)
 
 
-def test_parts_that_add_to_gradients_twice_are_not_computed_again(data, monkeypatch):
-    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
-    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
-    monkeypatch.setattr(MemoryBudget, "num_recomputed", lambda *_: 1)
-    fail_once_planned(monkeypatch, {0}, True)
-    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "memory_budget": 8}
-    with pytest.raises(torch.OutOfMemoryError, match="on purpose\nLayers that recompute within parts"):
-        run("grpo", "shared", **generating(), train_dataset=data, **kwargs)
-
-
 @pytest.mark.parametrize("loss_type", ["sigmoid", "aot"], ids=["above the loss", "beneath it"])
-def test_an_allocation_that_always_fails_ends_the_run(folder, loss_type, monkeypatch):
-    trainer = budgeted("dpo", folder, preference_data(16, SEED), loss_type=loss_type)
-    memory, tried = trainer.flat.memory, []
-
-    def lower(memory):
-        made = memory.current
-        tried.append(made.expected)
-        is_lower = type(memory).lower(memory)
-        assert not is_lower or memory.budget > memory.needs.fixed + made.extra  # which no activations need
-        return is_lower
-
-    monkeypatch.setattr(memory, "lower", partial(lower, memory))
+@pytest.mark.parametrize("limit", [{}, {"memory_budget": None, "max_tokens_per_micro_batch": 300}])
+def test_an_allocation_that_always_fails_ends_the_run(folder, loss_type, limit, passes):
+    trainer = budgeted("dpo", folder, preference_data(16, SEED), loss_type=loss_type, **limit)
+    plan = trainer.flat.plan
     with failing(trainer, range(1000), False), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         trainer.train()
-    # Each attempt needs less than the one before, down to one example
-    assert sorted(set(tried), reverse=True) == tried
-    assert 2 < len(tried) <= 8 * (LAYERS + 1)  # numbers of examples, and of layers that recompute
-    assert memory.current.num_items == 1
+    # Each attempt is another, in slices of fewer tokens than the one before, or of fewer bytes
+    tried = [each.decision for each in passes if each.trains]
+    sizes = [-x.expected if plan.needs else -max(np.diff(x.cuts), default=301) for x in tried]
+    assert sorted(set(sizes)) == sizes
+    assert len(sizes) > 1
+    assert plan.current.decision.num_slices > 1
     # Who trains the model next decides for himself which layers recompute
-    layers = trainer.flat.memory.layers
+    layers = plan.layers
     recompute_first(layers, 0)
     trainer.flat_base(trainer.model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
     assert not any(layer.gradient_checkpointing for layer in layers)
@@ -108,7 +89,7 @@ def test_an_allocation_that_always_fails_ends_the_run(folder, loss_type, monkeyp
 
 def test_other_processes_wait_so_nothing_is_computed_again(folder):
     trainer = budgeted("dpo", folder, preference_data(16, SEED))
-    trainer.flat.memory.why_not_again = lambda *_: "Lower `memory_budget`"
+    trainer.flat.plan._why_not_again = lambda *_: "Lower `memory_budget`"
     with failing(trainer, {0}, False), pytest.raises(torch.OutOfMemoryError, match="on purpose\nLower `memory_budget`"):
         trainer.train()
 
@@ -120,8 +101,9 @@ def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     attempt = Attempt(layer.parameters(), torch.device("cpu"), put_back=lambda: None)
     layer(x).sum().backward()
     whole = [p.grad.clone() for p in layer.parameters()]
-    with attempt.undone():
-        layer(x).sum().backward()
-        assert all(p.grad is None for p in layer.parameters())
+    attempt.undo()
+    layer(x).sum().backward()
+    assert all(p.grad is None for p in layer.parameters())
+    attempt.finish()
     layer(x).mul(0).sum().backward()  # nothing is dropped any more
     assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), whole, strict=True))

@@ -1,4 +1,4 @@
-"""Micro-batches that a budget cannot hold run in parts, with the loss of the whole."""
+"""Micro-batches that a budget cannot hold run in parts or in slices, with the loss of the whole."""
 
 import os
 from functools import partial
@@ -9,15 +9,15 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import is_torchvision_available
 
-from tests.helpers.memory import LAYERS, generating, generating_with_dropout, least_room, with_images
+from tests.helpers.memory import LAYERS, generating, generating_with_dropout, most_slices, with_images
 from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
 from tests.helpers.versions import is_older
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, run
-from trl_paddingfree.memory.budget import Budget, parts_that_fit
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.plan import MemoryBudget, adds_up_shards
-from trl_paddingfree.model import forward
+from trl_paddingfree.memory.engine import adds_up_shards
+from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.model import slices
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
@@ -35,8 +35,8 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits":
     ids=["aot", "sft", "aot-unpaired", "routers"],
 )
 @pytest.mark.parametrize("limit", ["memory", "tokens"])
-def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(
-    tokenizer, options, model_type, overrides, limit, parts_made
+def test_losses_that_couple_examples_run_in_slices_beneath_the_loss(
+    tokenizer, options, model_type, overrides, limit, passes, hold_tokens
 ):
     def make():
         model = make_model(model_type, num_hidden_layers=LAYERS, **overrides)
@@ -45,10 +45,10 @@ def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(
     data, options = preference_data(16, SEED), {"steps": 2, "per_device_train_batch_size": 8, **options}
     limited = {"max_tokens_per_micro_batch": 120}
     if limit == "memory":
-        whole = run("dpo", "ours", **make(), train_dataset=data, **options, memory_budget=8)
-        limited = {"memory_budget": least_room(whole.trainer)}
+        hold_tokens(120)
+        limited = {"memory_budget": 8}
     compare("dpo", make, data, ("ours",), ours=limited, **options)
-    assert max(parts_made) > 1
+    assert most_slices(passes) > 1
 
 
 @pytest.mark.parametrize(
@@ -59,86 +59,81 @@ def test_losses_that_couple_examples_run_in_parts_beneath_the_loss(
     ],
     ids=["grpo", "bnpo"],
 )
-def test_parts_have_the_loss_of_the_whole(data, options, reentrant, with_room, parts_made):
-    whole = run("grpo", "shared", **generating(), train_dataset=data, **options)
-    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    parts = run("grpo", "shared", **generating(), train_dataset=data, memory_budget=with_room, **options, **kwargs)
-    assert max(parts_made) > 1
+def test_slices_have_the_loss_of_the_whole(data, options, reentrant, passes, hold_tokens):
+    options = {"train_dataset": data, **options}
+    whole = run("grpo", "shared", **generating(), **options)
+    options["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+    hold_tokens(30)
+    parts = run("grpo", "shared", **generating(), **options, memory_budget=8)
+    assert most_slices(passes) > 1
     assert_same(whole, parts)
 
 
 @pytest.mark.parametrize(("task", "loss_type"), [("grpo", "bnpo"), ("rloo", None)], ids=["grpo", "rloo"])
-def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, task, loss_type, parts_made):
+def test_a_limit_of_tokens_makes_slices_with_the_loss_of_padded_trl(data, task, loss_type, passes):
     def make():
         return {**generating(), "peft_config": lora()}
 
     options = {} if loss_type is None else {"loss_type": loss_type}
     options |= {"num_iterations": 2, "gradient_checkpointing_kwargs": {"use_reentrant": task == "rloo"}}
-    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
+    limited = {"max_tokens_per_micro_batch": 25}
     compare(task, make, data, ("shared",), ours=limited, **options)
-    assert max(parts_made) > 1
-    # Rows are known once they are generated: of those that may come, the longest has to fit
-    with pytest.raises(ValueError, match="=25` is less than .*, lower `max_completion_length`"):
-        run(task, "shared", **make(), train_dataset=data, max_tokens_per_micro_batch=25, max_completion_length=30)
+    assert most_slices(passes) > 1
 
 
-def test_rows_of_a_prompt_share_a_part(data, parts_made):
-    """By themselves, rows of a long prompt need many times what they need together."""
+def test_slices_compute_a_prompt_once(data, passes):
     words = " ".join(["word"] * 40)
     long = data.map(lambda row: {"prompt": [{"role": "user", "content": f"{words} {row['prompt'][0]['content']}"}]})
     whole = run("grpo", "shared", **generating(), train_dataset=long, steps=1).trainer.total_counts()
-    most = {"max_tokens_per_micro_batch": int(0.9 * whole.computed), "oversized_examples": "alone"}
+    most = {"max_tokens_per_micro_batch": int(0.4 * whole.computed)}
     parts = run("grpo", "shared", **generating(), train_dataset=long, steps=1, **most).trainer.total_counts()
-    assert parts.computed < 2 * whole.computed < whole.real
-    assert max(parts_made) == 2
+    assert parts == whole
+    assert most_slices(passes) == 3
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_parts_have_the_frequencies_of_the_whole(data, kind, parts_made, monkeypatch):
+def test_slices_have_the_frequencies_of_the_whole(data, kind, passes):
     def make():
         return {**generating(), "model": make_model(**following_rotary(24, kind))}
 
-    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 2)
-    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
-    compare("grpo", make, data, ("flat",), ours={"memory_budget": 8})
-    assert max(parts_made) > 1
+    compare("grpo", make, data, ("flat",), ours={"max_tokens_per_micro_batch": 30})
+    assert most_slices(passes) > 1
 
 
-def test_parts_are_computed_again_as_they_were(data, parts_made, monkeypatch):
-    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
-    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+def test_slices_are_computed_again_as_they_were(data, passes, monkeypatch):
+    options = {"train_dataset": data, "max_tokens_per_micro_batch": 30, "steps": 1}
     runs = []
     for compute in (checkpoint, lambda function, *args, use_reentrant: function(*args)):
-        monkeypatch.setattr(forward, "checkpoint", compute)
-        runs.append(run("rloo", "shared", **generating_with_dropout(), train_dataset=data, memory_budget=8, steps=1))
-    assert max(parts_made) > 1
+        monkeypatch.setattr(slices, "checkpoint", compute)
+        runs.append(run("rloo", "shared", **generating_with_dropout(), **options))
+    assert most_slices(passes) > 1
     assert_same(*runs, tolerance=0, ignored=())
 
 
 @pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
-def test_the_loss_of_routers_in_parts_is_that_of_the_whole(data, parts_made):
+def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_tokens):
     def make():
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
         return {**generating(), "model": make_model("mixtral", output_router_logits=True, **sizes)}
 
-    room = least_room(run("grpo", "flat", **make(), train_dataset=data, memory_budget=8, steps=1).trainer)
-    compare("grpo", make, data, ("flat",), ours={"memory_budget": room})
-    assert max(parts_made) > 1
+    hold_tokens(30)
+    compare("grpo", make, data, ("flat",), ours={"memory_budget": 8})
+    assert most_slices(passes) > 1
 
 
 def test_micro_batches_in_parts_count_their_images(monkeypatch):
     data = vision_pairs(8, SEED)
-    memory = with_images("llava", "dpo", data).flat.memory
-    least = memory.needs.fixed + 0.7 * (memory.predicted - memory.needs.fixed)
+    plan = with_images("llava", "dpo", data).flat.plan
+    least = plan.needs.fixed + 0.7 * (plan.current.decision.expected - plan.needs.fixed)
     whole = run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data)
-    numbers, parts_of = [], Budget.batches
+    numbers, parts_of = [], Plan.parts
 
     def watch(*args):
         parts = parts_of(*args)
         numbers.append(len(parts))
         return parts
 
-    monkeypatch.setattr(Budget, "batches", watch)
+    monkeypatch.setattr(Plan, "parts", watch)
     options = {"memory_budget": least / GIB}
     assert_same(whole, run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data, **options))
     assert max(numbers) > 1
@@ -146,21 +141,22 @@ def test_micro_batches_in_parts_count_their_images(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize("loss_type", [["sigmoid"], ["sigmoid", "sft"]], ids=["above the loss", "beneath it"])
-def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, monkeypatch):
+def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes, monkeypatch):
     """Positions that a model counts by grids, and parts in which no row has an image while others have."""
     if kind not in WITHOUT_TORCHVISION and not is_torchvision_available():
         pytest.skip("its processor needs torchvision")
-    made = []
+    made, parts_of = [], Plan.parts
 
     def watch(*args):
-        made.append(parts_that_fit(*args))
+        made.append(parts_of(*args))
         return made[-1]
 
-    monkeypatch.setattr("trl_paddingfree.memory.budget.parts_that_fit", watch)
-    parts = {"max_tokens_per_micro_batch": 1, "oversized_examples": "alone"}  # one for each pair
-    options = {"loss_type": loss_type, "per_device_train_batch_size": 8, "ours": parts}
+    monkeypatch.setattr(Plan, "parts", watch)
+    options = {"loss_type": loss_type, "per_device_train_batch_size": 8}
+    options["ours"] = {"max_tokens_per_micro_batch": 40}
     compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), ("shared",), **options)
-    assert max(map(len, made)) > 1
+    assert bool(made) == (loss_type == ["sigmoid"])
+    assert max(map(len, made), default=0) > 1 or most_slices(passes) > 1
 
 
 @pytest.mark.parametrize(

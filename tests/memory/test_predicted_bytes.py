@@ -15,11 +15,15 @@ from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, following_rotary, lora, make_model, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
-from trl_paddingfree.memory.plan import CORRECTED, MemoryBudget, Pass
+from trl_paddingfree.memory.plan import CORRECTED, Pass, Plan
 from trl_paddingfree.model.architecture import recompute_first
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.routes import Route
+from trl_paddingfree.model.slices import Decision
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -106,7 +110,7 @@ def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
     # What the layers keep of so few tokens is next to nothing
-    assert trainer.flat.memory.needs.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
+    assert trainer.flat.plan.needs.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
 
 
 def test_fixed_bytes_are_those_of_the_tensors(folder):
@@ -117,7 +121,7 @@ def test_fixed_bytes_are_those_of_the_tensors(folder):
     gradients = sum(p.numel() * p.element_size() for p in trained)
     buffers = tensor_bytes(trainer.model.buffers())
     # Beside the moments Adam has a number of steps per parameter
-    assert trainer.flat.memory.needs.fixed == pytest.approx(2 * gradients + buffers + tensor_bytes(state), rel=0.01)
+    assert trainer.flat.plan.needs.fixed == pytest.approx(2 * gradients + buffers + tensor_bytes(state), rel=0.01)
 
 
 class PagesWhatIsLarge(torch.optim.Adam):
@@ -147,13 +151,17 @@ def test_what_holds_memory_beside_the_models_counts():
 
 
 def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_saved(tmp_path):
+    flat = FlatModel.install(make_model(), Route("segment", "sdpa", True))
+    batch = FlatBatch.from_rows([[5, 6]], [[5, 6]])
+
     def made(held):
         peak = SimpleNamespace(can_reset=True, held=held, current=held + 100)
-        return MemoryBudget(8, 8 * GIB, MemoryNeeds(1000, [[1]], [[1]], [0], [0], (0, 0), [0]), [], None, peak)
+        needs = MemoryNeeds(1000, [[1]], [[1]], [0], [0], (0, 0), [0])
+        return Plan(flat, None, peak, option=8, budget=8 * GIB, needs=needs, layers=[None])
 
     memory = made(held=1500)
     for _ in range(CORRECTED):
-        memory.current = Pass(None, 0, 1, 0, (), expected=memory.needs.fixed + 100, held=1500)
+        memory.current = Pass(batch, Decision(expected=memory.needs.fixed + 100), held=1500)
         memory.finish(has_stepped=True)
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
     memory.save(tmp_path, 0)
@@ -166,13 +174,13 @@ def test_counting_leaves_the_model_as_it_was(folder):
     trainer = budgeted("dpo", folder, preference_data(8, SEED), peft_config=lora(lora_dropout=0.5))
     base, weights = trainer.flat_base(trainer.model), [p.clone() for p in trainer.model.parameters()]
     base.eval()
-    recompute_first(trainer.flat.memory.layers, 1)
+    recompute_first(trainer.flat.plan.layers, 1)
     before = torch.get_rng_state()
     once, again = (count_kept_bytes(base, trainer.flat.route) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(vars(once).values(), vars(again).values(), strict=True))
     assert torch.equal(before, torch.get_rng_state())
     assert not any(module.training for module in base.modules())
-    assert [layer.gradient_checkpointing for layer in trainer.flat.memory.layers] == [True, False, False]
+    assert [layer.gradient_checkpointing for layer in trainer.flat.plan.layers] == [True, False, False]
     assert all(p.grad is None for p in trainer.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.model.parameters(), strict=True))
 

@@ -15,7 +15,6 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.flat.batch import RowPart
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
@@ -221,13 +220,11 @@ def test_neftune_noise_has_the_size_of_rows():
     embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
     inputs = padded([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8)
     flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8, prefix_sharing=False)
-    half = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 4, [[1, 2, 3, 4, 5, 6]] * 4, prefix_sharing=False)
-    parts = tuple(RowPart(torch.arange(first, first + 4), half) for first in (0, 4))
     model.train()
-    for extra in ({}, {"flat_batch": flat_batch}, {"flat_batch": replace(flat_batch, parts=parts)}):
+    for extra in ({}, {"flat_batch": flat_batch}):
         model(**inputs, **extra, fused_lm_head=True)
     bound = 5.0 / (6 * model.config.hidden_size) ** 0.5
-    assert len(seen) == 4
+    assert len(seen) == 2
     for noise in seen:
         assert 0.9 * bound < noise.abs().max() <= bound * (1 + 1e-5)
         # Uniform: as many of some hundred draws, within four deviations of their number, below each tenth of the range
@@ -262,12 +259,11 @@ def test_memory_that_runs_out_on_a_long_flat_row_is_not_taken_for_its_length(err
         model(flat_batch=flat_batch, labels=torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), fused_lm_head=True)
 
 
-def test_what_a_flat_row_cannot_answer_is_refused_in_parts_too():
+def test_what_a_flat_row_cannot_answer_is_refused():
     model = make_model()
     add_fused_lm_head(model)
     FlatModel.install(model, choose_route(model))
-    row = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
-    batch = replace(row, parts=(RowPart(torch.arange(1), row),))
+    batch = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
     labels = torch.tensor([[1, 2, 3]])
     with pytest.raises(ValueError, match="`position_ids` was given to the model beside a `flat_batch`"):
         model(flat_batch=batch, labels=labels, position_ids=torch.arange(3)[None], fused_lm_head=True)

@@ -386,7 +386,7 @@ def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
     data = preference_data(12, SEED)
     options = {"train_dataset": data, "steps": 2, "max_length": 64, "precompute_ref_log_probs": True}
     padded = run("dpo", "padded", **models(), **options)
-    parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+    parts = {"max_tokens_per_micro_batch": 60}
     flat = run("dpo", "ours", **models(), **options, **parts)
     assert_same(padded, flat)
 

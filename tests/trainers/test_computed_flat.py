@@ -40,7 +40,7 @@ def train(trainer_class: type, task: str, **options: Any) -> Any:
     return run(task, "ours", trainer_class=trainer_class, **arguments_of(task), steps=1, **options).trainer
 
 
-BUDGETS = [{}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}, {"memory_budget": 4}]
+BUDGETS = [{}, {"max_tokens_per_micro_batch": 60}, {"memory_budget": 4}]
 
 
 @pytest.mark.parametrize("options", BUDGETS, ids=["whole", "parts", "budget"])

@@ -1,24 +1,22 @@
 """Distillation, padded TRL beside ours: student and teacher compute one flat batch of the generated rows."""
 
 import os
-from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 from datasets import Dataset
 
 from tests.helpers.memory import TOLERANCE as PREDICTED
-from tests.helpers.memory import fail_once_planned
+from tests.helpers.memory import fail_once_planned, most_slices
 from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_tokenizer, prompts
 from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
-from trl_paddingfree.flat.batch import RowPart
-from trl_paddingfree.memory.budget import Budget
+from trl_paddingfree.check import training
 from trl_paddingfree.memory.kept_bytes import load
-from trl_paddingfree.memory.plan import MemoryBudget
+from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.memory.saved_bytes import SavedBytes
+from trl_paddingfree.model.slices import Decision
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
@@ -190,7 +188,7 @@ def test_images_are_refused(data):
 # --- Hidden states, and the check ------------------------------------------------------------------------------------
 
 
-def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_parts(data):
+def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_slices(data):
     trainer = made(data)
     model = trainer.model.train()
     flat = FlatModel.of(model)
@@ -200,19 +198,16 @@ def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_parts(dat
     scored = torch.tensor([[*(x != -100 for x in row), *[False] * (width - len(row))] for row in labels])[:, 1:]
     alone = [model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0, :-1] for row in rows]
     expected = torch.cat([row[mask[: len(row)]] for row, mask in zip(alone, scored, strict=True)])
-    parts = tuple(
-        RowPart(torch.tensor(items), FlatBatch.from_rows([rows[i] for i in items], [labels[i] for i in items], width=6))
-        for items in ([3, 1], [0, 2])
-    )
     weights = [p for p in model.parameters() if p.requires_grad]
     wanted = torch.autograd.grad(expected.square().sum(), weights, allow_unused=True)
-    for batch in (whole, replace(whole, parts=parts)):
-        found = flat.hidden_states(batch, scored)
+    for cuts in ((), (0, 2, 7, whole.counts.computed)):
+        flat.decide = lambda _, cuts=cuts: Decision(cuts)
+        found = flat.hidden_states(whole, scored)
         torch.testing.assert_close(found[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
         gradients = torch.autograd.grad(found.square().sum(), weights, allow_unused=True)
         torch.testing.assert_close(gradients, wanted, rtol=TOLERANCE, atol=TOLERANCE)
         with torch.no_grad():
-            assert torch.equal(flat.hidden_states(batch, scored), found)
+            assert torch.equal(flat.hidden_states(whole, scored), found)
     with pytest.raises(ValueError, match=r"`scored` has shape \(4, 6\), and the rows of this batch .* \(4, 5\)"):
         flat.hidden_states(whole, torch.ones(4, 6, dtype=torch.bool))
 
@@ -232,31 +227,15 @@ def test_the_check_differentiates_the_student_only(data, monkeypatch):
 # --- Budgets ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def started(monkeypatch):
-    """The batches of all passes that train."""
-    batches, start = [], Budget.decide
-
-    def watch(*args, **kwargs):
-        batches.append(start(*args, **kwargs))
-        return batches[-1]
-
-    monkeypatch.setattr(Budget, "decide", watch)
-    return batches
-
-
-def test_a_limit_of_tokens_makes_parts_with_the_loss_of_padded_trl(data, started):
+def test_a_limit_of_tokens_makes_slices_with_the_loss_of_padded_trl(data, passes):
     """Of the teacher, too, which keeps nothing."""
     options = {"gradient_accumulation_steps": 2, "beta": 0.5}
-    limited = {"max_tokens_per_micro_batch": 25, "oversized_examples": "alone"}
     padded = run("distillation", "padded", **with_lora(), train_dataset=data, **options)
-    options["gradient_checkpointing"] = True
-    hidden_states = FlatModel._hidden_states
-    with mock.patch.object(FlatModel, "_hidden_states", autospec=True, side_effect=hidden_states) as computed:
-        assert_same(padded, run("distillation", "shared", **with_lora(), train_dataset=data, **options, **limited))
-    assert max(len(batch.parts) for batch in started) > 1
-    batches = [call.args[1] for call in computed.call_args_list]
-    assert all(batch.counts.computed <= 25 or len(batch.row_mask) == 1 for batch in batches)
+    options |= {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 25}
+    assert_same(padded, run("distillation", "shared", **with_lora(), train_dataset=data, **options))
+    assert {each.trains for each in passes} == {True, False}
+    assert all(max(map(int.__sub__, x.decision.cuts[1:], x.decision.cuts), default=0) <= 25 for x in passes)
+    assert most_slices(passes) > 1
 
 
 @pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
@@ -268,13 +247,13 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
         arguments = make()
         return {**arguments, "model": make_model(num_hidden_layers=LAYERS)}
 
-    monkeypatch.setattr(MemoryBudget, "num_recomputed", lambda *_: number)
+    monkeypatch.setattr(Plan, "_whole", lambda *_: (number, 0))
     expected = run("distillation", "shared", **of_layers(), train_dataset=data, beta=0.5)
     counted, compute = [], PaddingFreeDistillationTrainer._compute_loss
 
     def counting(trainer, *args):
         """One more pass, which is not trained on."""
-        memory = trainer.flat.memory
+        memory = trainer.flat.plan
         if memory is not None and torch.is_grad_enabled():
             counter = SavedBytes(trainer.flat_base(trainer.model), memory.layers)
             with counter.counting():
@@ -297,28 +276,21 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 
 
 def test_what_a_wide_teacher_keeps_is_counted(data):
-    """For the tokens that the loss scores together, in whatever parts rows are."""
-    rows, labels = [[5] * 40], [[-100] * 20 + [5] * 20]
-    batches = [FlatBatch.from_rows(rows, labels, num_scored=number) for number in (None, 70)]
+    batch = FlatBatch.from_rows([[5] * 40], [[-100] * 20 + [5] * 20])
     saved = []
     for size in (32, 96):
         trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
-        needs, route = trainer.flat.memory.needs, trainer.flat.route
-        saved.append([int(needs.saved(load(batch, route))[0]) for batch in batches])
-    (part, whole), (wide_part, wide_whole) = saved
-    assert (wide_part - part, wide_whole - whole) == (20 * 64 * 4, 70 * 64 * 4)
+        saved.append(int(trainer.flat.plan.needs.saved(load(batch, trainer.flat.route))[0]))
+    assert saved[1] - saved[0] == 20 * 64 * 4
 
 
 @pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
-def test_a_budget_makes_parts_with_the_loss_of_the_whole(data, make, started, monkeypatch):
+def test_a_budget_makes_slices_with_the_loss_of_the_whole(data, make, passes, hold_tokens):
     options = {"beta": 0.5, "gradient_accumulation_steps": 2}
     whole = run("distillation", "padded", **make(), train_dataset=data, **options)
-    monkeypatch.setattr(MemoryBudget, "can_hold", lambda _, batch, *beside: len(batch.row_index) < 3)
-    monkeypatch.setattr(MemoryBudget, "keeps_all", MemoryBudget.can_hold)
+    hold_tokens(30)
     assert_same(whole, run("distillation", "shared", **make(), train_dataset=data, memory_budget=8, **options))
-    parts = [[part.batch.num_scored for part in batch.parts] for batch in started]
-    assert all(len(scored) > 1 for scored in parts)
-    assert parts == [[batch.num_scored] * len(scored) for batch, scored in zip(started, parts, strict=True)]
+    assert most_slices(passes) > 1
 
 
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, monkeypatch, caplog):

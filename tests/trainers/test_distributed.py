@@ -10,19 +10,27 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
 from tests.helpers.tiny import make_model
 
+# Layers that would recompute by passes of their own, which DDP does not see
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "ddp_find_unused_parameters": False,  # with it, PyTorch refuses reentrant passes by itself
+}
 # Runs on one process, and what differs on two, which then train on as many examples per step
 CASES = {
     # Some rows, and some micro-batches of a process, have no images; workers collate, and micro-batches have parts
     "images": (
         "dpo",
         {"lora": True, "images": True, "dataloader_num_workers": 1},
-        {"max_tokens_per_micro_batch": 50, "oversized_examples": "alone"},
+        {"max_tokens_per_micro_batch": 50},
     ),
     # Every second micro-batch, and so every one of the second process, is all prompt
     "nothing to score": ("sft", {"max_steps": 3, "train_sampling_strategy": "sequential", "unscored": True}, {}),
+    # Fewer tokens than most rows have, and a loss that couples examples
+    "slices": ("dpo", {"lora": True, "loss_type": ["sigmoid", "sft"]}, {"max_tokens_per_micro_batch": 11, **REENTRANT}),
     "layers that carry state": ("sft", {"prefix_sharing": True, "gradient_checkpointing": True}, {}),
     # Processes have different numbers of parts, each along a tree of its own
-    "recurrences": ("dpo", {}, {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}),
+    "recurrences": ("dpo", {}, {"max_tokens_per_micro_batch": 60}),
 }
 # bfloat16 keeps three digits of every log-probability
 BFLOAT16 = 2e-2
@@ -30,6 +38,9 @@ IN_PARTS = {"max_tokens_per_micro_batch": 90}
 FSDP2_CASES = {
     "dpo": ("dpo", {}),
     "dpo, LoRA, parts": ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
+    "dpo, slices": ("dpo", {"max_tokens_per_micro_batch": 15}),
+    "dpo, LoRA, coupled": ("dpo", {"lora": True, "loss_type": ["sigmoid", "sft"], "max_tokens_per_micro_batch": 30}),
+    "sft, slices": ("sft", {"prefix_sharing": True, "max_tokens_per_micro_batch": 7, "gradient_checkpointing": True}),
     "dpo, precomputed": ("dpo", {"precompute_ref_log_probs": True, "on_disk": True}),
     "sft": ("sft", {"prefix_sharing": True}),
 }
@@ -148,31 +159,42 @@ def test_fsdp2_may_leave_weights_whole_after_a_pass(tokenizer, tmp_path):
     assert run["log"][0]["flat/saved_by_sharing"] > 0
 
 
-def assert_agreement(engine, tokenizer, tmp_path):
-    """Processes that would choose differently recompute as many layers: each recomputation gathers weights of all."""
+# What a memory budget holds, in tokens: with fewer, micro-batches do not fit with all layers recomputed
+IN_MEMORY = {"layers": 180, "layers of parts": 60, "slices": 40}
+
+
+def assert_agreement(what, engine, tokenizer, tmp_path, **options):
+    """Processes that would choose differently compute alike: each recomputation, and each slice, gathers weights."""
     folder = str(tmp_path / "model")
     make_model(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    options = {"max_steps": 4, "lora": True, "memory_budget": 1}
+    options = {"max_steps": 4, "memory_budget": 1, **options}
     one = alone("dpo", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    options |= {"per_device_train_batch_size": 2, "tokens_in_memory": 180}
+    options |= {"per_device_train_batch_size": 2, "tokens_in_memory": IN_MEMORY[what]}
     two = launch(2, ("dpo", folder, tmp_path / "2", options), engine=engine)
     assert_same_run(one, two)
     choices = [json.loads((tmp_path / "2" / f"result.json.{rank}").read_text()) for rank in range(2)]
-    assert any(0 < number < 4 for _, number in choices[0])
     assert any(mine != its for (mine, _), (its, _) in zip(*choices, strict=True))
-    for (mine, number), (its, other) in zip(*choices, strict=True):
-        assert number == other == max(mine, its)
+    for (mine, done), (its, other) in zip(*choices, strict=True):
+        assert done[0] == other[0] == max(mine[0], its[0])
+        assert done[1] == other[1] == (max(mine[1], its[1]) if done[0] == 1 else 0)
+    if what != "slices":
+        assert any(0 < layers < 4 for _, (_, layers) in choices[0])
+    else:
+        assert any(slices > 1 for _, (slices, _) in choices[0])
 
 
 @pytest.mark.slow
-def test_processes_of_fsdp2_agree_on_how_many_layers_recompute(tokenizer, tmp_path):
-    assert_agreement("fsdp", tokenizer, tmp_path)
+@pytest.mark.parametrize("what", IN_MEMORY)
+@pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
+def test_processes_of_fsdp2_agree_on_layers_and_slices(what, adapters, tokenizer, tmp_path):
+    assert_agreement(what, "fsdp", tokenizer, tmp_path, lora=adapters)
 
 
-def test_processes_of_zero3_agree_on_how_many_layers_recompute(tokenizer, tmp_path):
+@pytest.mark.parametrize("what", IN_MEMORY)
+def test_processes_of_zero3_agree_on_layers_and_slices(what, tokenizer, tmp_path):
     pytest.importorskip("deepspeed")
-    assert_agreement("zero3", tokenizer, tmp_path)
+    assert_agreement(what, "zero3", tokenizer, tmp_path, lora=True)
 
 
 @pytest.mark.slow
@@ -199,30 +221,9 @@ def test_zero_trains_what_one_process_trains(model_dir, tmp_path, task, options,
     assert_same_run(one, two)
 
 
-REENTRANT = {
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    "ddp_find_unused_parameters": False,  # with it, PyTorch refuses reentrant passes by itself
-    "max_tokens_per_micro_batch": 50,
-    "oversized_examples": "alone",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fail_on_rank": 1}, "this process fails on purpose"),
-        # DDP would average the gradients of the last part, and add those of the others to them
-        (
-            {"lora": True, "loss_type": ["sigmoid", "sft"], **REENTRANT},
-            "processes exchange gradients of its last part only",
-        ),
-    ],
-    ids=["on purpose", "reentrant"],
-)
-def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path, options, message):
-    options = {"max_steps": 4, "per_device_train_batch_size": 2, **options}
+def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path):
+    options = {"max_steps": 4, "per_device_train_batch_size": 2, "fail_on_rank": 1}
     process = subprocess.run(
         command(2, ("dpo", model_dir, tmp_path / "2", options)),
         cwd=ROOT,
@@ -232,7 +233,7 @@ def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path,
         timeout=2 * TIMEOUT,
     )
     assert process.returncode != 0
-    assert message in process.stderr
+    assert "this process fails on purpose" in process.stderr
 
 
 ALONE = """

@@ -30,7 +30,7 @@ from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.trainers import TRAINERS
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-IN_PARTS = {"max_tokens_per_micro_batch": 40, "oversized_examples": "alone", "per_device_train_batch_size": 8}
+IN_PARTS = {"max_tokens_per_micro_batch": 40, "per_device_train_batch_size": 8}
 # float32 on CPU (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms
 FLOAT32 = 2e-5
 

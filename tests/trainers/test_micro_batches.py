@@ -23,7 +23,8 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
-from trl_paddingfree.memory.budget import split_by_tokens
+from trl_paddingfree.memory.kept_bytes import LOADS
+from trl_paddingfree.memory.plan import Plan
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -43,7 +44,8 @@ def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 120))
 @settings(max_examples=200, deadline=None)
 def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
-    parts = split_by_tokens(tokens, limit)
+    plan = Plan(mock.MagicMock(), None, None, limit=limit)
+    parts = plan.parts([np.where(np.array(LOADS) == "tokens", number, 0) for number in tokens])
     assert sorted(item for part in parts for item in part) == list(range(len(tokens)))
     assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
 
@@ -196,12 +198,15 @@ def test_what_neither_collator_nor_configuration_has_is_left_out(model_dir):
     assert trainer.collated_by("nothing of this name") is None
 
 
-def test_an_example_above_the_budget_is_named_or_runs_alone(model_dir):
-    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 1}
-    with pytest.raises(ValueError, match=r"`max_tokens_per_micro_batch=10` is less than example \d+ .*needs \(\d+ tok"):
-        run("dpo", "ours", **common, max_tokens_per_micro_batch=10)
-    options = {"max_tokens_per_micro_batch": 10, "oversized_examples": "alone"}
-    run("dpo", "ours", **common, **options)
+def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_dir, passes):
+    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
+    common["per_device_train_batch_size"] = 8
+    padded = run("dpo", "padded", **common)
+    assert_same(padded, run("dpo", "ours", **common, max_tokens_per_micro_batch=45), ignored=())
+    sizes = [each.batch.counts.computed for each in passes if each.trains]
+    assert min(sizes) <= 45 < max(sizes)
+    for each in passes:
+        assert max(np.diff(each.decision.cuts), default=each.batch.counts.computed) <= 45
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reac
             trained(task, "ours", 24, arrange_micro_batches="tokens")
     # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch
     below, beyond = {"max_length": 24, "limit": 24}, {"limit": 24}
-    parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    parts = {"max_tokens_per_micro_batch": 80}
     padded = [trained("sft", "padded", **options) for options in (below, beyond)]
     assert_same(padded[0], trained("sft", "ours", **below, arrange_micro_batches="tokens"), ignored=PER_MICRO_BATCH)
     for limited in ({}, parts):
@@ -251,7 +256,7 @@ def test_frequencies_of_a_reference_follow_the_longest_row_of_the_whole_micro_ba
         models = {"model": model, "ref_model": ref_model, "processing_class": tokenizer}
         return run("dpo", layout, **models, train_dataset=preference_data(16, SEED), steps=2, **options)
 
-    parts = {"max_tokens_per_micro_batch": 80, "oversized_examples": "alone"}
+    parts = {"max_tokens_per_micro_batch": 80}
     padded = trained("padded")
     for options in ({}, parts):
         assert_same(padded, trained("ours", **options), ignored=PER_MICRO_BATCH)
@@ -265,16 +270,10 @@ def test_a_streaming_data_set_cannot_be_arranged(model_dir):
         run("dpo", "ours", model=model_dir, train_dataset=stream, arrange_micro_batches="tokens")
 
 
-def test_a_streamed_example_above_the_limit_is_refused_when_it_comes(model_dir):
-    pairs = preference_data(8, SEED)
-    common = {"model": model_dir, "train_dataset": pairs.to_iterable_dataset(), "steps": 2}
-    options = {**common, "max_tokens_per_micro_batch": 10}
-    with pytest.raises(
-        ValueError, match="`max_tokens_per_micro_batch=10` is less than an example of the training data"
-    ):
-        run("dpo", "ours", **options)
+def test_a_streamed_example_above_the_limit_runs_in_slices(model_dir):
+    common = {"model": model_dir, "train_dataset": preference_data(8, SEED).to_iterable_dataset(), "steps": 2}
     plain = run("dpo", "ours", **common)
-    assert_same(plain, run("dpo", "ours", **options, oversized_examples="alone"), ignored=PER_MICRO_BATCH)
+    assert_same(plain, run("dpo", "ours", **common, max_tokens_per_micro_batch=10), ignored=PER_MICRO_BATCH)
 
 
 def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_dir):

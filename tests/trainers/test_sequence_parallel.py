@@ -55,7 +55,7 @@ MODELS = {
     "one state head": partial(tiny_model, "qwen3_5_text", linear_num_value_heads=1, linear_num_key_heads=1),
 }
 EVALUATED = {"evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-IN_PARTS = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+IN_PARTS = {"max_tokens_per_micro_batch": 60}
 # Gradients of decays cancel to a hundredth of their parts, and Adam would divide what is left by its own size
 SGD = {"optim": "sgd", "learning_rate": 0.1}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "ddp_find_unused_parameters": False}
@@ -125,7 +125,7 @@ NOT_IN_TWO_GROUPS = ("router loss", "sorted", "coupled", "process", "streaming",
 IN_ONE_GROUP = ("evaluation", "sft", "precomputed")
 # What only our trainers know: the padded run goes without
 OURS = (
-    *("prefix_sharing", "max_tokens_per_micro_batch", "oversized_examples"),
+    *("prefix_sharing", "max_tokens_per_micro_batch"),
     *("memory_budget", "tokens_in_memory", "arrange_micro_batches"),
 )
 # Figures that depend on the machine, or on what its memory was predicted to need
@@ -196,7 +196,7 @@ def test_a_group_of_two_trains_what_padded_trl_trains(folder_of, tmp_path):
     assert_as_padded(folder_of, tmp_path, 2, 2, DEFAULT)
     decided = [json.loads((tmp_path / f"memory budget many/result.json.{rank}").read_text()) for rank in range(2)]
     assert decided[0] == decided[1]
-    assert any(number for _, number in decided[0])
+    assert any(recomputed for _, (_, recomputed) in decided[0])
 
 
 @pytest.mark.slow

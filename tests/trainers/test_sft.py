@@ -257,16 +257,18 @@ def test_packed_rows_above_a_budget_run_document_by_document(model_dir, limit):
     dataset = conversations(400, SEED).filter(lambda row: len(str(row["messages"]).split()) < 30)
     arguments = {"model": model_dir, "train_dataset": dataset, "packing": True, "max_length": 64}
     whole = run("sft", "flat", **arguments, memory_budget=8)
-    trainer, memory = whole.trainer, whole.trainer.flat.memory
+    trainer, plan = whole.trainer, whole.trainer.flat.plan
     assert int(trainer.item_lengths().max()) < 40 < int(trainer.example_lengths().max())
-    budget, too_small = {"max_tokens_per_micro_batch": 40}, {"max_tokens_per_micro_batch": 9}
+    budget = {"max_tokens_per_micro_batch": 40}
     if limit == "memory":
         longest = int(trainer.item_lengths().max())
-        least = memory.least(FlatBatch.from_rows([[5] * longest], [[-100] + [5] * (longest - 1)]))
+        least = plan.least(FlatBatch.from_rows([[5] * longest], [[-100] + [5] * (longest - 1)]))
         budget, too_small = ({"memory_budget": share * least / GIB} for share in (1.0001, 0.999))
-    runs.assert_same(whole, run("sft", "flat", **arguments, **budget))
-    with pytest.raises(ValueError, match=r"is less than example \d+ of the training data needs"):
-        runs.make_trainer("sft", "flat", **arguments, **too_small)
+        with pytest.raises(ValueError, match=r"is less than example \d+ of the training data needs"):
+            runs.make_trainer("sft", "flat", **arguments, **too_small)
+    parts = run("sft", "flat", **arguments, **budget)
+    runs.assert_same(whole, parts)
+    assert all(entry["flat/slices"] == 1 for entry in parts.log_history if "loss" in entry)
 
 
 def test_noise_of_packed_rows_ties_the_examples_of_a_micro_batch_together(model_dir):

@@ -71,7 +71,7 @@ def test_lora_gradient_checkpointing_evaluation_and_parts():
     dataset = vision_pairs(12, SEED)
     options = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
     options["eval_dataset"] = vision_pairs(6, SEED + 1)
-    parts = {"max_tokens_per_micro_batch": 60, "oversized_examples": "alone"}
+    parts = {"max_tokens_per_micro_batch": 60}
     make = partial(on_images, "llava", "dpo", lora=True)
     computed = [
         compare("dpo", make, dataset, (layout,), **options, ours=parts).ours.trainer.total_counts().computed
@@ -83,7 +83,7 @@ def test_lora_gradient_checkpointing_evaluation_and_parts():
 @pytest.mark.parametrize("engine", [None, "FSDP"])
 def test_parts_with_images_come_last_and_not_beside_others_under_fsdp(engine, monkeypatch):
     """DDP waits in the last part for gradients of the tower, and FSDP in each."""
-    options = {"max_tokens_per_micro_batch": 1, "oversized_examples": "alone", "per_device_train_batch_size": 8}
+    options = {"max_tokens_per_micro_batch": 1, "per_device_train_batch_size": 8}
     options["train_sampling_strategy"] = "sequential"
     trainer = make_trainer("dpo", "shared", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED), **options)
     inputs = next(iter(trainer.get_train_dataloader()))
@@ -289,7 +289,7 @@ def test_edits_of_a_collator_are_trained_on(edits, limit):
         {"data_collator": editing(collator, processor, **edits)}
         for collator in (DataCollatorForVisionPreference, VisionPreferenceCollator)
     ]
-    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit}
     padded = run("dpo", "padded", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED), **kwargs[0])
     kwargs[1] |= {"train_dataset": vision_pairs(8, SEED), **parts}
     assert_same(padded, run("dpo", "shared", **on_images("llava", "dpo"), **kwargs[1]))
@@ -301,7 +301,7 @@ def test_later_edits_are_refused(limit):
         def training_step(self, model, inputs, *args):
             return super().training_step(model, more_scored(inputs), *args)
 
-    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit, "oversized_examples": "alone"}
+    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit}
     arguments = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED), **parts}
     with pytest.raises(EditedRowsError, match="more or other tokens to score"):
         run("dpo", "shared", **arguments, trainer_class=Stepping)
@@ -329,11 +329,10 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
     ("options", "message"),
     [
         ({"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all examples"),
-        ({"max_tokens_per_micro_batch": 90}, "Set `oversized_examples='alone'`"),
         ({"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision datasets"),
         ({"task": "sft", "packing": True}, "Packing is not supported for vision datasets"),
     ],
-    ids=["arranging", "oversized", "precomputed", "packing"],
+    ids=["arranging", "precomputed", "packing"],
 )
 def test_options_that_images_rule_out(options, message):
     with pytest.raises(ValueError, match=message):

@@ -7,6 +7,7 @@ from operator import add
 from typing import Any
 
 import torch
+from accelerate.utils import gather
 
 
 @dataclass(frozen=True)
@@ -87,4 +88,5 @@ def of_all_processes(values: Sequence[float], accelerator: Any) -> torch.Tensor:
     """The `(processes, N)` values of all processes, on the CPU. One alone does not ask its device for what it has."""
     if accelerator.num_processes == 1:
         return torch.tensor([values])
-    return accelerator.gather(torch.tensor([values], device=accelerator.device)).cpu()
+    # Not by the accelerator, whose methods do nothing while a part of a micro-batch is computed
+    return gather(torch.tensor([values], device=accelerator.device)).cpu()

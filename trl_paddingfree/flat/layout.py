@@ -91,7 +91,7 @@ class FlatLayout(HasTensors):
         return cls(
             segments=segments,
             cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_q if kv_index is None else torch.from_numpy(segments.cu_seqlens_k),
+            cu_seqlens_k=torch.from_numpy(segments.cu_seqlens_k) if segments.is_shared else cu_seqlens_q,
             seq_idx=torch.from_numpy(seq_idx)[None],
             kv_rows=None if kv_index is None else RowIndex.of(kv_index, segments.num_keys),
             blocks=None if blocks is None or (blocks < 0).all() else torch.from_numpy(blocks),

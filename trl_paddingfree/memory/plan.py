@@ -85,9 +85,8 @@ class Plan:
     def decide(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch. Those of one batch are computed alike, with gradients or without."""
         decision = self.own_decision(batch)
-        if self.is_sharded:
-            key = ("agreed", self.budget, self.limit)
-            decision = batch.layout.derived(key, lambda: self._agreed(batch, decision))
+        if self.is_sharded:  # in each pass: a process with fewer parts repeats one, beside others of others
+            decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
             if decision.expected > self.budget and not self.has_shrunk and self.needs is not None:
                 raise self.too_small_for(batch)

@@ -77,9 +77,15 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
     }
 
 
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The stack of layers beneath the head. `get_decoder` of ModernBERT's decoder gives the `decoder` of its head."""
+    found = model.get_decoder()
+    return found if isinstance(found, PreTrainedModel) else model.base_model
+
+
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
     """Layers of `model` that can recompute their activations, in their order: with images, the vision tower's first."""
-    decoder = dict.fromkeys(model.get_decoder().modules())
+    decoder = dict.fromkeys(decoder_of(model).modules())
     tower = [module for module in model.base_model.modules() if module not in decoder] if with_images else []
     found = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
     nested = {inner for layer in found for inner in checkpointing_layers(layer)[1:]}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
 from ..flat.slices import Slice, slices_of
-from .architecture import checkpointing_layers, rotary_limits
+from .architecture import checkpointing_layers, decoder_of, rotary_limits
 from .masks import Exchange, FlatMask, map_masks
 from .restored import attributes_set
 
@@ -100,8 +100,11 @@ def _columns(pairs: list[Tensors]) -> list[list[torch.Tensor]]:
 @contextmanager
 def in_slices(model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...]) -> Iterator[None]:
     """Within this context, the decoder of a model computes slices of a flat batch, which is cut at these positions."""
-    decoder = model.get_decoder()
-    with attributes_set([(decoder, "forward", partial(_forward, model, batch, cuts, decoder.forward))]):
+    decoder = decoder_of(model)
+    forward = update_wrapper(
+        partial(_forward, model, batch, cuts, decoder.forward), decoder.forward
+    )  # of its signature
+    with attributes_set([(decoder, "forward", forward)]):
         yield
 
 
@@ -113,7 +116,7 @@ def _forward(
     slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
-    layers = checkpointing_layers(model.get_decoder())
+    layers = checkpointing_layers(decoder_of(model))
     kept: list[Tensors] = []
     outputs: list[BaseModelOutput] = []
 

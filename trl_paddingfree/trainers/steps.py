@@ -225,7 +225,7 @@ class TrainingSteps:
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
-        trainer, inputs = self.trainer, {name: value for name, value in part.inputs.items() if name != "rows"}
+        trainer, inputs = self.trainer, part.inputs
         if metrics is None:
             loss = step(inputs)
         else:

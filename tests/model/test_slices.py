@@ -1,0 +1,307 @@
+"""A flat batch in slices, one after another, against the same batch whole: log-probabilities and all gradients."""
+
+import os
+from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.check.test_architectures import MUST_WORK
+from tests.helpers.architectures import MODEL_TYPES, tiny_model
+from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_gradients, tree
+from tests.helpers.reference_flash import reference_flash
+from tests.helpers.tiny import following_rotary, make_model, reward_model
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.flat.slices import cut_by_number
+from trl_paddingfree.model import slices
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.routes import choose_route, why_not_in_slices
+from trl_paddingfree.model.slices import Decision
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+# float32: the same figures in sums of other order; float64 beneath TRL's head, whose statistics are float32, and eager
+# attention, whose softmax is. A key that is missing shows in the first digit
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 2e-6}
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
+# By the page of models: those that go flat and read keys by our attention
+VERDICTS = {cells[1].strip(" `"): cells[2].strip() for row in PAGE if len(cells := row.split("|")) > 7}
+FLAT = [name for name in MODEL_TYPES if VERDICTS.get(name) == "flat and shared"]
+
+
+def flat_model(model, **route):
+    """What makes a model compute flat batches, in training mode."""
+    if model.base_model is model:  # Llama 4
+        model.base_model_prefix = "model"
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return FlatModel.install(model.train(), choose_route(model, **route))
+
+
+def padded(rows, value):
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+
+def cuts_of(total, seed=SEED):
+    """Cuts anywhere, in slices of one token, and in more slices than tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    drawn = sorted(torch.randint(total + 1, (5,), generator=rng).tolist())
+    return [(0, *drawn, total), (0, 1, 2, total), tuple(range(total + 1)), cut_by_number(total, total + 3)]
+
+
+def computed(flat, batch, cuts=None, **given):
+    """Log-probabilities and gradients of a batch, cut at these positions or whole, with dropout from one state."""
+    flat.decide = None if cuts is None else lambda _: Decision(cuts)
+    torch.manual_seed(SEED)
+    return log_probs_and_gradients(flat.model, labels=padded(batch.to_rows(), -100), flat_batch=batch, **given)
+
+
+def assert_equals_whole(flat, batch, some=None, **given):
+    """Cut anywhere, and where it comes to that, the same as whole."""
+    tolerance = TOLERANCE[flat.model.dtype]
+    expected, gradients = computed(flat, batch, **given)
+    for cuts in some or cuts_of(batch.layout.segments.num_tokens):
+        actual, found = computed(flat, batch, cuts, **given)
+        assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance, cuts
+        assert_same_gradients(gradients, found, tolerance)
+
+
+def batch_of(rows=None, sharing=True):
+    rows = tree(SEED) if rows is None else rows
+    return FlatBatch.from_rows(rows, rows, prefix_sharing=sharing)
+
+
+# --- Architectures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.drawn(16)
+@pytest.mark.parametrize("name", FLAT)
+def test_every_flat_model_in_slices_equals_itself_whole_or_is_refused_by_name(name):
+    flat = flat_model(tiny_model(name, seed=SEED))
+    if reason := why_not_in_slices(flat.model, flat.route, None):
+        assert flat.carries_state or "which takes no keys of earlier slices" in reason
+        return
+    if name == "phimoe":  # it draws its experts at random in training
+        flat.model.eval()
+    assert_equals_whole(flat, batch_of(), cuts_of(batch_of().layout.segments.num_tokens)[:2])
+
+
+# Windows, soft-caps, sinks, latent keys, chunks with scaled queries, keys of earlier layers, tied embeddings, experts
+FOUR = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+KV_SHARED = {"gemma3n": ("gemma3n_text", FOUR), "gemma4": ("gemma4_text", FOUR)}
+TIED = {"tied": ("llama", {"tie_word_embeddings": True})}
+EXPERTS = ["gpt_oss", "deepseek_v3", "mixtral"]  # which PyTorch does not multiply in float64
+KINDS = ["mistral", "gemma2", "llama4_text", "gpt2", *KV_SHARED, *TIED, *EXPERTS]
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "flat"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_attention_cut_anywhere(name, sharing):
+    model_type, options = {**MUST_WORK, **KV_SHARED, **TIED}.get(name, (name, {}))
+    dtype = torch.float32 if name in EXPERTS else torch.float64
+    flat = flat_model(tiny_model(model_type, seed=SEED, dtype=dtype, **options))
+    assert_equals_whole(flat, batch_of(sharing=sharing))
+    assert_equals_whole(flat, batch_of([tree(SEED)[0]]))
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "olmo3", "deepseek_v3"])
+def test_flash_attention_is_told_of_keys_of_earlier_slices(name):
+    """One row is a path without a branch: nothing is gathered, and keys are more than queries all the same."""
+    model_type, options = MUST_WORK[name]
+    with reference_flash():
+        flat = flat_model(tiny_model(model_type, attn_implementation="flash_attention_2", seed=SEED, **options))
+        assert flat.route.backend == "flash"
+        for rows in (tree(SEED), tree(SEED)[:1]):
+            assert_equals_whole(flat, batch_of(rows))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("limit", [10, 64], ids=["reached", "not reached"])
+def test_frequencies_follow_the_longest_row_in_every_slice(kind, limit, attention):
+    flat = flat_model(make_model(vocab_size=96, **following_rotary(limit, kind), attn_implementation=attention))
+    rows = tree(SEED)
+    batch = FlatBatch.from_rows(rows, rows, reach=max(map(len, rows)) if limit == 10 else None)
+    assert_equals_whole(flat, batch)
+
+
+def test_the_mask_backend_and_layers_with_a_state_cannot():
+    flat = flat_model(make_model(vocab_size=96), backend="mask")
+    assert "takes no keys of earlier slices" in why_not_in_slices(flat.model, flat.route, None)
+    flat = flat_model(tiny_model("lfm2"))
+    assert "hand a state on" in why_not_in_slices(flat.model, flat.route, None)
+
+
+# --- What is around slices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_checkpointing_that_others_left_on_recomputes_no_layer_within_a_slice(name, reentrant):
+    flat = flat_model(tiny_model(name, seed=SEED))
+    flat.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_equals_whole(flat, batch_of())
+    layers = [layer for layer in flat.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    assert all(layer.gradient_checkpointing for layer in layers)
+    total = batch_of().layout.segments.num_tokens
+    with calls_of(layers[0]) as calls:
+        computed(flat, batch_of(), (0, 9, 20, total))
+    assert len(calls) == 3 + 2  # the last slice is not computed again
+
+
+@contextmanager
+def calls_of(module):
+    """A list with an entry for each call of a module."""
+    calls = []
+    handle = module.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    yield calls
+    handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["router", "entropy"])
+def test_outputs_beside_log_probabilities_are_those_of_all_slices(kind):
+    flat = flat_model(tiny_model("mixtral", seed=SEED, router_aux_loss_coef=0.3))
+    given, batch = {"output_router_logits": kind == "router"}, batch_of()
+    labels, total = padded(batch.to_rows(), -100), batch.layout.segments.num_tokens
+
+    def outputs(cuts):
+        flat.decide = lambda _: Decision(cuts)
+        flat.model.zero_grad()
+        found = flat.model(flat_batch=batch, labels=labels, fused_lm_head=True, use_cache=False, **given)
+        loss = found.aux_loss if kind == "router" else found.entropy.sum()
+        loss.backward()
+        return loss, {name: p.grad.clone() for name, p in flat.model.named_parameters() if p.grad is not None}
+
+    expected, gradients = outputs(())
+    for cuts in cuts_of(total):
+        actual, found = outputs(cuts)
+        torch.testing.assert_close(actual, expected)
+        assert_same_gradients(gradients, found)
+
+
+def test_noise_of_embeddings_has_the_size_of_rows_and_is_drawn_once():
+    """Uniform noise of at most alpha / sqrt(length * hidden size); what is computed again has the noise it had."""
+    flat, row = flat_model(make_model(vocab_size=96)), [1, 2, 3, 4, 5, 6]
+    embeddings, seen = flat.model.get_input_embeddings(), []
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
+    computed(flat, batch_of([row] * 8, sharing=False), (0, 15, 32, 48))
+    bound = 5.0 / (6 * flat.model.config.hidden_size) ** 0.5
+    assert [noise.size(1) for noise in seen] == [15, 17, 16, 17, 15]
+    for noise in seen:
+        assert 0.8 * bound < noise.abs().max() <= bound * (1 + 1e-5)
+    assert torch.equal(seen[0], seen[4])
+    assert torch.equal(seen[1], seen[3])
+    assert embeddings.neftune_noise_alpha == 5.0
+
+
+def test_dropout_is_recomputed_as_it_was_drawn(monkeypatch):
+    """Slices that keep all of their activations, in place of computing them again, have the same gradients."""
+    adapters = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
+    flat = flat_model(make_model(vocab_size=96))
+    get_peft_model(flat.model, adapters)
+    torch.manual_seed(SEED)
+    for name, p in flat.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p)
+    flat.model.train()
+    runs = []
+    for compute in (checkpoint, lambda function, *args, use_reentrant: function(*args)):
+        monkeypatch.setattr(slices, "checkpoint", compute)
+        runs.append(computed(flat, batch_of(), (0, 9, 20, batch_of().layout.segments.num_tokens)))
+    (one, gradients), (other, expected) = runs
+    assert torch.equal(one, other)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_passes_without_gradients_free_the_keys_that_no_later_slice_reads(monkeypatch):
+    """Rows that share nothing: no slice reads what another has kept, unless a row is cut."""
+    flat, held = flat_model(make_model(vocab_size=96)), []
+    attend = slices.KeptKeys.attend
+
+    def watch(keys, *args, **kwargs):
+        held.append(sum(map(len, keys.earlier)))
+        return attend(keys, *args, **kwargs)
+
+    monkeypatch.setattr(slices.KeptKeys, "attend", watch)
+    batch, layers = batch_of([[*range(1, 9)]] * 4, sharing=False), flat.model.config.num_hidden_layers
+    for is_training in (False, True):
+        held.clear()
+        with torch.set_grad_enabled(is_training):
+            flat.decide = lambda _: Decision((0, 8, 16, 24, 32))
+            flat.model(flat_batch=batch, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
+        assert set(held) == {0}
+        held.clear()
+        with torch.set_grad_enabled(is_training):
+            flat.decide = lambda _: Decision((0, 12, 20, 28, 32))
+            flat.model(flat_batch=batch, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
+        assert held == [0] * layers + [2 * layers] * 3 * layers
+
+
+def test_a_row_that_is_scored_nowhere_and_a_slice_that_scores_nothing():
+    flat, rows = flat_model(make_model(vocab_size=96)), tree(SEED)
+    labels = [[-100] * len(row) for row in rows]
+    labels[1][-3:] = rows[1][-3:]
+    batch = FlatBatch.from_rows(rows, labels)
+    runs = []
+    for cuts in (None, *cuts_of(batch.layout.segments.num_tokens)):
+        flat.decide = None if cuts is None else lambda _, cuts=cuts: Decision(cuts)
+        runs.append(log_probs_and_gradients(flat.model, labels=padded(labels, -100), flat_batch=batch))
+    for log_probs, gradients in runs[1:]:
+        torch.testing.assert_close(log_probs, runs[0][0])
+        assert_same_gradients(runs[0][1], gradients)
+
+
+def test_hidden_states_of_slices_are_those_of_the_whole():
+    flat, batch = flat_model(make_model(vocab_size=96)), batch_of()
+    scored = batch.row_mask[:, 1:]
+
+    def states(cuts):
+        flat.decide = lambda _: Decision(cuts)
+        found = flat.hidden_states(batch, scored)
+        gradients = torch.autograd.grad(found.square().sum(), list(flat.model.model.parameters()))
+        return found, dict(enumerate(gradients))
+
+    expected, gradients = states(())
+    for cuts in cuts_of(batch.layout.segments.num_tokens):
+        actual, found = states(cuts)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        assert_same_gradients(gradients, found)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "qwen3_moe"])
+def test_a_pooled_head_reads_rows_of_all_slices(model_type):
+    model, batch = reward_model(model_type, vocab_size=96).eval(), batch_of()
+    flat = FlatModel.install(model, choose_route(model))
+    inputs = {"input_ids": padded(batch.to_rows(), 0), "attention_mask": batch.row_mask.long(), "flat_batch": batch}
+    found = []
+    for cuts in (None, *cuts_of(batch.layout.segments.num_tokens)):
+        flat.decide = None if cuts is None else lambda _, cuts=cuts: Decision(cuts)
+        model.zero_grad()
+        logits = model(**inputs).logits
+        logits.square().sum().backward()
+        found.append((logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    for logits, gradients in found[1:]:
+        torch.testing.assert_close(logits, found[0][0], rtol=1e-4, atol=1e-5)
+        assert_same_gradients(found[0][1], gradients)
+
+
+def test_a_decoder_gets_arguments_that_it_has(monkeypatch):
+    """Heads that hand `input_ids` on by its place: what takes the decoder's place has its signature."""
+    model, batch, seen = reward_model("gpt2", vocab_size=96).eval(), batch_of(), set()
+    flat, forward = FlatModel.install(model, choose_route(model)), model.transformer.forward
+    flat.decide = lambda _: Decision((0, 9, batch.layout.segments.num_tokens))
+    monkeypatch.setattr(
+        model.transformer, "forward", wraps(forward)(lambda **given: seen.update(given) or forward(**given))
+    )
+    model(input_ids=padded(batch.to_rows(), 0), attention_mask=batch.row_mask.long(), flat_batch=batch)
+    assert seen <= set(signature(forward).parameters)

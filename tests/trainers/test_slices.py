@@ -1,0 +1,164 @@
+"""Training in slices, with budgets below most rows, beside padded TRL."""
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.helpers.memory import most_slices
+from tests.helpers.tiny import DATA, arguments, lora, make_model, make_tokenizer, prompt_completions
+from tests.helpers.vision import on_images, vision_completions, vision_pairs
+from tests.runs import LAYOUTS, ROUNDED, assert_same, compare, make_trainer, run, train
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+TASKS = [*DATA]
+# Fewer tokens than most rows have
+TINY = {"max_tokens_per_micro_batch": 9}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+def assert_in_slices(passes, most=9):
+    """All passes kept within the budget, most of them in several slices; references and teachers among them."""
+    sizes = [max(np.diff(x.decision.cuts), default=x.batch.layout.segments.num_tokens) for x in passes]
+    assert max(sizes) <= most
+    assert sum(x.decision.num_slices > 1 for x in passes) > len(passes) / 2
+
+
+@pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
+    options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": adapters}
+    if task in ("grpo", "rloo"):
+        options |= {"beta": 0.1 if adapters else 0.0, "num_iterations": 2}
+    layout = LAYOUTS[SEED % 2 :][:1]
+    made = compare(task, partial(arguments, task, adapters), DATA[task](16, SEED), layout, ours=TINY, **options).ours
+    assert_in_slices(passes)
+    assert all(entry["flat/slices"] > 1 for entry in made.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold_tokens):
+    hold_tokens(20)  # in two layers that keep what they compute, slices of ten
+    data = DATA[task](16, SEED)
+    compare(task, partial(arguments, task), data, ("shared",), ours={"memory_budget": 8})
+    assert_in_slices(passes, 20)
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "label_smoothing": 0.1}),
+        ("dpo", {"loss_type": ["aot"], "pad_to_multiple_of": 8}),
+        ("dpo", {"loss_type": ["ipo"], "ld_alpha": 0.5, "use_weighting": True}),
+        ("dpo", {"precompute_ref_log_probs": True}),
+        ("kto", {"precompute_ref_log_probs": True}),
+        ("kto", {"loss_type": "apo_zero_unpaired"}),
+        ("sft", {"label_smoothing_factor": 0.1}),
+        ("sft", {"loss_type": "dft"}),
+        ("sft", {"packing": True, "max_length": 24, "prefix_sharing": False}),
+        ("reward", {"center_rewards_coefficient": 0.1}),
+        ("grpo", {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "importance_sampling_level": "sequence"}),
+        ("distillation", {"beta": 0.5}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else ",".join(x),
+)
+def test_losses_of_all_kinds(task, options, passes):
+    ours = {**TINY, "prefix_sharing": options.pop("prefix_sharing", True)}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": DATA[task](5, SEED + 1), **options}
+    if task in ("grpo", "distillation"):
+        options = {name: x for name, x in options.items() if not name.startswith("eval")}
+    padded = run(task, "padded", **arguments(task, False), train_dataset=DATA[task](16, SEED), **options)
+    given = {**arguments(task, False), "train_dataset": DATA[task](16, SEED), **options, **ours}
+    # Which of two equal rewards is higher is rounding
+    assert_same(padded, run(task, "ours", **given), ignored=(*ROUNDED, "accuracy") if task == "reward" else ROUNDED)
+    assert_in_slices(passes)
+    assert {each.trains for each in passes} == {True, False} or task == "grpo"
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_router_losses(task, passes):
+    def make():
+        model = make_model("mixtral", **MOE)
+        return {"model": model, "processing_class": make_tokenizer(), "peft_config": lora()}
+
+    compare(task, make, DATA[task](12, SEED), ("flat",), ours=TINY, steps=2)
+    assert_in_slices(passes)
+
+
+def test_metrics_and_losses_of_ones_own(passes):
+    """What is computed of all logits sees those of all slices."""
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        total = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        return total / (num_items_in_batch if num_items_in_batch is not None else (labels != -100).sum())
+
+    def metrics(evaluated):
+        logits, labels = (torch.as_tensor(x) for x in (evaluated.predictions, evaluated.label_ids))
+        shown = logits[0] if isinstance(logits, tuple) else logits
+        return {"mass": float(shown[labels[:, : shown.shape[1]] != -100].abs().mean())}
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompt_completions(5, SEED + 1)}
+    make = lambda: {**arguments("sft"), "compute_loss_func": loss, "compute_metrics": metrics}  # noqa: E731
+    compare("sft", make, prompt_completions(12, SEED), ("flat",), ours=TINY, steps=2, **options)
+    assert_in_slices(passes)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "internvl"])
+@pytest.mark.parametrize(("task", "data"), [("dpo", vision_pairs), ("sft", vision_completions)], ids=["dpo", "sft"])
+def test_images(kind, task, data, passes):
+    """Also those whose tokens see their whole image, and features that layers of the decoder add."""
+    most = 20
+    ours = {"max_tokens_per_micro_batch": most}
+    compare(task, partial(on_images, kind, task), data(8, SEED), ("shared",), ours=ours, steps=2)
+    assert most_slices(passes) > 1
+    if not kind.startswith("gemma"):  # an image that is larger is not cut
+        assert max(max(np.diff(each.decision.cuts), default=0) for each in passes) <= most
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft", "kto", "reward"])
+def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_figures(task, tmp_path, passes):
+    options = {"train_dataset": DATA[task](24, SEED), "steps": 4, "output_dir": str(tmp_path), **TINY}
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    whole = run(task, "shared", **arguments(task), **options)
+    trainer = make_trainer(task, "shared", **arguments(task), **options)
+    again = train(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # TRL counts tokens anew, and the mean over the run has the steps since
+    assert_same(whole, again, ignored=(*ROUNDED, "accuracy", "num_tokens", "train_loss"))
+    assert_in_slices(passes)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_transformers_computes_nothing_else(reentrant, passes):
+    kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    runs = [
+        run("dpo", "shared", **arguments("dpo"), train_dataset=DATA["dpo"](8, SEED), **TINY, **o) for o in ({}, kwargs)
+    ]
+    assert_same(*runs, tolerance=0, ignored=())
+    assert_in_slices(passes)
+
+
+def test_a_model_of_a_trainer_before_is_not_computed_by_its_budget(passes):
+    model = make_model()
+    for options in (TINY, {}, TINY):
+        passes.clear()
+        made = {"model": model, "processing_class": make_tokenizer()}
+        run("sft", "shared", **made, train_dataset=DATA["sft"](8, SEED), steps=1, **options)
+        assert bool(passes) == bool(options)
+
+
+def test_what_did_nothing_says_so(caplog):
+    make_trainer("sft", "ours", **arguments("sft"), train_dataset=DATA["sft"](4, SEED), oversized_examples="alone")
+    assert "`oversized_examples` does nothing any more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_tokens_per_micro_batch": 9}, {"memory_budget": 0.0001}], ids=["tokens", "memory"]
+)
+def test_what_cannot_be_sliced_is_refused_before_training_by_name(options):
+    common = {**arguments("dpo"), "train_dataset": DATA["dpo"](8, SEED)}
+    with pytest.raises(ValueError, match="recomputed, as its attention is|slices: its attention is computed by mask"):
+        make_trainer("dpo", "ours", **common, flat_attention="mask", **options)
