@@ -12,7 +12,6 @@ from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_t
 from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
-from trl_paddingfree.check import training
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.memory.saved_bytes import SavedBytes

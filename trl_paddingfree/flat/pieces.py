@@ -13,6 +13,7 @@ rows, in pieces, are a level of the tree, and do not depend on one another:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -44,17 +45,20 @@ class Pieces:
     """
 
     levels: tuple[tuple[PieceCall, ...], ...]  # the calls of each level
-    slots: RowIndex  # the flat token in each of `S` slots, call by call; none, where a piece is padded
-    own: RowIndex  # the slot of each flat token
+    slots: RowIndex  # the token in each of `S` slots, call by call; none, where a piece is padded
+    own: RowIndex  # the slot of each token
+    kept: RowIndex | None = None  # the pieces, in order, whose last states later slices continue; `None`: none
 
     @staticmethod
     @once_per_layout
-    def of(layout: FlatLayout, step_cost: float | None) -> "Pieces":
+    def of(layout: FlatLayout, step_cost: float | None, cuts: tuple[int, ...] = (), number: int = 0) -> "Pieces":
         """
-        The pieces of a layout. `step_cost` is that of [`groups_of_like_length`], by which the pieces of a level become
-        calls; `None`: each level is one call, in which pieces stand one after the other.
+        The pieces of a layout, or of slice `number` of one that is cut. `step_cost` is that of
+        [`groups_of_like_length`], by which the pieces of a level become calls; `None`: each level is one call, in which
+        pieces stand one after the other.
         """
-        firsts, lengths, parents, depths = cut_at_forks(layout.segments)
+        part = states_of_slices(layout, cuts)[number] if cuts else None
+        firsts, lengths, parents, depths = cut_at_forks(layout.segments) if part is None else part.pieces
         place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, in their calls' order
         slots: list[np.ndarray] = []
         levels, earlier = [], 0
@@ -70,15 +74,77 @@ class Pieces:
                     rows = rows[rows >= 0][None]
                     boundaries = layout.tensor(np.concatenate([[0], lengths[members].cumsum()]).astype(np.int32))
                 starts = layout.row_index(place[parents[members]], earlier) if depth else None
+                if not depth and part is not None and (part.continued[members] >= 0).any():
+                    starts = layout.row_index(part.continued[members], len(part.reads))
                 calls.append(PieceCall(rows.shape, starts, boundaries))
                 slots.append(rows.ravel())
             levels.append(tuple(calls))
             place[np.concatenate(groups)] = np.arange(len(level))
             earlier = len(level)
         tokens = np.concatenate(slots)
-        own = np.empty(layout.segments.num_tokens, dtype=np.int64)
+        own = np.empty(lengths.sum(), dtype=np.int64)
         own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
-        return Pieces(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)))
+        ends = None
+        if part is not None and len(part.kept):  # among the pieces of all levels
+            before = np.cumsum([0, *(np.count_nonzero(depths == depth) for depth in range(depths.max()))])
+            ends = layout.row_index((before[depths] + place)[part.kept], len(depths))
+        return Pieces(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)), ends)
+
+
+@dataclass(frozen=True)
+class SliceStates:
+    """What a slice, computed after others, does with the states of layers: on the host."""
+
+    span: range  # the flat tokens that it computes
+    pieces: tuple[np.ndarray, ...]  # those of [`cut_at_forks`] as far as they lie in it, by tokens of its own
+    continued: np.ndarray  # (P,) int64: which of the states that it reads each piece continues, or -1
+    reads: np.ndarray  # flat tokens, ascending, whose last states it reads from earlier slices
+    kept: np.ndarray  # its pieces, in flat order, whose last states later slices read
+    ends: np.ndarray  # the flat tokens in which these end
+
+
+@once_per_layout
+def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceStates]:
+    """Those of all slices of a layout that is cut at these flat positions."""
+    firsts, lengths, parents, _ = cut_at_forks(layout.segments)
+    lasts, found, reads = firsts + lengths - 1, [], []
+    for begin, end in pairwise(cuts):
+        span = range(begin, end) if begin < end else range(min(2, layout.segments.num_tokens))
+        rows: list[tuple[int, int, int, int]] = []
+        number_of: dict[int, int] = {}  # of the piece that ends in a token of this slice
+        before: list[int] = []  # the token whose last state each piece continues, if that is of an earlier slice
+        for first, last, parent in zip(firsts.tolist(), lasts.tolist(), parents.tolist(), strict=True):
+            start, stop = max(first, span.start), min(last + 1, span.stop)
+            if start >= stop:
+                continue
+            previous = start - 1 if start > first else int(lasts[parent]) if parent >= 0 else -1
+            own = number_of.get(previous, -1)
+            before.append(previous if own < 0 else -1)
+            number_of[stop - 1] = len(rows)
+            rows.append((start - span.start, stop - start, own, rows[own][3] + 1 if own >= 0 else 0))
+        wanted = np.unique([token for token in before if token >= 0]).astype(np.int64)
+        continued = np.where(np.array(before) >= 0, np.searchsorted(wanted, before), -1)
+        found.append((span, begin < end, tuple(np.array(rows, dtype=np.int64).T), continued, number_of))
+        reads.append(wanted)
+    slices = []
+    for number, (span, is_real, pieces, continued, number_of) in enumerate(found):
+        later = np.unique(np.concatenate([np.zeros(0, np.int64), *reads[number + 1 :]]))
+        ends = later[(later >= span.start) & (later < span.stop)] if is_real else later[:0]
+        kept = np.array([number_of[token] for token in ends.tolist()], dtype=np.int64)
+        slices.append(SliceStates(span, pieces, continued, reads[number], kept, ends))
+    return slices
+
+
+@once_per_layout
+def tails_of_slices(layout: FlatLayout, cuts: tuple[int, ...], size: int) -> list[np.ndarray]:
+    """Of each slice, the flat tokens that convolutions over `size + 1` tokens read in later slices, ascending."""
+    spans = [part.span for part in states_of_slices(layout, cuts)]
+    wanted = [tokens_before(layout.segments, size, span) for span in spans]
+    tails = []
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        later = np.unique(np.concatenate([np.zeros(0, np.int64), *wanted[number + 1 :]]))
+        tails.append(later[(later >= begin) & (later < end)])
+    return tails
 
 
 def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:

@@ -82,7 +82,7 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     blocks = layout.host_blocks
     kept: list[np.ndarray] = []  # of each slice, the flat positions whose keys later ones read
     for number, (begin, end) in enumerate(pairwise(cuts)):
-        first, last = (begin, end) if begin < end else (0, 1)
+        first, last = (begin, end) if begin < end else (0, min(2, segments.num_tokens))
         runs = _runs(segments, first, last)
         paths = [segments.path(i)[: segments.starts[i] + end - segments.offsets[i]] for i, _, end in runs]
         before = np.concatenate(paths)
@@ -120,22 +120,25 @@ def num_kept(segments: Segments, cuts: Sequence[int]) -> int:
 def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
     """
     Where to cut so that no slice has more than `size` tokens, and the last, which is not computed again, has most. Cuts
-    lie at the end of a segment where there is one near, and never within an image block.
+    lie at the end of a segment where there is one near, and never within an image block. No slice has a single token,
+    which models without attention take for a step of generation: they drop its mask.
 
     >>> cut_by_size(Segments.from_lengths([50, 53, 7]), 40)
     (0, 30, 70, 110)
     """
-    cuts, ends = [segments.num_tokens], np.array(segments.offsets)
-    while cuts[0] > size:
-        cut = cuts[0] - size
-        near = ends[(cut < ends) & (ends <= min(cut + size // _NEAR, cuts[0] - 1))]
+    cuts, ends, size = [segments.num_tokens], np.array(segments.offsets), max(size, 2)
+    while cuts[0] > max(size, 3):
+        cut = max(cuts[0] - size, 2)
+        near = ends[(cut < ends) & (ends <= min(cut + size // _NEAR, cuts[0] - 2))]
         cuts.insert(0, _before_block(int(near[0]) if len(near) else cut, blocks))
     return (0, *cuts) if cuts[0] else tuple(cuts)
 
 
 def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
-    """Where to cut `total` tokens into so many slices of about one size; some may be empty."""
-    return tuple(_before_block(i * total // number, blocks) for i in range(number + 1))
+    """Where to cut `total` tokens into so many slices of about one size; some may be empty, and none has one token."""
+    step, end = (1, number + 1) if total >= 2 * number else (2, number)
+    cuts = [step * (i * (total // step) // number) for i in range(end)]
+    return tuple(_before_block(cut, blocks) for cut in (cuts if step == 1 else [*cuts, total]))
 
 
 def _before_block(cut: int, blocks: np.ndarray | None) -> int:

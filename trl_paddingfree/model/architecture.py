@@ -79,8 +79,8 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The stack of layers beneath the head. `get_decoder` of ModernBERT's decoder gives the `decoder` of its head."""
-    found = model.get_decoder()
-    return found if isinstance(found, PreTrainedModel) else model.base_model
+    found: torch.nn.Module = model.get_decoder()
+    return found if isinstance(found, PreTrainedModel) else model.base_model  # type: ignore[return-value]
 
 
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:

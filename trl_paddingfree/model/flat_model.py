@@ -193,10 +193,8 @@ class FlatModel:
     def decision(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch."""
         self.has_trained |= torch.is_grad_enabled()
-        if self.decide is None:
-            return self.latest
-        self.latest = decision = self.decide(batch)
-        if torch.is_grad_enabled():
+        self.latest = decision = Decision() if self.decide is None else self.decide(batch)
+        if self.decide is not None and torch.is_grad_enabled():
             self.num_recomputed = decision.num_recomputed
             self.set_layers()
         return decision

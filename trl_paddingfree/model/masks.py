@@ -18,8 +18,9 @@ from ..flat.pieces import Context
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Attention around attention: of a function that computes it, the layout, the layer, and states
 Exchange = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-# A recurrence along the whole tree, of inputs by weights
-Scan = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], torch.Tensor]
+# A recurrence along the whole tree, of inputs by weights; or along a slice of one that is cut, by its number, from the
+# states that it is given. Its outputs, and the states that later slices read
+Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # What a backbone gets as its mask
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 

@@ -11,7 +11,14 @@ from ..flat.layout import FlatLayout
 from . import architecture
 from .masks import FlatMask, dense_mask
 from .sequence import SequenceGroup
-from .state_layers import can_go_along_tree, carries_state, goes_along_tree, state_heads, state_layers
+from .state_layers import (
+    can_go_along_tree,
+    carries_state,
+    goes_along_tree,
+    repeats_prefixes,
+    state_heads,
+    state_layers,
+)
 
 BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
 # Fastest first
@@ -168,8 +175,8 @@ def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup
     """Why a model cannot compute a flat batch in slices, one after another; empty if it can."""
     if route.backend not in ATTENTION_BACKENDS:
         return f"its attention is computed by {route}, which takes no keys of earlier slices"
-    if carries_state(model):
-        return "it has layers that hand a state on from token to token"
+    if carries_state(model) and (route.states != "tree" or repeats_prefixes(model)):
+        return "it has layers that hand a state on from token to token, and do not go along the tree"
     return "" if group is None else f"`sequence_parallel_size={group.size}`"
 
 

@@ -124,7 +124,8 @@ class SequenceGroup:
         num_heads = inputs[0].size(2)
         given, (heads, *_) = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
         own = [None if x is None else x[heads[0] : heads[-1] + 1] for x in weights]
-        return self._to_tokens(scan([x[None] for x in given], own).squeeze(0), num_heads)[None]
+        outputs, _ = scan([x[None] for x in given], own)
+        return self._to_tokens(outputs.squeeze(0), num_heads)[None]
 
     def _to_heads(
         self, states: Sequence[torch.Tensor], num_tokens: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -20,9 +21,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
+from ..flat.pieces import Context, states_of_slices, tails_of_slices, tokens_before
 from ..flat.slices import Slice, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_limits
-from .masks import Exchange, FlatMask, map_masks
+from .masks import Exchange, FlatMask, Scan, map_masks
 from .restored import attributes_set
 
 Tensors = tuple[torch.Tensor, ...]
@@ -90,6 +92,58 @@ class KeptKeys:
                 "`max_tokens_per_micro_batch` and `memory_budget`."
             )
         return calls[-1]
+
+
+@dataclass(frozen=True)
+class KeptStates:
+    """
+    What layers with a state need of earlier slices, and later ones of this: a [`~trl_paddingfree.model.masks.
+    StateExchange`] in time. `keys` keeps it, beside the keys and values of attention, in the order of calls.
+    """
+
+    keys: KeptKeys
+    cuts: tuple[int, ...]
+    number: int
+
+    def span(self, num_tokens: int) -> range:
+        first, last = self.cuts[self.number : self.number + 2]
+        return range(first, last) if first < last else range(min(2, num_tokens))
+
+    def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
+        """The last tokens of earlier slices, as far as a convolution reaches."""
+        span, tails = self.span(layout.segments.num_tokens), tails_of_slices(layout, self.cuts, size)
+        wanted = tokens_before(layout.segments, size, span)
+        earlier = self._read(layout, wanted, tails)
+        self.keys.kept.append(states.index_select(0, layout.tensor(tails[self.number] - span.start)))
+        return torch.cat([states, *earlier]), Context.of(layout, size, span)
+
+    def scan(
+        self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """A scan of the slice goes on from the states in which earlier ones end."""
+        parts = states_of_slices(layout, self.cuts)
+        earlier = self._read(layout, parts[self.number].reads, [part.ends for part in parts])
+        carried = torch.cat(earlier) if earlier else None
+        place = len(self.keys.kept)
+        self.keys.kept.append(inputs[0].new_zeros(0))  # layers within this one come later
+        outputs, kept = scan(inputs, weights, self.cuts, self.number, carried)
+        if kept is not None:
+            self.keys.kept[place] = kept
+        return outputs
+
+    def _read(self, layout: FlatLayout, tokens: np.ndarray, kept: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """What earlier slices have kept of these flat tokens, by the tokens that each has `kept`, in order."""
+        if self.keys.is_complete:
+            raise ValueError(
+                "A layer that carries state recomputes within a slice, so that it is not known which states it wants: "
+                "leave out the checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
+            )
+        place, found = len(self.keys.kept), []
+        for number, of_slice in enumerate(kept[: self.number]):
+            own = np.flatnonzero(np.isin(of_slice, tokens))
+            if len(own):
+                found.append(self.keys.earlier[number][place].index_select(0, layout.tensor(own)))
+        return found
 
 
 def _columns(pairs: list[Tensors]) -> list[list[torch.Tensor]]:
@@ -180,9 +234,11 @@ def _of_slice(name: str, value: Any, part: Slice, total: int, reach: int | None)
 
 
 def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: KeptKeys, mask: FlatMask) -> FlatMask:
+    if mask.ndim == 2:  # of layers with a state, which ask for what they need of the whole
+        return FlatMask.carrying(mask.flat_layout, per_token=True, states=KeptStates(keys, cuts, number))
     part = slices_of(mask.flat_layout, cuts, reach is not None)[number]
     exchanges: tuple[Exchange, ...] = (partial(keys.attend, part), *mask.exchanges)
-    return FlatMask.carrying(part.layout, per_token=mask.ndim == 2, exchanges=exchanges)
+    return FlatMask.carrying(part.layout, exchanges=exchanges)
 
 
 def reach_of(model: PreTrainedModel, batch: FlatBatch) -> int | None:

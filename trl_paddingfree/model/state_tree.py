@@ -228,18 +228,23 @@ def _scan(
     """
     layout = mask.flat_layout
 
-    def scan(inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device))
-        return _by_levels(pieces, inputs, partial(call, *weights), padding)
+    def scan(
+        inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None], cuts: tuple[int, ...] = (),
+        number: int = 0, carried: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)
+        return _by_levels(pieces, inputs, partial(call, *weights), padding, carried)
 
-    return scan(inputs, weights) if mask.states is None else mask.states.scan(layout, scan, inputs, weights)
+    return scan(inputs, weights)[0] if mask.states is None else mask.states.scan(layout, scan, inputs, weights)
 
 
 def _by_levels(
-    pieces: Pieces, inputs: Sequence[torch.Tensor], call: Callable, padding: dict[int, float] | None = None
-) -> torch.Tensor:
+    pieces: Pieces, inputs: Sequence[torch.Tensor], call: Callable, padding: dict[int, float] | None = None,
+    carried: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """
-    A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the state of its parent.
+    A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the state of its parent, or
+    from one that is `carried` from an earlier slice. Its outputs, and the states that later slices read.
 
     `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
     their initial states, and whether others continue them. `padding` is what stands where a piece is padded, by the
@@ -251,14 +256,18 @@ def _by_levels(
         if value is not None and pieces.slots.empty is not None:
             states = states.index_fill(0, pieces.slots.empty, value)
         rows.append(states.split([prod(piece.shape) for level in pieces.levels for piece in level]))
-    outputs, finals, parts = [], None, zip(*rows, strict=True)
+    outputs, finals, parts = [], carried, zip(*rows, strict=True)
+    of_levels: list[torch.Tensor] = []
     for depth, level in enumerate(pieces.levels):
-        ends = []
+        ends, goes_on = [], depth + 1 < len(pieces.levels) or pieces.kept is not None
         for piece, of_piece in zip(level, parts, strict=False):
             initial = None if piece.parents is None else GatherRows.apply(finals, piece.parents)
             cut = [x.unflatten(0, piece.shape) for x in of_piece]
-            output, final = call(piece, cut, initial, depth + 1 < len(pieces.levels))
+            output, final = call(piece, cut, initial, goes_on)
             outputs.append(output.flatten(0, 1))
             ends.append(final)
-        finals = torch.cat(ends) if depth + 1 < len(pieces.levels) else None
-    return GatherRows.apply(torch.cat(outputs), pieces.own)[None]
+        if goes_on:
+            finals = torch.cat(ends)
+            of_levels.append(finals)
+    kept = None if pieces.kept is None else GatherRows.apply(torch.cat(of_levels), pieces.kept)
+    return GatherRows.apply(torch.cat(outputs), pieces.own)[None], kept

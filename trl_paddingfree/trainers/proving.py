@@ -22,7 +22,6 @@ from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
 from ..model.sequence import SequenceGroup
-from ..model.slices import Decision
 from ..model.state_layers import describe_state_layers
 from ..model.vision import sees_both_ways
 from .configs import PaddingFreeOptions
@@ -179,7 +178,6 @@ class StartUpCheck:
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
             # The check compares with rows, and slices are those of this run: not by the budget of a trainer before
             flat.flattener = flat.decide = None
-            flat.latest = Decision()
             flat.divide_among(None)
         if self.group is not None:
             self._installed(base, route)
