@@ -25,23 +25,18 @@ def refuse_missing(name: str | None, advice: str) -> None:
 
 
 def broken_json(file: str) -> str:
-    """Where a file is no JSON, one value or one per line, in words; empty if it is."""
+    """Where a file of JSON, one value or one in each line, is no JSON; empty if it is, or if that is not known."""
     import fsspec
 
+    is_lines = ".jsonl" in Path(file).suffixes
     with fsspec.open(file, "rt", encoding="utf-8", compression="infer") as opened:
-        text = opened.read()
-    try:
-        json.loads(text)
-        return ""
-    except json.JSONDecodeError as error:
-        # What follows the first of several values is extra data
-        if error.msg != "Extra data" and ".jsonl" not in Path(file).suffixes:
-            return f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}."
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            json.loads(line or "0")
-        except json.JSONDecodeError as error:
-            return f"line {number}, column {error.colno} is no JSON: {error.msg}."
+        for number, text in enumerate(opened if is_lines else [opened.read()]):
+            try:
+                json.loads(text.strip("\n") or "0")
+            except json.JSONDecodeError as error:
+                # What follows the first of several values is extra data
+                place = f"line {number + error.lineno}, column {error.colno}"
+                return "" if error.msg == "Extra data" else f"{place} is no JSON: {error.msg}."
     return ""
 
 
