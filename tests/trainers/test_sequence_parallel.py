@@ -100,14 +100,14 @@ CASES = {
     "rotary limit in reach of none": ("dpo", "dynamic", {"max_length": 24}),
     "delta rule": ("dpo", "qwen3_5_text", {"prefix_sharing": False, **SGD}),
     "delta rule, checkpointing": ("dpo", "qwen3_5_text", {"gradient_checkpointing": True, **SGD}),
-    "delta rule, parts": ("dpo", "qwen3_5_text", {**IN_PARTS, **SGD}),
+    "delta rule, parts": ("dpo", "qwen3_5_text", {"max_tokens_per_micro_batch": 150, **SGD}),
     "delta rule, memory budget": ("dpo", "qwen3_5_text", {"memory_budget": 1, "tokens_in_memory": 250, **SGD}),
     "delta rule, measured budget": ("dpo", "qwen3_5_text", {"memory_budget": 1, **SGD}),
     "delta rule of sft": ("sft", "6 and 3 state heads", {"prefix_sharing": True, **EVALUATED, **SGD}),
     "short convolution": ("dpo", "lfm2", {"gradient_checkpointing": True, "accumulate": 2, **SGD}),
     "short convolution of sft": ("sft", "lfm2", {"prefix_sharing": True, **EVALUATED, **SGD}),
     "scan beside attention": ("dpo", "falcon_h1", SGD),
-    "scan alone": ("sft", "mamba2", {**IN_PARTS, **SGD}),
+    "scan alone": ("sft", "mamba2", {"max_tokens_per_micro_batch": 150, **SGD}),
     "scan of channels": ("dpo", "jamba", {"router_aux_loss_coef": 0.0, **SGD}),
 }
 DEFAULT = list(CASES)[:5]

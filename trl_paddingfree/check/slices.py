@@ -79,12 +79,15 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
                 output = (model if call is None else call)(**inputs)
                 answers = output.logits if is_pooled(model) else output.log_probs
                 own = embedded[: len(spans)] if len(embedded) > 1 else [*embedded]
+                if flat.group is not None:  # each process has other tokens
+                    own = []
                 watched = [] if skipped else [*own, *small_parameters(model)]
                 of_all = torch.autograd.grad(answers[-1].sum(), watched, allow_unused=True) if watched else ()
             sizes = spans if len(own) > 1 else [sum(spans)]
             of_tokens = [x[:, :n] for x, n in zip(of_all, sizes, strict=False) if x is not None]
             at_embeddings = torch.cat(of_tokens, 1) if len(of_tokens) == len(own) and own else None
-            small = [torch.zeros(()) if x is None else x.double() for x in of_all[len(own) :]]
+            small = [x.new_zeros(x.shape) if y is None else y for x, y in zip(watched, of_all, strict=True)][len(own) :]
+            small = small if flat.group is None else flat.group.summed(small)
             found.append((answers.detach().double(), at_embeddings, small))
         padded = row_inputs(model, rows)
         with torch.no_grad():
@@ -97,7 +100,7 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
         has_same_tokens = torch.equal(reached, expected)
         errors.append(_relative(embedded_sliced.double(), embedded_whole.double()))
     largest = max((float(x.norm()) for x in small_whole), default=0.0)
-    errors += [_relative(x, y, 0.1 * largest) for x, y in zip(small_sliced, small_whole, strict=True)]
+    errors += [_relative(x.double(), y.double(), 0.1 * largest) for x, y in zip(small_sliced, small_whole, strict=True)]
     unit = rounding_unit(model)
     noise = NOISE_FACTOR * max(_relative(noise.double(), whole), unit)
     return SlicesResult(

@@ -88,7 +88,8 @@ def scored_in_rows(
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that it would have.
     """
     group, model = flat_model.group, flat_model.model
-    own = batch if group is None else group.slice(batch, model.config.get_text_config())
+    turns: tuple[int, ...] = () if group is None else flat_model.decision(batch).cuts
+    own = batch if group is None else group.slice(batch, model.config.get_text_config(), turns)
     apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with apart, flat_backbone(flat_model, own, own.scored_of) as given:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
@@ -98,11 +99,10 @@ def scored_in_rows(
             outputs = _scored_by_and_by(flat_model, inputs, beside, size)
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
     if group is not None:
-        values = group.gather_scored(values, batch)
+        values = group.gather_scored(values, batch, turns)
     aux_loss = outputs.aux_loss
     if aux_loss is not None and group is not None:  # that of routers is one of all tokens
-        total = batch.layout.segments.num_tokens
-        routers = tuple(group.gather_tokens(x, total) for x in given[0]["router_logits"])
+        routers = tuple(group.gather_tokens(x, batch.layout, turns) for x in given[0]["router_logits"])
         aux_loss = upstream.router_loss(model, routers, batch.token_rows)
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
     in_rows = {name: batch.scored_to_rows(x) * label_mask for name, x in values.items()}
@@ -204,7 +204,7 @@ def computing(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
             of_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
             hooks.enter_context(attributes_set([(embeddings, NOISE, of_rows)]))
         if decision.cuts:
-            hooks.enter_context(in_slices(model, batch, decision.cuts))
+            hooks.enter_context(in_slices(model, batch, decision.cuts, flat_model.group))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             if takes_images(model):  # a vision tower has boundaries of its own, and would take these
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))

@@ -177,7 +177,9 @@ def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup
         return f"its attention is computed by {route}, which takes no keys of earlier slices"
     if carries_state(model) and (route.states != "tree" or repeats_prefixes(model)):
         return "it has layers that hand a state on from token to token, and do not go along the tree"
-    return "" if group is None else f"`sequence_parallel_size={group.size}`"
+    if carries_state(model) and group is not None:
+        return f"it has layers that hand a state on from token to token, and `sequence_parallel_size={group.size}`"
+    return ""
 
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout, GatherRows
 from ..flat.pieces import Context
 from .architecture import rotary_limits
-from .exchange import Exchanged, Gathered, Halo, cuts, even_cuts, head_shares, of_heads, slice_sizes, span_of
+from .exchange import Exchanged, Gathered, Halo, even_cuts, head_shares, of_heads, slice_sizes, span_of
 from .masks import Scan
 
 # What attention is given of each token beside its states, and does not need: the layout has it
@@ -34,12 +35,32 @@ _OF_TOKENS = ("position_ids",)
 
 def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
     """How many scored tokens of a batch lie in each of `size` slices."""
-    return tuple(np.diff(np.searchsorted(batch.scored, cuts(batch.layout.segments.num_tokens, size))).tolist())
+    owners = owners_of(batch.layout.segments.num_tokens, size)
+    return tuple(np.bincount(owners[batch.scored], minlength=size).tolist())
 
 
-def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
+def spans_of(total: int, number: int, size: int, turns: tuple[int, ...] = ()) -> list[range]:
     """
-    Slice `number` of `size` of a batch: its tokens and labels, with the rows and the layout of the whole.
+    The flat tokens that process `number` of `size` computes: its slice of all, or where these are computed in turns,
+    which are cut at these positions, its slice of each turn.
+    """
+    spans = []
+    for first, last in pairwise(turns or (0, total)):
+        own = span_of(last - first, number, size)
+        spans.append(range(first + own.start, first + own.stop))
+    return spans
+
+
+def owners_of(total: int, size: int, turns: tuple[int, ...] = ()) -> np.ndarray:
+    """`(T,)` int64: the process of `size` that computes each flat token."""
+    sizes = [slice_sizes(last - first, size) for first, last in pairwise(turns or (0, total))]
+    return np.concatenate([np.repeat(np.arange(size), of_turn) for of_turn in sizes])
+
+
+def slice_of(batch: FlatBatch, number: int, size: int, turns: tuple[int, ...] = ()) -> FlatBatch:
+    """
+    Slice `number` of `size` of a batch, which may be computed in turns: its tokens and labels, with the rows and the
+    layout of the whole.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
     tokens has two of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
@@ -50,18 +71,22 @@ def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     >>> [slice_of(batch, number, 2).shift_labels.tolist() for number in range(2)]
     [[[3, 4]], [[5]]]
     """
-    ends = cuts(batch.layout.segments.num_tokens, size)
-    first, last = ends[number], ends[number + 1]
-    span = span_of(ends[-1], number, size)
-    tokens, (begin, end) = slice(span.start, span.stop), np.searchsorted(batch.scored, (first, last)).tolist()
-    labels, scored_index = batch.shift_labels[:, begin:end], batch.scored_index[begin:end] - first
-    if begin == end:
-        labels, scored_index = labels.new_full((1, 1), IGNORE_INDEX), scored_index.new_zeros(1)
+    total, layout = batch.layout.segments.num_tokens, batch.layout
+    index = np.concatenate(spans_of(total, number, size, turns))
+    owners = owners_of(total, size, turns)
+    local = np.zeros(total, dtype=np.int64)
+    local[index] = np.arange(len(index))
+    scored = np.flatnonzero(owners[batch.scored] == number)
+    labels, scored_index = batch.shift_labels.new_full((1, 1), IGNORE_INDEX), batch.scored_index.new_zeros(1)
+    if len(scored):
+        labels = batch.shift_labels.index_select(1, layout.tensor(scored))
+        scored_index = layout.tensor(local[batch.scored[scored]])
+    tokens = layout.tensor(index)
     return replace(
         batch,
-        input_ids=batch.input_ids[:, tokens],
-        position_ids=batch.position_ids[:, tokens],
-        token_rows=batch.token_rows[:, tokens],
+        input_ids=batch.input_ids.index_select(1, tokens),
+        position_ids=batch.position_ids.index_select(1, tokens),
+        token_rows=batch.token_rows.index_select(1, tokens),
         shift_labels=labels,
         scored_index=scored_index,
     )
@@ -74,13 +99,16 @@ class SequenceGroup:
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def slice(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
-        """What this process computes of a batch. Refuses rows whose rotary frequencies would follow its slice."""
+    def slice(self, batch: FlatBatch, config: PreTrainedConfig, turns: tuple[int, ...] = ()) -> FlatBatch:
+        """
+        What this process computes of a batch, whole or in turns. Refuses rows whose rotary frequencies would follow
+        its slice.
+        """
         width = batch.row_index.size(1)
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        return slice_of(batch, self.rank, self.size)
+        return slice_of(batch, self.rank, self.size, turns)
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
@@ -188,28 +216,48 @@ class SequenceGroup:
 
     # --- values of all slices ---------------------------------------------------------------------------------------
 
-    def gather_scored(self, values: dict[str, torch.Tensor], batch: FlatBatch) -> dict[str, torch.Tensor]:
+    def gather_scored(
+        self, values: dict[str, torch.Tensor], batch: FlatBatch, turns: tuple[int, ...] = ()
+    ) -> dict[str, torch.Tensor]:
         """Values `(1, P)` of the scored tokens of a batch, of those `(1, p)` of each slice, in one message."""
         dtype = reduce(torch.promote_types, [x.dtype for x in values.values()])
         stacked = torch.stack([x[0].to(dtype) for x in values.values()], 1)
-        found = Gathered.apply(stacked, scored_sizes(batch, self.size), self.group).unbind(1)
+        owners = owners_of(batch.layout.segments.num_tokens, self.size, turns)[batch.scored]
+        found = self._gathered(stacked, owners, batch.layout).unbind(1)
         gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, found, strict=True)}
         return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
 
-    def gather_tokens(self, states: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def gather_tokens(self, states: torch.Tensor, layout: FlatLayout, turns: tuple[int, ...] = ()) -> torch.Tensor:
         """`(T, ...)`: states of all tokens, of those `(t, ...)` of each slice."""
-        return Gathered.apply(states, slice_sizes(num_tokens, self.size), self.group)
+        total = layout.segments.num_tokens
+        owners, index = owners_of(total, self.size, turns), np.concatenate(spans_of(total, self.rank, self.size, turns))
+        own = np.flatnonzero(owners[index] == self.rank)  # without tokens that stand in for none
+        if len(own) < len(index):
+            states = states.index_select(0, layout.tensor(own))
+        return self._gathered(states, owners, layout)
+
+    def _gathered(self, values: torch.Tensor, owners: np.ndarray, layout: FlatLayout) -> torch.Tensor:
+        """Values of all processes in the order of the flat axis, of which each has those that it is the owner of."""
+        found = Gathered.apply(values, np.bincount(owners, minlength=self.size).tolist(), self.group)
+        if (owners[1:] >= owners[:-1]).all():
+            return found
+        return found.index_select(0, layout.tensor(np.argsort(np.argsort(owners, kind="stable"))))
 
     def whole_gradients(
         self, of: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None], batch: FlatBatch
     ) -> list[torch.Tensor]:
         """Gradients at embeddings `(1, t, D)` as `(1, T, D)`, and of weights as engines average them: those of all."""
-        given = [x.new_zeros(x.shape) if y is None else y for x, y in zip(of, found, strict=True)]
-        first, *others = (gradient.contiguous() for gradient in given)
-        for gradient in others:
-            dist.all_reduce(gradient, group=self.group)
-        embedded = self.gather_tokens(first.squeeze(0), batch.layout.segments.num_tokens)[None]
+        first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(of, found, strict=True)]
+        others = self.summed(others)
+        embedded = self.gather_tokens(first.squeeze(0), batch.layout)[None]
         return [gradient / self.size for gradient in (embedded, *others)]
+
+    def summed(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sum of each of these over the group."""
+        sums = [gradient.contiguous() for gradient in gradients]
+        for gradient in sums:
+            dist.all_reduce(gradient, group=self.group)
+        return sums
 
     def largest(self, values: Sequence[float] | np.ndarray | torch.Tensor) -> np.ndarray:
         """The largest of each of `values` over the group, on the host, float64, or int64 where they are."""

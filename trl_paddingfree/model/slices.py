@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..flat.slices import Slice, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_limits
 from .masks import Exchange, FlatMask, Scan, map_masks
 from .restored import attributes_set
+from .sequence import SequenceGroup, spans_of
 
 Tensors = tuple[torch.Tensor, ...]
 # Features of image tokens that layers of a decoder (Qwen3-VL) add to their own, one tensor `(image tokens, H)` a layer
@@ -152,31 +154,42 @@ def _columns(pairs: list[Tensors]) -> list[list[torch.Tensor]]:
 
 
 @contextmanager
-def in_slices(model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...]) -> Iterator[None]:
-    """Within this context, the decoder of a model computes slices of a flat batch, which is cut at these positions."""
+def in_slices(
+    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None = None
+) -> Iterator[None]:
+    """
+    Within this context, the decoder of a model computes slices of a flat batch, which is cut at these positions; each
+    together with the other processes of a `group`, of whose tokens the batch has those of this one.
+    """
     decoder = decoder_of(model)
     forward = update_wrapper(
-        partial(_forward, model, batch, cuts, decoder.forward), decoder.forward
+        partial(_forward, model, batch, cuts, group, decoder.forward), decoder.forward
     )  # of its signature
     with attributes_set([(decoder, "forward", forward)]):
         yield
 
 
 def _forward(
-    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], forward: Callable, *args: Any, **kwargs: Any
-) -> BaseModelOutput:
+    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None, forward: Callable,
+    *args: Any, **kwargs: Any,
+) -> BaseModelOutput:  # fmt: skip
     """What the own `forward` of a decoder says of all slices, of the arguments that it gets of the whole."""
-    reach, embeddings = reach_of(model, batch), model.get_input_embeddings()
+    # Beside other processes, rows that frequencies would follow are refused
+    reach, embeddings = None if group else reach_of(model, batch), model.get_input_embeddings()
     slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
+    spans, sizes = [range(part.first, part.last) for part in slices], [part.num_tokens for part in slices]
+    if group is not None:
+        sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
+        spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     layers = checkpointing_layers(decoder_of(model))
     kept: list[Tensors] = []
     outputs: list[BaseModelOutput] = []
 
     def compute(number: int, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
-        part, keys = slices[number], KeptKeys(earlier)
-        own = {name: _of_slice(name, value, part, batch.input_ids.size(1), reach) for name, value in kwargs.items()}
+        part, keys, total = slices[number], KeptKeys(earlier), batch.input_ids.size(1)
+        own = {name: _of_slice(name, value, spans[number], total, reach) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
         mask = map_masks(partial(_mask_of_slice, cuts, number, reach, keys), masks)
@@ -184,7 +197,7 @@ def _forward(
         # a whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
         fixed: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
-            share = part.layout.segments.num_tokens / batch.input_ids.size(1)
+            share = (part.layout.segments.num_tokens if group is None else len(spans[number])) / total
             fixed.append((embeddings, NOISE, noise * math.sqrt(share)))
         with attributes_set(fixed):
             try:
@@ -203,12 +216,11 @@ def _forward(
         kept.append(states)
         if not torch.is_grad_enabled():  # with gradients, autograd keeps them
             kept = [x if any(i in later.reads for later in slices[number + 1 :]) else () for i, x in enumerate(kept)]
-    return _joined(slices, outputs)
+    return _joined(sizes, outputs)
 
 
-def _joined(slices: Sequence[Slice], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
-    """What a decoder says of all tokens, of what it says of those of each slice."""
-    sizes = [part.num_tokens for part in slices]  # without what stands for no token of the batch
+def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
+    """What a decoder says of all tokens, of what it says of those of each slice, the first so many of which count."""
     hidden = [output["last_hidden_state"][:, :n] for output, n in zip(outputs, sizes, strict=True)]
     joined = type(outputs[0])(last_hidden_state=torch.cat(hidden, 1))
     if outputs[0].get("router_logits") is not None:
@@ -217,19 +229,19 @@ def _joined(slices: Sequence[Slice], outputs: Sequence[BaseModelOutput]) -> Base
     return joined
 
 
-def _of_slice(name: str, value: Any, part: Slice, total: int, reach: int | None) -> Any:
+def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None) -> Any:
     """What a slice gets of an argument of the decoder: its own entries, if that has one for each of `total` tokens."""
     if isinstance(value, list | tuple):
-        return type(value)(_of_slice(name, x, part, total, reach) for x in value)
+        return type(value)(_of_slice(name, x, span, total, reach) for x in value)
     if not isinstance(value, torch.Tensor):
         return value
     if name == "position_ids":  # of several kinds, where images have positions on a plane
-        own = value[..., part.first : part.last]
+        own = value[..., span.start : span.stop]
         return own if reach is None else torch.cat([own, own.new_full((*own.shape[:-1], 1), reach - 1)], -1)
     dim = 1 if value.shape[:2] == (1, total) else 0
     if value.size(dim) != total:
         return value
-    own = value.narrow(dim, part.first, part.last - part.first)
+    own = value.narrow(dim, span.start, len(span))
     return own if reach is None else torch.cat([own, own.narrow(dim, 0, 1)], dim)
 
 
