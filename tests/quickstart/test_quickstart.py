@@ -71,7 +71,7 @@ def test_the_quick_start_finds_equal_losses_and_fewer_tokens(run):
     assert 0 < result["tokens_computed"]["padding_free"] < 0.8 * result["tokens_computed"]["trl_padded"]
     assert result["speed_up"] == result["seconds"]["trl_padded"] / result["seconds"]["padding_free"]
     core, wall = result["core_seconds"], result["seconds"]
-    assert all(0 < core[name] <= 1.5 * wall[name] for name in core)  # on one thread, beside one that watches memory
+    assert all(0 < core[name] <= 2 * wall[name] + 1 for name in core)  # one thread trains, and one watches memory
     assert result["method"] == "padding-free (segment, shared prefixes)"
     assert result["saved_by_padding_free"] > 0 < result["saved_by_sharing"]
     saved, tokens = result["saved_by_padding_free"] + result["saved_by_sharing"], result["tokens_computed"]
