@@ -26,6 +26,31 @@ datasets.disable_progress_bars()
 torch.set_num_threads(1)  # models this small only wait for further threads, and much longer on a busy machine
 
 
+class TellFailures:
+    """Prints each failure as it comes, with the seed that repeats it: a run that is cut short has no summary."""
+
+    def __init__(self, reporter):
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            said = str(report.longrepr).strip().splitlines()
+            seed = f"TRL_PADDINGFREE_SEED={os.environ['TRL_PADDINGFREE_SEED']}"
+            self.reporter.write_line(
+                f"\n{seed} python -m pytest '{report.nodeid}'  # {said[-1] if said else report.when}"
+            )
+
+
+@pytest.hookimpl(trylast=True)  # when there is a reporter
+def pytest_configure(config):
+    if reporter := config.pluginmanager.get_plugin("terminalreporter"):  # not in workers
+        config.pluginmanager.register(TellFailures(reporter))
+
+
+def pytest_report_header():
+    return f"TRL_PADDINGFREE_SEED={os.environ['TRL_PADDINGFREE_SEED']}"
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
     cases = defaultdict(list)

@@ -155,9 +155,9 @@ def test_the_pages_commands_parse(argv, monkeypatch):
         parses(command, options)
     elif program == "trl-paddingfree":
         assert make_parser().parse_args(argv[1:]).command == command
-    elif program == "accelerate":
+    elif program in ("accelerate", "torchrun"):
         script = options.index("scripts/dpo.py")
-        assert (ROOT / options[options.index("--config_file") + 1]).is_file()
+        assert program == "torchrun" or (ROOT / options[options.index("--config_file") + 1]).is_file()
         parses("dpo", options[script + 1 :])
     elif argv[:3] == ["python", "-m", "scripts.benchmark"]:
         make_benchmark_parser().parse_args(argv[3:])

@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 import types
 from pathlib import Path
@@ -502,23 +501,3 @@ def test_a_classification_head_reads_the_last_token_that_is_no_padding(model_typ
 def test_the_classification_head_hands_margins_to_the_backbone():
     source = inspect.getsource(transformers.modeling_layers.GenericForSequenceClassification.forward)
     assert "**kwargs," in source.partition("hidden_states = ")[0]
-
-
-def said_of_losses(config):
-    """The losses that the help of TRL's configuration for `loss_type` names, in whichever of its forms."""
-    metadata = config.__dataclass_fields__["loss_type"].metadata
-    listed = re.search(r"(?:Possible|Supported) values are:? (.*?)\. ", metadata["help"])
-    return set(metadata.get("choices") or re.findall(r"'(\w+)'", listed[1]))
-
-
-@pytest.mark.parametrize("task", ["dpo", "sft", "kto", "grpo"])
-def test_the_losses_read_from_trls_code_are_those_that_its_help_names(task):
-    trainer = TRAINERS[task]
-    deprecated = {"chunked_nll"}  # which its configuration replaces
-    assert set(upstream.loss_types(trainer.trl_trainer)) == said_of_losses(trainer.trl_config) - deprecated
-
-
-@pytest.mark.parametrize("task", ["reward", "rloo"])
-def test_trainers_with_one_loss_have_no_other_to_name(task):
-    assert upstream.loss_types(TRAINERS[task].trl_trainer) == []
-    assert "loss_type" not in TRAINERS[task].trl_config.__dataclass_fields__

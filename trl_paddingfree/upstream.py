@@ -4,7 +4,6 @@
 when an upgrade moves one. Public names are imported where they are used.
 """
 
-import ast
 import inspect
 import sys
 import types
@@ -98,19 +97,6 @@ def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, tru
     trainer: Any = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs={})
     tokenize = lambda rows: {"prompt_ids": RLOOTrainer._tokenize_prompts(trainer, rows["prompt"])[0]}  # noqa: E731
     return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names)
-
-
-def loss_types(trl_trainer: type) -> list[str]:
-    """
-    The losses of one of TRL's trainers: what the module of its class compares `loss_type` with. TRL lists them nowhere
-    else in one form, and mostly looks at a name in the first step only. Empty for trainers with one loss.
-    """
-    found: dict[str, None] = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[trl_trainer.__module__]))):
-        if isinstance(node, ast.Compare) and ast.unparse(node.left).rpartition(".")[2] == "loss_type":
-            constants = (each for side in node.comparators for each in ast.walk(side) if isinstance(each, ast.Constant))
-            found |= {each.value: None for each in constants if isinstance(each.value, str)}
-    return [*found]
 
 
 def spoilt_by_evaluation(module: torch.nn.Module) -> bool:

@@ -21,13 +21,15 @@ HEADLINE = {
 # What a reader understands without a legend
 HEADLINE_HEADS = (
     "training",
-    "times as fast",
-    "memory",
-    "times as fast with `memory_budget`",
-    "padded TRL, nothing recomputed",
+    "times as fast (memory)",
+    "with `memory_budget` (memory)",
+    "padded TRL, nothing recomputed (memory)",
+    "TRL's `padding_free` (memory)",
     "log-probabilities differ by",
     "gradient norms differ by",
 )
+# What a trainer does by default
+DEFAULTS = {"dpo": "shared", "sft": "flat"}
 HEADS = (
     *("machine, model", "rows", "padding-free", "with shared prefixes", "with `memory_budget`"),
     *("FLOPs", "FLOPs / limit"),
@@ -136,10 +138,13 @@ def headline(folder: Path) -> str:
         key = result["settings"]["task"], run["rows"]
         if key not in HEADLINE or Path(page).stem not in ("dpo", "sft"):
             continue
-        faster, memory, budgeted, *off = newcomer_cells(run, result["bytes_of_state"])
-        kept_page, _, kept_run = stronger.get(compared(page, result, run), (page, result, run))
-        kept = speed(kept_run, KEPT) if kept_page == page else f"[{speed(kept_run, KEPT)}]({kept_page})"
-        newest[key] = [f"[{HEADLINE[key]}]({page})", faster, memory, budgeted, kept, *off]
+        kept_page, kept_result, kept_run = stronger.get(compared(page, result, run), (page, result, run))
+        kept, default = speed_and_memory(kept_run, kept_result, KEPT), DEFAULTS[key[0]]
+        ours, budgeted, theirs = (speed_and_memory(run, result, x) for x in (default, "budget", "trl-padding-free"))
+        kept, off = kept if kept_page == page else f"[{kept}]({kept_page})", run["differences"][default]
+        log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is their mean
+        off_by = f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"
+        newest[key] = [f"[{HEADLINE[key]}]({page})", ours, budgeted, kept, theirs, *off_by]
     return "\n".join(table(HEADLINE_HEADS, [newest[key] for key in HEADLINE if key in newest]))
 
 
@@ -149,25 +154,15 @@ def compared(page: str, result: dict[str, Any], run: dict[str, Any]) -> str:
     return repr((str(Path(page).parent), run["rows"], sorted(settings.items())))
 
 
-def speed(run: dict[str, Any], name: str) -> str:
-    """The speed of a method over padded TRL; empty where it was not measured."""
-    methods = run["methods"]
-    return f"{methods[name]['speedup']:.1f}x{flag(run, name)}" if name in methods else ""
-
-
-def newcomer_cells(run: dict[str, Any], state: dict[str, int]) -> list[str]:
-    """
-    Speed and memory of shared prefixes, weights included, the speed with a budget, and the largest relative differences
-    of shared prefixes' log-probabilities and of their gradients' norm; empty where it was not measured.
-    """
-    methods = run["methods"]
-    ours = "shared" if "shared" in methods else "flat"
-    above = {name: (methods[name] | run["profile"].get(name, {}))["bytes_above"] for name in (BASELINE, ours)}
-    peaks = [state[name] + above[name] for name in (ours, BASELINE)]
-    memory = f"{peaks[0] / peaks[1]:.0%}" if all(above.values()) else ""
-    off = run["differences"][ours]
-    log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is a mean of them
-    return [speed(run, ours), memory, speed(run, "budget"), f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"]
+def speed_and_memory(run: dict[str, Any], result: dict[str, Any], name: str) -> str:
+    """The speed of a method over padded TRL, and its peak memory, weights included; empty where it was not measured."""
+    methods, state = run["methods"], result["bytes_of_state"]
+    if name not in methods:
+        return ""
+    above = {each: (methods[each] | run["profile"].get(each, {}))["bytes_above"] for each in (name, BASELINE)}
+    peaks = [state[each] + above[each] for each in (name, BASELINE)]
+    memory = f" ({peaks[0] / peaks[1]:.0%})" if all(above.values()) else ""
+    return f"{methods[name]['speedup']:.1f}x{memory}{flag(run, name)}"
 
 
 def everything(folder: Path) -> str:

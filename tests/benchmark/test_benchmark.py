@@ -372,10 +372,12 @@ def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     run["rows"] = next(rows for task, rows in tables.HEADLINE if task == "dpo")
     (tmp_path / "machine" / "dpo.json").write_text(json.dumps(result))
     cells = tables.headline(tmp_path).splitlines()[2].split(" | ")
-    assert cells[1] == f"{run['methods']['shared']['speedup']:.1f}x"
-    assert 0 < int(cells[2].removesuffix("%")) < 100
+    speed, memory = re.fullmatch(r"(\S+)x \((\d+)%\)", cells[1]).groups()
+    assert speed == f"{run['methods']['shared']['speedup']:.1f}"
+    assert 0 < int(memory) < 100
     off = run["differences"]["shared"]
-    assert cells[4] == f"{run['methods']['trl-kept']['speedup']:.1f}x"
+    assert cells[2] == cells[4] == ""  # no budget, and TRL's `padding_free` is one of SFT
+    assert cells[3].startswith(f"{run['methods']['trl-kept']['speedup']:.1f}x (")
     assert cells[5] == f"{max(off['logps/chosen'], off['logps/rejected']):.0e}"
     assert cells[6] == f"{off['grad_norm']:.0e} |"
     assert "](docs/benchmarks/machine/dpo.md)" in tables.headline(tmp_path)
@@ -451,8 +453,8 @@ def test_the_readme_takes_the_stronger_baseline_from_a_result_of_the_same_settin
     (tmp_path / "a").mkdir()
     for name, found in {"sft": alone, "sft-kept": result}.items():
         (tmp_path / "a" / f"{name}.json").write_text(json.dumps(found))
-    speedup = result["runs"][0]["methods"]["trl-kept"]["speedup"]
-    cell = f"[{speedup:.1f}x](docs/benchmarks/a/sft-kept.md)"
+    shown = tables.speed_and_memory(result["runs"][0], result, "trl-kept")
+    cell = f"[{shown}](docs/benchmarks/a/sft-kept.md)"
     assert cell in tables.headline(tmp_path)
     other["settings"]["max_length"] *= 2
     (tmp_path / "a" / "sft-kept.json").write_text(json.dumps(other))

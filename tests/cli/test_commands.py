@@ -106,7 +106,7 @@ def trained_counts(trainer_class, config_class, dataset, output_dir, **options):
 def test_inspect_counts_of_pairs_are_those_of_training(capsys, tmp_path, model_dir, conversational, mode):
     data, path = preference_data(30, 7, conversational), tmp_path / "pairs.jsonl"
     data.to_json(path)
-    options = ["--batch_size", "30", "--max_length", "24", "--truncation_mode", mode, "--plot", ""]
+    options = ["--batch_size", "30", "--max_length", "24", "--truncation_mode", mode]
     code, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, *options)
     counts = trained_counts(
         PaddingFreeDPOTrainer, PaddingFreeDPOConfig, data, str(tmp_path), max_length=24, truncation_mode=mode
@@ -124,7 +124,7 @@ def test_inspect_counts_of_pairs_are_those_of_training(capsys, tmp_path, model_d
 def test_inspect_counts_of_instructions_are_those_of_training(capsys, tmp_path, model_dir, make_data):
     data, path = make_data(20, 3), tmp_path / "rows.jsonl"
     data.to_json(path)
-    options = ["--batch_size", "20", "--max_length", "24", "--plot", ""]
+    options = ["--batch_size", "20", "--max_length", "24"]
     _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, *options)
     counts = trained_counts(
         PaddingFreeSFTTrainer, PaddingFreeSFTConfig, data, str(tmp_path), max_length=24, prefix_sharing=True
@@ -135,9 +135,9 @@ def test_inspect_counts_of_instructions_are_those_of_training(capsys, tmp_path, 
 
 
 def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(capsys, tmp_path, pairs_file, model_dir):
-    options = ["--tokenizer", model_dir, "--max_length", "16", "--plot", ""]
+    options = ["--tokenizer", model_dir, "--max_length", "16"]
     _, report = json_of(capsys, "inspect", pairs_file, *options)
-    _, whole = json_of(capsys, "inspect", pairs_file, "--tokenizer", model_dir, "--max_length", "0", "--plot", "")
+    _, whole = json_of(capsys, "inspect", pairs_file, "--tokenizer", model_dir, "--max_length", "0")
     data = Dataset.from_json(pairs_file)
     kwargs = {"train_dataset": data, "processing_class": make_tokenizer(), "peft_config": LoraConfig()}
     trainer = DPOTrainer(make_model(), args=DPOConfig(str(tmp_path), max_length=16, **QUIET), **kwargs)
@@ -153,7 +153,7 @@ def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(capsys, tmp_path, 
 def test_inspect_finds_the_rows_that_trl_drops_from_instructions(capsys, tmp_path, model_dir):
     data, path = prompt_completions(20, 4), tmp_path / "rows.jsonl"
     data.to_json(path)
-    _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, "--max_length", "8", "--plot", "")
+    _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, "--max_length", "8")
     whole, cut = (
         SFTTrainer(
             make_model(),
@@ -168,7 +168,7 @@ def test_inspect_finds_the_rows_that_trl_drops_from_instructions(capsys, tmp_pat
 
 
 def test_inspect_draws_the_same_sample_for_the_same_seed(capsys, pairs_file, model_dir):
-    options = ["--tokenizer", model_dir, "--batch_size", "2", "--sample", "12", "--plot", ""]
+    options = ["--tokenizer", model_dir, "--batch_size", "2", "--sample", "12"]
     reports = [json_of(capsys, "inspect", pairs_file, *options, "--seed", seed)[1] for seed in ("1", "1", "2")]
     assert reports[0] == reports[1] != reports[2]
     assert (reports[0]["num_rows"], reports[0]["num_sampled"]) == (30, 12)
@@ -185,9 +185,16 @@ def test_inspect_prints_a_table_and_draws_a_chart(capsys, tmp_path, pairs_file, 
     assert chart.read_bytes()[:4] == PNG
 
 
+def test_inspect_writes_nothing_unasked(monkeypatch, tmp_path, pairs_file, model_dir):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["inspect", pairs_file, "--tokenizer", model_dir]) == 0
+    assert [*(tmp_path / "here").iterdir()] == []
+
+
 def test_inspect_without_matplotlib_says_what_to_install(capsys, monkeypatch, pairs_file, model_dir):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["inspect", pairs_file, "--tokenizer", model_dir]) == 0
+    assert main(["inspect", pairs_file, "--tokenizer", model_dir, "--plot", "chart.png"]) == 0
     assert 'pip install "trl-paddingfree[plot]"' in capsys.readouterr().err
 
 
@@ -200,7 +207,10 @@ WRONG = {
         ["inspect", "PAIRS", "--tokenizer", "MODEL", "--dataset_train_split", "dev"],
         "it has ['train']: name one with `--dataset_train_split`",
     ),
-    "a prompt without completion": (["inspect", "PROMPTS", "--tokenizer", "MODEL"], "no columns that SFT reads"),
+    "a prompt without completion": (
+        ["inspect", "PROMPTS", "--tokenizer", "MODEL"],
+        "or, without a `prompt`, one of",
+    ),
     "no text": (["inspect", "NULLS", "--tokenizer", "MODEL"], "Row 1 of the inspected data: `text` is None"),
     "no batch": (["inspect", "PAIRS", "--tokenizer", "MODEL", "--batch_size", "0"], "`--batch_size 0` must be"),
     "nothing left": (["inspect", "PAIRS", "--tokenizer", "MODEL", "--max_length", "1"], "Raise `max_length`"),
@@ -411,5 +421,5 @@ def test_words_come_back_from_a_file_of_texts(capsys, tmp_path, model_dir):
     path, rng = tmp_path / "texts.jsonl", random.Random(0)
     rows = [text(rng, 1, 9) for _ in range(6)]
     Dataset.from_dict({"text": rows}).to_json(path)
-    _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, "--batch_size", "6", "--plot", "")
+    _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, "--batch_size", "6")
     assert report["batch_sizes"][0]["real_tokens"] == sum(len(row.split()) + 1 for row in rows)  # and an EOS each

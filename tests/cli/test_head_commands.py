@@ -23,7 +23,7 @@ OPTIONS = {
 
 
 def inspected(capsys, *argv: str):
-    assert main(["inspect", *argv, "--plot", "", "--json"]) == 0
+    assert main(["inspect", *argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 

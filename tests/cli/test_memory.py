@@ -84,7 +84,7 @@ def test_more_memory_holds_more_and_recomputes_less():
 def test_inspect_predicts_memory(tmp_path, capsys, model_dir):
     path = tmp_path / "pairs.jsonl"
     preference_data(30, seed=5).to_json(path)
-    common = ["inspect", str(path), "--tokenizer", model_dir, "--plot", ""]
+    common = ["inspect", str(path), "--tokenizer", model_dir]
     assert main([*common, "--model", model_dir, "--memory_gib", "24", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert [row["batch_size"] for row in memory["sizes"]][:2] == [8, 16]

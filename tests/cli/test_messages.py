@@ -9,16 +9,18 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 
 import trl_paddingfree
 from tests.helpers.tiny import preference_data
-from trl_paddingfree.cli.options import TAKES_JSON, refuse_broken
+from trl_paddingfree.cli.options import refuse_unknown
+from trl_paddingfree.cli.train import _load_function, make_parser
 from trl_paddingfree.cli.train import main as run_script
+from trl_paddingfree.data.validate import refuse_unread_instructions
 from trl_paddingfree.trainers import TRAINERS
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(trl_paddingfree.__file__).parents[1])}
@@ -73,68 +75,47 @@ def test_a_closed_pipe_ends_the_command_quietly():
 def test_an_empty_file_is_named(capsys, tmp_path, model_dir, name):
     (tmp_path / name).write_text("")
     assert cli.main(["inspect", str(tmp_path / name), "--tokenizer", model_dir]) == 2
-    assert f"{name} is an empty file" in capsys.readouterr().err.replace("`", "")
+    assert f"{name}' is an empty file" in capsys.readouterr().err
 
 
 # What is written to a file, the arguments that name it, and what is said; WHERE is the file
 BROKEN = {
-    "config": (
-        "beta: [1\nb: }",
-        ["--config", "WHERE"],
-        "`--config WHERE` is no YAML: line 2, column 2: expected ',' or",
-    ),
-    "no config": (None, ["--config", "WHERE"], "`--config WHERE` cannot be read: No such file or directory."),
-    "no name": (None, ["--config"], "`--config` needs the name of a YAML file."),
-    "option": (
-        None,
-        ["--model_init_kwargs", '{"a":}'],
-        '`--model_init_kwargs`: {"a":} is no JSON: line 1, column 6: Expecting value.',
-    ),
-    "other quotes": (
-        None,
-        ["--lr-scheduler-kwargs={'a': 1}"],
-        "`--lr_scheduler_kwargs`: {'a': 1} is no JSON: line 1, column 2: Expecting property name enclosed in double",
-    ),
-    "file of an option": (
-        '{"a": 1,\n "b": }',
-        ["--deepspeed", "WHERE.json"],
-        "`--deepspeed`: the file WHERE.json is no JSON: line 2, column 7: Expecting value.",
-    ),
-    "option in config": (
-        "model_init_kwargs: '{\"a\":}'",
-        ["--config", "WHERE"],
-        '`--model_init_kwargs` in WHERE: {"a":} is no JSON: line 1, column 6: Expecting value.',
-    ),
+    "config": ("beta: [1\nb: }", ["--config", "WHERE"], "`--config` is no YAML: ", "line 2, column 2"),
+    "a list": ("- a", ["--config", "WHERE"], "Config file WHERE must contain a YAML mapping", ""),
+    "no config": (None, ["--config", "WHERE"], "No such file or directory: 'WHERE'", ""),
+    "option": (None, ["--model_init_kwargs", '{"a":}'], '{"a":} is no JSON: line 1, column 6: Expecting value.', ""),
+    "other quotes": (None, ["--lr-scheduler-kwargs={'a': 1}"], "{'a': 1} is no JSON: line 1, column 2", ""),
+    "in config": ("model_init_kwargs: '{\"a\":}'", ["--config", "WHERE"], '{"a":} is no JSON: line 1, column 6', ""),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_no_json_or_yaml_is_named_with_the_line(capsys, tmp_path, case):
-    written, argv, message = BROKEN[case]
+    written, argv, *messages = BROKEN[case]
     file = str(tmp_path / "broken")
     argv = [argument.replace("WHERE", file) for argument in argv]
     if written is not None:
         Path(argv[-1]).write_text(written)
     assert cli.main(["dpo", *argv]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("trl-paddingfree dpo: " + message.replace("WHERE", file))
+    assert error.startswith("trl-paddingfree dpo: ")
     assert error.count("\n") == 1
+    assert all(message.replace("WHERE", file) in error for message in messages)
     with pytest.raises(SystemExit):  # as the launched script, too
         run_script("dpo", argv)
-    assert message.replace("WHERE", file) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value", ['{"a": {"b": [1]}}', "{}", "a{", "no.json"])
-def test_json_and_what_is_asked_for_as_none_is_not_taken_for_broken(value):
-    refuse_broken(["--deepspeed", value, f"--model-init-kwargs={value}", "--run_name", "{seed}", "--run_name={% a %}"])
+    assert messages[0].replace("WHERE", file) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", TRAINERS)
-def test_the_options_that_take_json_are_known_by_their_names(task):
-    hints = get_type_hints(TRAINERS[task].config_class)
-    takes = {name for name, hint in hints.items() if re.search(r"\bdict\b", str(hint)) and not name.startswith("_")}
-    assert {"model_init_kwargs", "deepspeed", "accelerator_config"} <= takes
-    assert [name for name in takes if not TAKES_JSON.fullmatch(f"--{name}")] == []
+def test_no_option_of_a_command_is_taken_for_a_misspelt_one(task, capsys):
+    parser = make_parser(task)
+    options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    options += re.findall(r"--[\w-]+", launch_command_parser().format_help())
+    assert len(options) > 300
+    refuse_unknown(task, [*options, "--accelerate_config", "--config", "x", "--learning_rat", "-1", "words"])
+    with pytest.raises(SystemExit):
+        refuse_unknown(task, ["--learning_rats=1"])
+    assert "--learning_rats=1. Did you mean `--learning_rate`?" in capsys.readouterr().err
 
 
 ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
@@ -153,21 +134,21 @@ def test_a_file_of_rows_that_is_no_json_is_named_with_the_line(capsys, tmp_path,
     file.write_bytes(gzip.compress(written.encode()) if name.endswith(".gz") else written.encode())
     assert cli.main(["inspect", str(file), "--tokenizer", model_dir]) == 2
     error = capsys.readouterr().err
-    assert f"`--dataset_name {file}` cannot be read: {place}" in error
+    assert f"'{file}' cannot be read: {place}" in error
     assert " is no JSON: " in error
 
 
 def test_the_rows_of_a_file_are_still_read(capsys, tmp_path, model_dir):
     file = tmp_path / "pairs.jsonl"
     preference_data(4, int(os.environ["TRL_PADDINGFREE_SEED"])).to_json(file)
-    assert cli.main(["inspect", str(file), "--tokenizer", model_dir, "--plot", "", "--json"]) == 0
+    assert cli.main(["inspect", str(file), "--tokenizer", model_dir, "--json"]) == 0
 
 
 @pytest.mark.parametrize("spelling", ["--batch_size", "--batch-size"])
 def test_options_may_be_spelt_with_either_dash(capsys, tmp_path, model_dir, spelling):
     file = tmp_path / "pairs.jsonl"
     preference_data(4, int(os.environ["TRL_PADDINGFREE_SEED"])).to_json(file)
-    argv = ["inspect", str(file), "--tokenizer", model_dir, f"{spelling}=2", "--plot", "", "--json"]
+    argv = ["inspect", str(file), "--tokenizer", model_dir, f"{spelling}=2", "--json"]
     assert cli.main(argv) == 0
     assert json.loads(capsys.readouterr().out)["batch_sizes"][0]["batch_size"] == 2
 
@@ -227,8 +208,8 @@ AT_ONCE = [
     ["check", "./nowhere"],
     ["quickstart", "--steps", "x"],
     ["env", "--nonsense"],
-    ["dpo", "--config", "nowhere.yaml"],
-    ["sft", "--model_init_kwargs", '{"a":}'],
+    ["dpo", "--config"],
+    ["sft", "--max_lenght", "8"],
 ]
 IMPORTED = """
 import json, sys
@@ -306,6 +287,33 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(capsys, model_dir):
     assert error == "trl-paddingfree inspect: 'pair.jsonl' is no file or folder here: is it misspelt?\n"
 
 
+def test_a_shape_that_is_misspelt_is_not_looked_for_on_the_hub(capsys, tmp_path, model_dir):
+    file = tmp_path / "pairs.jsonl"
+    preference_data(4, 0).to_json(file)
+    assert cli.main(["inspect", str(file), "--tokenizer", model_dir, "--model", "llama-3-9b"]) == 2
+    assert "'llama-3-9b' is none of the shapes llama-3-8b, " in (error := capsys.readouterr().err)
+    assert error.endswith("Did you mean 'llama-3-8b'?\n")
+
+
+def test_a_reward_that_cannot_be_imported_is_named_with_its_option():
+    with pytest.raises(ValueError, match=r"`--reward_funcs my_lib\.f` is no import path .*No module named 'my_lib'"):
+        _load_function("my_lib.f")
+
+
+def test_sft_on_pairs_names_all_that_it_reads(capsys, tmp_path):
+    data = preference_data(4, 0)
+    with pytest.raises(ValueError, match="one of `input_ids`, `messages`, `text`, `conv"):
+        refuse_unread_instructions(data, "train")
+
+
+def test_offloading_without_an_accelerator_is_refused_before_launching(capsys, monkeypatch, tmp_path, model_dir):
+    monkeypatch.setattr("trl_paddingfree.cli.train.has_accelerator", lambda: False)
+    monkeypatch.setattr(accelerate_launch, "launch_command", lambda args: pytest.fail("launched"))
+    named = ["--model_name_or_path", model_dir, "--dataset_name", "org/data", "--use_cpu", "true", "--bf16", "false"]
+    assert cli.main(["dpo", "--activation_offloading", "true", *named]) == 2
+    assert "`--activation_offloading true` moves activations from an acc" in capsys.readouterr().err
+
+
 def test_images_need_a_model_that_sees_them(capsys, tmp_path, model_dir):
     file = tmp_path / "images.jsonl"
     file.write_text('{"image": "a.png", "prompt": "a", "completion": "b"}\n')
@@ -319,7 +327,7 @@ def test_every_head_of_the_table_fits_into_a_terminal(capsys, monkeypatch, tmp_p
     file = tmp_path / "prompts.jsonl"
     data = preference_data(64, int(os.environ["TRL_PADDINGFREE_SEED"])).select_columns("prompt")
     data.to_json(file)
-    arguments = ["--max_completion_length", "512", "--batch_size", "8", "--plot", ""]
+    arguments = ["--max_completion_length", "512", "--batch_size", "8"]
     assert cli.main(["inspect", str(file), "--tokenizer", model_dir, *arguments]) == 0
     printed = capsys.readouterr().out
     heads = {"slots", "tokens", "computed", "padding", "shared", "speed-up"}
@@ -331,7 +339,7 @@ def test_what_truncation_does_is_said_of_one_and_of_many(capsys, tmp_path, model
     file = tmp_path / "pairs.jsonl"
     pair = {"prompt": "w1", "chosen": "w2 w3 w4 w5 w6 w7 w8 w9", "rejected": "w2"}
     Dataset.from_list([pair, {**pair, "chosen": "w3"}]).to_json(file)
-    arguments = ["--max_length", "5", "--plot", ""]
+    arguments = ["--max_length", "5"]
     assert cli.main(["inspect", str(file), "--tokenizer", model_dir, *arguments]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "max_length 5 truncates 1 of 2 pairs and drops 0, which would have nothing left to learn from." in printed

@@ -54,7 +54,7 @@ def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_fi
         assert place - 1 == last or all(message["role"] != "assistant" for message in turns[place]["prompt"])
     assert ours.method == "padding-free (segment, shared prefixes)"
     counts = ours.total_counts()
-    options = ["--batch_size", str(BATCH_SIZE), "--max_length", "40", "--seed", str(SEED), "--plot", "", "--json"]
+    options = ["--batch_size", str(BATCH_SIZE), "--max_length", "40", "--seed", str(SEED), "--json"]
     capsys.readouterr()
     assert main(["inspect", data, "--tokenizer", model, "--one_sample_per_turn", *options]) == 0
     row = json.loads(capsys.readouterr().out)["batch_sizes"][0]

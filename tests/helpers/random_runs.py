@@ -198,7 +198,8 @@ def _verdict(drawn: dict[str, Any]) -> dict[str, Any]:
     again = _compared(drawn, torch.float64, FLOAT64_TOLERANCE)
     if again["verdict"] == "same":
         return {"verdict": "same in float64", "in_float32": found["differences"]}
-    return again
+    # A model that computes parts in float32 whatever its dtype (Llama 4) is refused in float64: that excuses nothing
+    return again if again["verdict"] == "different" else found
 
 
 def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, Any]:

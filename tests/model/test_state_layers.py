@@ -336,6 +336,22 @@ def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
 
 
 # Families as TRL's own tests train them
+@pytest.mark.parametrize(("model_type", "has_chunks"), [("qwen3_5_text", True), ("kimi_linear", True), ("lfm2", False)])
+def test_recurrences_in_small_chunks_differ_by_rounding_only(model_type, has_chunks):
+    model = tiny_model(model_type).eval()
+    row, forwards = torch.arange(5, 45)[None], [vars(module).get("forward") for module in model.modules()]
+    with torch.no_grad():
+        expected = model(row, use_cache=False).logits
+        with state_layers.in_small_chunks(model):
+            found = model(row, use_cache=False).logits
+        again = model(row, use_cache=False).logits
+    off = (found - expected).abs().max() / expected.abs().max()
+    assert off < 1e-5
+    assert (off > 0) == has_chunks
+    assert torch.equal(again, expected)
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+
+
 @pytest.mark.parametrize("model_type", ["lfm2_moe", "nemotron_h", "qwen3_5_text"])
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_family_trains_like_padded_trl(model_type, task, tokenizer):

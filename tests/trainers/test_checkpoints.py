@@ -60,6 +60,19 @@ def test_a_killed_run_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_pat
         assert_same_run(whole, alone(*run) if n == 1 else launch(n, run), tmp_path / "whole", run[2], ignore=RESTARTED)
 
 
+@pytest.mark.parametrize("ours", [{}, {"arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 200}])
+def test_a_run_resumed_without_its_place_in_the_data_goes_on_as_padded_trl_does(model_dir, tmp_path, ours):
+    """`ignore_data_skip` begins the epoch again: with the examples of its first steps, in the order of another draw."""
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    resumed = {}
+    for name, given in {"padded": {"padding_free": False}, "ours": ours}.items():
+        alone("dpo", model_dir, tmp_path / name, {**options, **given, "max_steps": 2})
+        again = {**options, **given, "ignore_data_skip": True, "resume": str(tmp_path / name / "checkpoint-2")}
+        resumed[name] = alone("dpo", model_dir, tmp_path / f"{name} again", again)
+    folders = tmp_path / "padded again", tmp_path / "ours again"
+    assert_same_run(resumed["padded"], resumed["ours"], *folders, ignore=RESTARTED)
+
+
 def test_a_run_on_images_resumes_to_the_uninterrupted_trajectory(vision_dir, tmp_path):
     """In the midst of an epoch, with another number of workers; its weights are named otherwise in files."""
     options = {"images": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.tiny import DATA, arguments
 from tests.runs import run
-from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
 from trl_paddingfree.trainers import TRAINERS
 
 SEED = 411
@@ -102,6 +102,16 @@ def test_without_a_configuration_it_trains_flat(task, tmp_path, monkeypatch):
     made = TRAINERS[task].config_class
     monkeypatch.setattr(TRAINERS[task], "config_class", lambda folder: made(folder, **ON_CPU))  # no GPU is here
     assert build(task, None).method.startswith("padding-free")
+
+
+def test_options_that_do_nothing_beside_padding_are_named(tmp_path, caplog):
+    options = {"memory_budget": 8, "arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 64}
+    with caplog.at_level(logging.WARNING):
+        build("dpo", PaddingFreeDPOConfig(str(tmp_path), **ON_CPU, padding_free=False, **options))
+    assert said_by_us(caplog) == [
+        "PaddingFreeDPOTrainer pads as TRL's DPOTrainer does, because `padding_free=False`, so these have no effect: "
+        "`arrange_micro_batches='tokens'`, `max_tokens_per_micro_batch=64`, `memory_budget=8.0`."
+    ]
 
 
 def test_what_trl_packs_is_not_called_padded(tmp_path, caplog):

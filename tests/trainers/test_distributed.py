@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -245,3 +246,39 @@ def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path)
     )
     assert process.returncode != 0
     assert "this process fails on purpose" in process.stderr
+
+
+ALONE = """
+import json, os, sys
+from unittest import mock
+import torch
+from tests.helpers.tiny import arguments, preference_data
+from tests.runs import make_trainer
+from trl_paddingfree.trainers.proving import StartUpCheck
+
+torch.distributed.init_process_group("gloo")
+rank, results_of = torch.distributed.get_rank(), StartUpCheck._results_of
+
+def fail(check, models):
+    if rank == 1:
+        raise MemoryError("only here")
+    return results_of(check, models)
+
+with mock.patch.object(StartUpCheck, "_results_of", fail):
+    try:
+        make_trainer("dpo", "shared", train_dataset=preference_data(8, 0), **arguments("dpo"))
+        said = "nothing"
+    except Exception as error:
+        said = str(error)
+open(f"{sys.argv[1]}/{rank}", "w").write(said)
+torch.distributed.barrier()  # nobody has died of it
+"""
+
+
+def test_a_check_that_fails_on_one_process_fails_on_all(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "alone.py", tmp_path]
+    environ = {**environment(), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *torchrun], cwd=ROOT, env=environ, check=True, capture_output=True, timeout=TIMEOUT)
+    assert (tmp_path / "1").read_text() == "only here"
+    assert "failed on another process" in (tmp_path / "0").read_text()

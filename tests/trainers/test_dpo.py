@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BitsAndBytesConfig, TrainerCallback
 from trl import DPOConfig, DPOTrainer
+from trl.experimental import bema_for_ref_model
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tests.helpers.offloading import offloading_on_cpu
@@ -72,6 +73,24 @@ MODELS = {
 def test_every_model_and_reference_trains_the_same(name, model_dir, tokenizer):
     make, options = MODELS[name]
     compare("dpo", lambda: make(model_dir, tokenizer), preference_data(12, SEED), **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_reference_that_bema_updates_trains_the_same_with_trls_trainer_for_it(layout, tokenizer):
+    class Own(bema_for_ref_model.DPOTrainer, PaddingFreeDPOTrainer):
+        pass
+
+    def arguments():
+        callback = bema_for_ref_model.BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=1)
+        return {**given_reference(None, tokenizer), "callbacks": [callback], "train_dataset": preference_data(12, SEED)}
+
+    padded = run("dpo", "padded", trainer_class=bema_for_ref_model.DPOTrainer, **arguments())
+    ours = run("dpo", layout, trainer_class=Own, **arguments())
+    assert_same(padded, ours)
+    assert ours.trainer.method.startswith("padding-free")
+    assert len({entry["rewards/chosen"] for entry in padded.log_history if "loss" in entry}) > 1
+    for one, other in zip(padded.trainer.ref_model.parameters(), ours.trainer.ref_model.parameters(), strict=True):
+        assert difference(one, other) <= TOLERANCE
 
 
 def test_a_model_that_is_its_own_precomputed_reference_trains_the_same(model_dir):

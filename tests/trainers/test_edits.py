@@ -15,7 +15,7 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import tree
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import make_model, preference_data, prompt_completions, unpaired
-from tests.runs import assert_same, run
+from tests.runs import LAYOUTS, assert_same, run
 from trl_paddingfree import (
     FlatBatch,
     LanguageModelingCollator,
@@ -242,6 +242,27 @@ def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, model_type,
 
     padded = run("sft", "padded", trainer_class=own(SFTTrainer), **arguments())
     assert_same(padded, run("sft", "shared", trainer_class=own(PaddingFreeSFTTrainer), **arguments()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_call_beside_the_flat_one_gives_hidden_states_of_rows(tokenizer, layout):
+    """What the refusal of `output_hidden_states` recommends."""
+
+    def own(trainer_class):
+        class Own(trainer_class):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                rows = {name: value for name, value in inputs.items() if name != "flat_batch"}
+                states = model(**rows, output_hidden_states=True).hidden_states[1]
+                loss = model(**inputs, fused_lm_head=True, use_cache=False).loss
+                return loss + states[:, 0].pow(2).mean()
+
+        return Own
+
+    def given():
+        return {**common("sft", make_model()), "processing_class": tokenizer}
+
+    padded = run("sft", "padded", trainer_class=own(SFTTrainer), **given())
+    assert_same(padded, run("sft", layout, trainer_class=own(PaddingFreeSFTTrainer), **given()))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

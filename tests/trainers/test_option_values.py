@@ -11,8 +11,7 @@ from trl import DPOConfig, TrlParser
 from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig
 from trl_paddingfree.trainers import TRAINERS
-from trl_paddingfree.trainers.configs import PaddingFreeOptions, refuse_wrong_options, train_where_one_can
-from trl_paddingfree.upstream import loss_types
+from trl_paddingfree.trainers.configs import PaddingFreeOptions, train_where_one_can
 
 COMMON = {"output_dir": "unused", "bf16": False, "report_to": "none", "use_cpu": True}
 MOST = "max_tokens_per_micro_batch"
@@ -23,20 +22,20 @@ WRONG = [
         "one of 'none', 'tokens', 'prefix'. Did you mean `arrange_micro_batches='tokens'`?",
     ),
     ("arrange_micro_batches", None, "one of 'none', 'tokens', 'prefix'."),
-    ("oversized_examples", "skip", "one of 'error', 'alone' or `None`."),
+    ("oversized_examples", "skip", "one of 'error', 'alone'"),
     ("oversized_examples", "Alone", "Did you mean `oversized_examples='alone'`?"),
     ("flat_attention", "flsh", "Did you mean `flat_attention='flash'`?"),
     ("flat_attention", True, "one of 'auto', 'flash'"),
-    ("prefix_sharing", "false", "`True` or `False`. Did you mean `prefix_sharing=False`?"),
-    ("prefix_sharing", 1, "Did you mean `prefix_sharing=True`?"),
+    ("prefix_sharing", "false", "`True` or `False`."),
+    ("prefix_sharing", 1, "`True` or `False`."),
     ("padding_free", "yes", "`True` or `False`."),
     ("padding_free", None, "`True` or `False`."),
-    (MOST, 0, f"a whole number of at least 1 or `None`. Leave `{MOST}` out for none."),
-    (MOST, -4, f"Leave `{MOST}` out for none."),
-    (MOST, True, f"a whole number of at least 1 or `None`. Leave `{MOST}` out for none."),
-    (MOST, "4096", f"Did you mean `{MOST}=4096`?"),
-    (MOST, 4096.0, f"Did you mean `{MOST}=4096`?"),
-    (MOST, 0.5, f"Leave `{MOST}` out for none."),
+    (MOST, 0, "a whole number of at least 1 or `None`."),
+    (MOST, -4, "a whole number of at least 1 or `None`."),
+    (MOST, True, "a whole number of at least 1 or `None`."),
+    (MOST, "4096", "a whole number of at least 1 or `None`."),
+    (MOST, 4096.0, "a whole number of at least 1 or `None`."),
+    (MOST, 0.5, "a whole number of at least 1 or `None`."),
 ]
 
 
@@ -87,38 +86,10 @@ def test_the_command_line_and_yaml_files_give_the_types(tmp_path):
         parser.parse_args_and_config(["--config", str(file)])
 
 
-@pytest.mark.parametrize(("task", "name", "meant"), [("dpo", "sigmoidd", "sigmoid"), ("grpo", "drgrpo", "dr_grpo")])
-@pytest.mark.parametrize("padding_free", [True, False])
-def test_a_loss_that_trl_does_not_know_is_refused_before_the_first_step(task, name, meant, padding_free):
-    trainer = TRAINERS[task]
-    args = trainer.config_class(**COMMON, padding_free=padding_free, loss_type=name)
-    arguments = {"reward_funcs": len} if task == "grpo" else {}
-    with pytest.raises(ValueError, match=f"`loss_type='{name}'` must be one of .*Did you mean `loss_type='{meant}'`?"):
-        trainer(make_model(), args=args, train_dataset=preference_data(4, 0), **arguments)
-
-
-def test_a_loss_beside_one_that_trl_knows_is_refused_too():
-    args = PaddingFreeDPOConfig(**COMMON, loss_type=["sigmoid", "stf"])
-    with pytest.raises(
-        ValueError, match="`loss_type='stf'` must be one of 'sigmoid', .*Did you mean `loss_type='sft'`?"
-    ):
-        PaddingFreeDPOTrainer(make_model(), args=args, train_dataset=preference_data(4, 0))
-
-
-@pytest.mark.parametrize("name", ["compute_loss", "_compute_loss"])
-def test_the_losses_of_a_subclass_that_computes_its_own_are_its_own(name):
-    own = type("Own", (PaddingFreeDPOTrainer,), {name: lambda self, *args, **kwargs: None})
-    config = PaddingFreeDPOConfig(**COMMON, loss_type="mine")
-    refuse_wrong_options(config, own)
-    with pytest.raises(ValueError, match="must be one of"):
-        refuse_wrong_options(config, type("Like", (PaddingFreeDPOTrainer,), {}))
-
-
-@pytest.mark.parametrize("task", TRAINERS)
-def test_every_loss_of_trl_is_accepted(task):
-    trainer = TRAINERS[task]
-    for name in loss_types(trainer.trl_trainer):
-        refuse_wrong_options(trainer.config_class(**COMMON, loss_type=name), trainer)
+@pytest.mark.parametrize("size", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_steps_of_nothing_are_refused_before_anything_is_loaded(size):
+    with pytest.raises(ValueError, match=f"`{size}=0` must be at least 1"):
+        PaddingFreeDPOConfig(**COMMON, **{size: 0})
 
 
 @pytest.mark.parametrize("task", TRAINERS)

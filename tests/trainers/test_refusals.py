@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from trl import DPOConfig, SFTConfig
@@ -15,8 +16,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import trl_paddingfree
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import conversations, lora, make_model, make_tokenizer, preference_data
-from tests.runs import compare, run
+from tests.helpers.tiny import arguments, conversations, lora, make_model, make_tokenizer, preference_data
+from tests.runs import compare, make_trainer, run
 from trl_paddingfree import (
     LanguageModelingCollator,
     PaddingFreeDPOTrainer,
@@ -73,7 +74,7 @@ ARGUMENTS = {
     "a foreign collator": ({"data_collator": OwnCollator()}, "`data_collator` is a OwnCollator"),
     "a subclass of TRL's collator": (
         {"data_collator": ChangedTrlCollator(pad_token_id=0)},
-        "`data_collator` is a ChangedTrlCollator.*`trl_paddingfree.PreferenceCollator`",
+        r"`trl_paddingfree.PreferenceCollator` or a subclass of it \(DataCollatorForPreference, its base, is TRL's",
     ),
     "the other trainer's collator": (
         {"data_collator": LanguageModelingCollator(pad_token_id=0)},
@@ -198,7 +199,11 @@ UNREAD = {
         "SFT",
         "`prompt` and `completion`, or `input_ids`, or `messages`, or `text`",
     ),
-    "SFT, pairs": ([GOOD], "SFT", "`prompt` and `completion`, or `input_ids`"),
+    "SFT, pairs": (
+        [GOOD],
+        "SFT",
+        "`prompt` and `completion`, or, without a `prompt`, one of `input_ids`, `messages`, `text`",
+    ),
     "reward model": ([{"prompt": "w1", "chosen": "w2"}], "a reward model", "`chosen` and `rejected`"),
     "KTO": ([{"prompt": "w1", "completion": "w2"}], "KTO", "`prompt` and `completion` and `label`"),
 }
@@ -310,6 +315,62 @@ ODD_ROWS = [
     {"prompt": "w9", "chosen": " w10 w11", "rejected": " w10 w11"},
     {"prompt": "", "chosen": "", "rejected": ""},
 ]
+
+
+EXTRA = {
+    "dpo": ({"question": "q", "chosen": "q a", "rejected": "q b"}, ": `question`. Without a `prompt`, it is what"),
+    "kto": ({"prompt": "q", "completion": " a", "label": True, "score": 1.0}, ": `score`."),
+    "reward": ({"prompt": "q", "chosen": " a", "rejected": " b", "margin": 1.0, "id": 3}, ": `id`."),
+    "sft": ({"text": "q a", "answer": "a"}, ": `answer`."),
+    "distillation": ({"prompt": "q", "solution": "a"}, ": `solution`."),
+    "grpo": ({"prompt": "q", "solution": "a"}, None),  # rewards read all
+}
+
+
+@pytest.mark.parametrize("task", EXTRA)
+def test_columns_that_nobody_reads_are_named_in_one_line(task, caplog):
+    row, listed = EXTRA[task]
+    data = Dataset.from_list([row] * 8)
+    with caplog.at_level(logging.WARNING):
+        make_trainer(task, "shared", train_dataset=data, **arguments(task))
+    said = [message for message in caplog.messages if "does not read" in message]
+    if listed is None:
+        assert said == []
+        return
+    assert len(said) == 1
+    assert said[0].startswith(f"The train data has columns that {task.upper()} does not read{listed}")
+
+
+class OwnRows(LanguageModelingCollator):
+    """It might read any column."""
+
+
+def test_columns_are_not_called_unread_where_a_function_or_a_collator_may_read_them(caplog):
+    data = Dataset.from_list([{"question": "q", "answer": "a"}] * 8)
+    given = arguments("sft", adapters=False)
+    with caplog.at_level(logging.WARNING):
+        make_trainer("sft", "flat", train_dataset=data, formatting_func=lambda row: row["question"], **given)
+        data = conversations(8, SEED).add_column("id", [*range(8)])
+        make_trainer("sft", "flat", train_dataset=data, data_collator=OwnRows(pad_token_id=0), **given)
+    assert "does not read" not in caplog.text
+
+
+def test_the_precision_of_the_launcher_is_named_where_the_configuration_has_another(monkeypatch, caplog):
+    given = {**arguments("sft", adapters=False), "train_dataset": conversations(8, SEED)}
+    with caplog.at_level(logging.WARNING):
+        make_trainer("sft", "flat", **given)
+    assert "mixed_precision" not in caplog.text
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` hands it on
+    try:
+        with caplog.at_level(logging.WARNING):
+            trainer = make_trainer("sft", "flat", **given)
+        assert trainer.accelerator.mixed_precision == "bf16"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    said = [message for message in caplog.messages if "mixed_precision='bf16'" in message]
+    assert len(said) == 1
+    assert "in spite of `bf16=False, fp16=False`" in said[0]
 
 
 def test_odd_pairs_are_counted_and_train_as_in_trl(tokenizer, caplog):

@@ -224,6 +224,18 @@ def test_a_loss_function_of_ones_own_sees_whole_micro_batches(model_dir):
             run("sft", "ours", **arguments, **common, **options)
 
 
+def by_place(outputs, labels, num_items_in_batch=None):
+    """A loss that weighs tokens by their place in the row."""
+    losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    return (losses * torch.arange(1, 1 + losses.size(1))).mean() / losses.size(1)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_a_loss_function_of_ones_own_sees_packed_rows_as_trl_gives_them(model_dir, strategy):
+    options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "compute_loss_func": by_place}
+    compare(model_dir, conversations(30, SEED), **options)
+
+
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_packing_equals_trls_own(model_dir, strategy):
     """TRL isolates packed documents on a Llama with SDPA, so that there is something to compare with."""

@@ -12,7 +12,7 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set, modes_restored, random_state_restored
-from ..model.state_layers import is_state_layer
+from ..model.state_layers import carries_state, in_small_chunks, is_state_layer
 
 # Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
 # and models tried (576 runs of 2 and 32 layers), the larger of two draws was exceeded by half at most
@@ -147,10 +147,18 @@ class RowsAlone:
             longest = max(map(len, self.rows))
             # Another width is another draw: kernels choose their tiles by it
             paddings = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
+            paddings += self.in_small_chunks()
             first, others = self.rows[3][0], self.rows[3][1:]
             steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
             moved = self.answers([np.concatenate([[token], others]) for token in (first + steps) % self.vocab_size])
         self.measure(paddings, torch.cat(moved), self.alone[3].repeat(len(moved)))
+
+    def in_small_chunks(self) -> list[list[torch.Tensor]]:
+        """Another draw of what recurrences round, if there are any."""
+        if not carries_state(self.model):
+            return []
+        with in_small_chunks(self.model):
+            return [self.answers(self.rows)]
 
     def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
         """Set what differences are judged by: answers in `paddings`, and `moved` ones in other context than `still`."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ..data.load import NAME_THE_DATA, refuse_missing
 from ..versions import naming_versions
-from .options import LOADING, NO, OK, TRAINING, make_parser, refuse, refuse_broken, separated, spelled
+from .options import LOADING, NO, OK, TRAINING, make_parser, refuse, refuse_unknown, separated, spelled
 
 # As shells report processes that SIGINT or SIGPIPE ended
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -105,6 +105,10 @@ def inspect(args: argparse.Namespace) -> int:
 
     silence()
     progress = Console(stderr=True)
+    if args.model is not None:  # before what takes longer
+        from .memory import memory_report, model_config
+
+        loaded(args.model, lambda: model_config(args.model))
     dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
     if args.one_sample_per_turn:
         dataset = split_turns(dataset, args.seed)
@@ -132,8 +136,6 @@ def inspect(args: argparse.Namespace) -> int:
     )
     memory = None
     if args.model is not None:
-        from .memory import memory_report
-
         predict = partial(memory_report, report.task.name, [*report.batches.items()], args.model, args.tuning)
         memory = loaded(args.model, lambda: predict(args.memory_gib))
     if args.json:
@@ -231,15 +233,13 @@ def train(task: str, argv: list[str]) -> int:
     `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
     """
     argv = separated(argv)
-    refuse_broken(argv)
+    refuse_unknown(task, argv)
 
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
     from yaml import YAMLError
 
-    from ..trainers import TRAINERS
-    from ..trainers.configs import refuse_wrong_options
     from . import train as script
 
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
@@ -249,7 +249,6 @@ def train(task: str, argv: list[str]) -> int:
         at = from_config.index(name)
         from_config = from_config[:at] + from_config[at + 2 :]
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
-    refuse_wrong_options(training_args, TRAINERS[task])
     script.check_names((script_args, training_args, model_args, dataset_args))
     launcher = launch.launch_command_parser()
     launcher.error = parser.error  # in one line, too

@@ -6,6 +6,9 @@ One layer of each kind is made with random weights and counted as the trainers c
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from .. import upstream
 from ..flat.counts import BatchCounts
 from ..memory.device import GIB
 from ..memory.kept_bytes import LOADS, count_kept_bytes
-from ..memory.needs import WORKING_TENSORS, MemoryNeeds
+from ..memory.needs import HeadBytes, MemoryNeeds, needs_of
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import choose_route
@@ -75,8 +78,12 @@ SHAPES: dict[str, Shape] = {
 
 
 def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConfig:
-    """The configuration of a named shape, or of a folder or model id."""
-    return AutoConfig.for_model(**shapes[name]) if name in shapes else AutoConfig.from_pretrained(name)
+    """The configuration of a named shape, or of a folder or model id. Refuses the name of a shape that is misspelt."""
+    if name in shapes:
+        return AutoConfig.for_model(**shapes[name])
+    if not Path(name).exists() and (close := get_close_matches(name.lower(), shapes, n=1, cutoff=0.8)):
+        raise ValueError(f"{name!r} is none of the shapes {', '.join(shapes)}. Did you mean {close[0]!r}?")
+    return AutoConfig.from_pretrained(name)
 
 
 def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
@@ -111,15 +118,10 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     weights = embeddings + per_weight * own
     changed = weights if tuning == "full" else adapters
     fixed = round(weights * (1 + num_references * (tuning == "full")) + adapters + COPIES * changed)
-    every = kept.of(which)
-    head = np.zeros(len(LOADS))
-    head[LOADS.index("scored")] = 4 * text.hidden_size
-    head[0] = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
     rows, columns = upstream.lm_head_tile()
-    working = WORKING_TENSORS * every.largest.max(0)
-    of_keys = float(kept.of_keys) * len(which) / len(layers)
-    tile = (BYTES * columns, rows)
-    return MemoryNeeds(fixed, every.kept, every.recomputed, every.outside, head, tile, working, of_keys)
+    summed = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
+    every = replace(kept.of(which), of_keys=kept.of_keys * len(which) / len(layers))
+    return needs_of(every, fixed, HeadBytes(summed, 4 * text.hidden_size, (BYTES * columns, rows)))
 
 
 def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:

@@ -1,12 +1,11 @@
 """The options of the commands, and what is said of wrong ones: all of it before anything large is imported."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from itertools import pairwise
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,8 +30,17 @@ TRAINING = {
     "rloo": "on rewards of completions that it generates, leaving one out",
     "distillation": "on what a teacher says of completions that it generates",
 }
-# Options of transformers and TRL that take JSON, or a file of it
-TAKES_JSON = re.compile(r"--(\w+_kwargs|\w+_config|deepspeed)")
+# Where options of training commands are defined: as fields of configurations, or as arguments of `accelerate launch`
+_SOURCES = {
+    "transformers": ["training_args.py"],
+    "trl": [
+        *("trainer/base_config.py", "trainer/{task}_config.py", "trainer/model_config.py", "scripts/utils.py"),
+        *("scripts/grpo.py", "scripts/rloo.py", "cli/accelerate_config.py"),
+    ],
+    "accelerate": ["commands/launch.py"],
+    "trl_paddingfree": ["trainers/configs.py", "cli/train.py"],
+}
+_NAMED = re.compile(r"^    (\w+): |\"--([\w-]+)\"", re.MULTILINE)
 
 
 def refuse(command: str, error: Exception) -> int:
@@ -59,7 +67,7 @@ class OneLineParser(argparse.ArgumentParser):
         elif choice:
             meant = get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
         suggestion = f" Did you mean `{meant[0]}`?" if meant else f" `{self.prog} --help` lists all."
-        self.exit(WRONG_USE, f"{self.prog}: {message}.{suggestion}\n")
+        self.exit(WRONG_USE, f"{self.prog}: {message.rstrip('.')}.{suggestion}\n")
 
 
 def spelled(argv: Sequence[str]) -> list[str]:
@@ -86,48 +94,28 @@ def separated(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def refuse_broken(argv: Sequence[str]) -> None:
-    """Refuse JSON that is none, in an option, in its file, or in the YAML file of `--config`, and YAML that is none."""
-    given = [part for argument in spelled(argv) for part in argument.split("=", argument.startswith("--"))]
-    for name, value in pairwise([*given, ""]):
-        if name == "--config":
-            _refuse_broken_config(value)
-        elif name.startswith("--"):
-            _refuse_broken_json(name, value)
-
-
-def _refuse_broken_json(name: str, value: str, where: str = "") -> None:
-    text, what = value, " ".join(value.split())
-    if not TAKES_JSON.fullmatch(name):
-        return
-    if value.endswith(".json") and Path(value).is_file():
-        text, what = Path(value).read_text(encoding="utf-8"), f"the file {value}"
-    elif not value.startswith("{"):  # by which transformers tells JSON from names
-        return
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"`{name}`{where}: {what} is no JSON: {place}: {error.msg}.") from None
-
-
-def _refuse_broken_config(path: str) -> None:
-    import yaml
-
-    if not path or path.startswith("--"):
-        raise ValueError("`--config` needs the name of a YAML file.")
-    try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"`--config {path}` cannot be read: {error.strerror}.") from None
-    except yaml.YAMLError as error:
-        told = " ".join(str(error).split())
-        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):  # not of bytes that are no text
-            told = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-        raise ValueError(f"`--config {path}` is no YAML: {told}.") from None
-    for name, value in (config if isinstance(config, dict) else {}).items():
-        if isinstance(value, str):
-            _refuse_broken_json(f"--{name}", value, f" in {path}")
+def refuse_unknown(task: str, argv: Sequence[str]) -> None:
+    """
+    Refuse an option of a training command that no parser may know, by the sources that define options: to import them
+    takes seconds. Where a release has moved a source, and for values, the parsers have the last word.
+    """
+    known: set[str] = set()
+    for package, paths in _SOURCES.items():
+        spec = find_spec(package)
+        root = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
+        for path in paths:
+            if not (file := root / path.format(task=task)).is_file():
+                return
+            known |= {"".join(names).replace("-", "_") for names in _NAMED.findall(file.read_text(encoding="utf-8"))}
+    options = [f"--{name}" for name in known]
+    parser = OneLineParser(prog=f"trl-paddingfree {task}")
+    parser.known_options = lambda: options  # type: ignore[method-assign]
+    for word, spelt in zip(argv, spelled(argv), strict=True):  # argparse takes the beginning of a name for it
+        begins = spelt.partition("=")[0].replace("--no_", "--", 1)
+        if begins.startswith("--") and not any(name.startswith(begins) for name in ("--config", "--help", *options)):
+            parser.error(f"unrecognized arguments: {word}")
+    if argv[-1:] == ["--config"]:
+        parser.error("argument --config: expected the name of a YAML file")
 
 
 def make_parser() -> OneLineParser:
@@ -177,7 +165,7 @@ def make_parser() -> OneLineParser:
     option("--model", help="also predict memory: hub name or folder (its config only), or a shape such as llama-3-8b")
     option("--tuning", choices=["full", "lora", "qlora"], default="lora", help="what of --model is trained")
     option("--memory_gib", type=float, help="memory of a device: which batches of --model fit, how fast")
-    option("--plot", default="inspect.png", help="PNG to write, '' for none (default: %(default)s)")
+    option("--plot", help="also draw a chart: the PNG to write")
 
     option = add(
         "check",

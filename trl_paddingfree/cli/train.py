@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from json import JSONDecodeError
+from textwrap import shorten
 from typing import Any, Literal
 
 import torch
@@ -30,6 +32,7 @@ from trl import (
 )
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
+from yaml import YAMLError
 
 from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
@@ -37,7 +40,7 @@ from ..memory.device import GIB, has_accelerator
 from ..trainers import TRAINERS
 from ..trainers.base import FlatTrainer
 from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
-from .options import LOADING, TRACEBACK, OneLineParser, refuse, refuse_broken, separated
+from .options import LOADING, TRACEBACK, OneLineParser, refuse, separated
 
 
 @dataclass
@@ -124,6 +127,16 @@ class ScriptParser(OneLineParser, TrlParser):
         self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")
         return self.ours.add_argument(*names, **options)
 
+    def parse_args_and_config(self, *args: Any, **options: Any) -> Any:
+        """TRL's, with errors that say what is broken."""
+        try:
+            return super().parse_args_and_config(*args, **options)
+        except JSONDecodeError as error:
+            place = f"line {error.lineno}, column {error.colno}"
+            raise ValueError(f"{shorten(error.doc, 200)} is no JSON: {place}: {error.msg}.") from error
+        except YAMLError as error:
+            raise ValueError(f"`--config` is no YAML: {' '.join(str(error).split())}.") from error
+
     def known_options(self) -> list[str]:
         """The names of all options: of the script, and of `accelerate launch`."""
         launcher = re.findall(r"--\w+", launch_command_parser().format_usage())
@@ -154,7 +167,6 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     silence()
     given = separated(sys.argv[1:] if args is None else args)
     try:
-        refuse_broken(given)
         parser = make_parser(task)
         parsed = parser.parse_args_and_config(given, return_remaining_strings=True)
         script_args, training_args, model_args, dataset_args, _, unknown = parsed
@@ -181,6 +193,11 @@ def check_names(parsed: Parsed) -> None:
         refuse_missing(teacher, "Name the teacher: `--teacher_model_name_or_path` (hub name or folder).")
     if not dataset_args.datasets:
         refuse_missing(script_args.dataset_name, NAME_THE_DATA)
+    if vars(training_args).get("activation_offloading") and not has_accelerator():
+        raise ValueError(
+            "`--activation_offloading true` moves activations from an accelerator to the host, and there is none here: "
+            "leave it out."
+        )
 
 
 def load_rewards(script_args: GRPOScriptArguments | RLOOScriptArguments) -> list[str | Callable]:
@@ -204,12 +221,12 @@ def _load_function(name: str) -> Callable:
         sys.path.insert(0, os.getcwd())
     try:
         return pkgutil.resolve_name(f"{module or trl.rewards.__name__}:{function}")
-    except AttributeError:
+    except (AttributeError, ModuleNotFoundError) as error:
         known = ", ".join(sorted(name for name in dir(trl.rewards) if name.endswith("_reward")))
         raise ValueError(
-            f"`--reward_funcs {name}` is no import path of a function, and none of TRL's: {known}, "
+            f"`--reward_funcs {name}` is no import path of a function from here ({error}), and none of TRL's: {known}, "
             "get_soft_overlong_punishment."
-        ) from None
+        ) from error
 
 
 def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> FlatTrainer:

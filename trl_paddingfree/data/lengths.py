@@ -7,6 +7,8 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from pyarrow.compute import fill_null, list_value_length
 
+from ..flat.segments import common_prefix
+
 AnyDataset: TypeAlias = Dataset | IterableDataset
 Example = dict[str, Any]  # a row of a data set, by its columns
 
@@ -34,8 +36,7 @@ def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
     """`(examples, 3)` int64, of pairs: tokens of the prefix that both sequences share, and of the rest of each."""
     rows = []
     for a, b in token_ids(dataset, (chosen, rejected)):
-        n = min(len(a), len(b))
-        alike = int(np.append(a[:n] != b[:n], True).argmax())
+        alike = common_prefix(a, b)
         rows.append((alike, len(a) - alike, len(b) - alike))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 

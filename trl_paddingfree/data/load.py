@@ -25,23 +25,18 @@ def refuse_missing(name: str | None, advice: str) -> None:
 
 
 def broken_json(file: str) -> str:
-    """Where a file is no JSON, one value or one per line, in words; empty if it is."""
+    """Where a file of JSON, one value or one in each line, is no JSON; empty if it is, or if that is not known."""
     import fsspec
 
+    is_lines = ".jsonl" in Path(file).suffixes
     with fsspec.open(file, "rt", encoding="utf-8", compression="infer") as opened:
-        text = opened.read()
-    try:
-        json.loads(text)
-        return ""
-    except json.JSONDecodeError as error:
-        # What follows the first of several values is extra data
-        if error.msg != "Extra data" and ".jsonl" not in Path(file).suffixes:
-            return f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}."
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            json.loads(line or "0")
-        except json.JSONDecodeError as error:
-            return f"line {number}, column {error.colno} is no JSON: {error.msg}."
+        for number, text in enumerate(opened if is_lines else [opened.read()]):
+            try:
+                json.loads(text.strip("\n") or "0")
+            except json.JSONDecodeError as error:
+                # What follows the first of several values is extra data
+                place = f"line {number + error.lineno}, column {error.colno}"
+                return "" if error.msg == "Extra data" else f"{place} is no JSON: {error.msg}."
     return ""
 
 
@@ -64,19 +59,19 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
     elif file.is_file():
         loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
         if loader is None:
-            raise ValueError(f"`--dataset_name {name}` ends in none of {', '.join(LOADERS)}: name a file that does.")
+            raise ValueError(f"{name!r} ends in none of {', '.join(LOADERS)}: name a file that does.")
         if not file.stat().st_size:
-            raise ValueError(f"`--dataset_name {name}` is an empty file.")
+            raise ValueError(f"{name!r} is an empty file.")
         try:
             dataset = load_dataset(loader, data_files=name, streaming=streaming)
         except (ValueError, DatasetsError) as error:
             reason = (broken_json(str(name)) if loader == "json" else "") or f"{error}. {error.__cause__ or ''}"
-            raise ValueError(f"`--dataset_name {name}` cannot be read: {reason}") from error
+            raise ValueError(f"{name!r} cannot be read: {reason}") from error
     else:
         try:
             dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
         except DatasetGenerationError as error:
-            raise ValueError(f"`--dataset_name {name}` cannot be read: {error}. {error.__cause__ or ''}") from error
+            raise ValueError(f"{name!r} cannot be read: {error}. {error.__cause__ or ''}") from error
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if dataset_args.test_split_size is not None and train in dataset and test not in dataset:
         if streaming:

@@ -10,6 +10,9 @@ from datasets import Dataset
 from ..flat.batch import Inputs
 from .lengths import Example, token_lengths
 
+# Columns that TRL reads of the raw data of any trainer
+RAW_COLUMNS = ("prompt", "image", "images", "tools", "chat_template_kwargs")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -29,6 +32,9 @@ class Task:
         found_by, other_columns (*optional*, default to `()`):
             Sets of columns, by TRL's dataset formats: data that has all of one is data of this task. Further columns of
             prepared data that the collator reads.
+        reads (`tuple[str, ...]`, *optional*, defaults to `()`):
+            Columns of raw data that TRL reads, beside those of all tasks (`RAW_COLUMNS`): others are named in the log.
+            `()` if all are read, by reward functions for example, or if it is not known.
         truncates (`bool`, *optional*, defaults to `True`):
             Whether the trainer has a `max_length`.
 
@@ -44,6 +50,7 @@ class Task:
     prepare: Callable[..., Dataset] | None = None
     found_by: tuple[Collection[str], ...] = ()
     other_columns: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     truncates: bool = True
     vision_collator: type | None = None
 

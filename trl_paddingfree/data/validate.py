@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..flat.batch import IGNORE_INDEX
 from .lengths import AnyDataset, Example, has_known_lengths, token_lengths
+from .task import RAW_COLUMNS, Task
 
 logger = logging.get_logger(__name__)
 
@@ -46,10 +47,26 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
     columns = column_names(dataset)
     if "input_ids" in columns:
         return
-    formats: list[Sequence[str]] = [("prompt", "completion"), ("input_ids",)]
-    if "prompt" not in columns:
-        formats += [("messages",), (text_field,), ("conversations",)]
+    formats: list[Sequence[str]] = [("prompt", "completion"), ("input_ids",), ("messages",)]
+    formats += [(text_field,), ("conversations",)]
+    if "prompt" in columns and "completion" not in columns:
+        alone = ", ".join(f"`{column}`" for (column, *_) in formats[1:])
+        raise ValueError(
+            f"The {name} data has no columns that SFT reads, only {columns}. It reads `prompt` and `completion`, or, "
+            f"without a `prompt`, one of {alone}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
+        )
     refuse_unread(dataset, name, "SFT", *formats)
+
+
+def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
+    """Say which columns of raw data TRL does not read: a prompt under another name, for example."""
+    read = {*RAW_COLUMNS, *task.reads, *task.columns, *also}
+    columns = (dataset.column_names or []) if task.reads else []
+    if unread := [f"`{column}`" for column in columns if column not in read]:
+        has_pairs = {"chosen", "rejected"} <= set(columns) and "prompt" not in columns
+        prompt = " Without a `prompt`, it is what `chosen` and `rejected` start alike with." if has_pairs else ""
+        listed = f"{task.name.upper()} does not read: {', '.join(unread)}"
+        logger.warning(f"The {name} data has columns that {listed}.{prompt}")
 
 
 def check_preferences(

@@ -18,6 +18,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -176,15 +177,19 @@ class Segments:
         return mask
 
 
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two rows start alike with."""
+    n = min(len(one), len(other))
+    return int(np.append(one[:n] != other[:n], True).argmax())
+
+
 def adjacent_prefixes(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     """Indices of rows of int64 tokens in sorted order, and how many first tokens each shares with the one before it."""
     # The order of the bytes is not the order of the ids, but it keeps rows with a common prefix together
     keys = [np.ascontiguousarray(row).tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     prefixes = [0]
-    for before, after in zip(order, order[1:], strict=False):
-        n = min(len(rows[before]), len(rows[after]))
-        prefixes.append(int(np.append(rows[before][:n] != rows[after][:n], True).argmax()))
+    prefixes += [common_prefix(rows[before], rows[after]) for before, after in pairwise(order)]
     return order, prefixes
 
 

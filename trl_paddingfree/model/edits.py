@@ -11,7 +11,10 @@ from .architecture import config_value
 # Arguments of a forward that only rows have an answer to
 _OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
 _OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
-_WITHOUT = "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})` computes padded rows"
+_WITHOUT = (
+    "leave it out, or ask for it in a second call beside the flat one, which computes padded rows: "
+    "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})`"
+)
 # What may have been edited, in words, in the order in which [`edits`] gives it
 _EDITS = {
     "input_ids": "other tokens, or another number of rows or columns",
@@ -30,14 +33,11 @@ def refuse_unanswerable(config: PreTrainedConfig, inputs: Inputs, *, fused_lm_he
         if (value := inputs.get(name)) is not None and (torch.is_tensor(value) or value):
             raise ValueError(
                 f"`{name}` was given to the model beside a `flat_batch`, which has one row and positions of its own: "
-                f"leave it out, or leave `flat_batch` out ({_WITHOUT})."
+                f"{_WITHOUT}."
             )
     for argument, output in _OUTPUTS.items():  # TRL's fused head gives none of these, with padding either
         if inputs.get(argument, not fused_lm_head and config_value(config, argument)):
-            raise ValueError(
-                f"`{argument}=True`: a flat batch has no `{output}` of rows. Leave it out, or leave `flat_batch` out "
-                f"({_WITHOUT})."
-            )
+            raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
 
 
 @torch.compiler.disable

@@ -11,8 +11,9 @@ import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, TypeGuard
 
@@ -25,7 +26,7 @@ from ..flat.layout import FlatLayout, GatherRows, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
 from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
-from .restored import mark_of
+from .restored import attributes_set, mark_of
 from .state_tree import step_cost, tree_functions, with_functions
 
 # Where a layer keeps its [`StateForward`]: copies of the layer come with copies of it
@@ -35,6 +36,8 @@ ATTRIBUTE = "flat_state"
 # by one token, xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys. Inkling's attention counts the
 # distance of tokens along its input
 _MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits_proj"}
+# Tokens of a small chunk: fewer than most pieces have
+_SMALL_CHUNK = 8
 
 # Where layers keep how many heads their state has: delta rules, and all others
 _STATE_HEADS = ("num_v_heads", "num_heads")
@@ -135,6 +138,27 @@ def describe_state_layers(model: PreTrainedModel) -> str:
     packages = missing_kernels(model)
     faster = f" `pip install {' '.join(packages)}` (on GPUs) for faster kernels." if packages else ""
     return f"Layers that carry state: {said}.{faster}"
+
+
+def in_small_chunks(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """
+    Within this context, recurrences that plain PyTorch computes in chunks have chunks of a few tokens, as pieces of a
+    tree have: the same results, rounded otherwise.
+    """
+    changed: list[tuple[object, str, object]] = []
+    for layer in filter(can_go_along_tree, state_layers(model)):
+        own, missing = _own_forward(layer), upstream.missing_state_kernels(_own_forward(layer))
+        chunked: dict[str, Callable] = {
+            name: partial(_in_small_chunks, function)
+            for name, function in upstream.state_functions(own).items()
+            if missing.get(name) is not None and "chunk_size" in inspect.signature(function).parameters
+        }
+        changed += [(_installed(layer) or layer, "forward", with_functions(own, chunked))] if chunked else []
+    return attributes_set(changed)
+
+
+def _in_small_chunks(function: Callable, *args: object, **kwargs: object) -> object:
+    return function(*args, **{**kwargs, "chunk_size": _SMALL_CHUNK})
 
 
 @dataclass

@@ -117,6 +117,8 @@ def summarize(task: Task, runs: dict[str, Trajectory]) -> Summary:
         "first_loss": {PADDED: padded.losses[0], OURS: ours.losses[0]},
         "last_loss": {PADDED: padded.losses[-1], OURS: ours.losses[-1]},
         "seconds": {PADDED: padded.seconds, OURS: ours.seconds},
+        # Other processes on the machine make a run longer, and take nothing from this. Of a GPU it says nothing
+        "core_seconds": None if has_accelerator() else {PADDED: padded.core_seconds, OURS: ours.core_seconds},
         "tokens_computed": {PADDED: counts.padded, OURS: counts.computed},
         # Of what padded TRL computes: the share that is padding, and that which another row of the batch has already
         "saved_by_padding_free": 1 - counts.real / counts.padded,
@@ -141,22 +143,29 @@ def print_summary(summary: Summary, console: Console) -> None:
         saving = 1 - summary[name][OURS] / padded if padded else 0.0
         return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
 
-    memory = saved("peak_memory_gib") if tells_memory(summary) else "too little to tell"
-    speed_up = summary["speed_up"]
-    speed = f"{speed_up:.1f}x faster" if speed_up >= 1 else f"{1 / speed_up:.1f}x slower"
-    for title, name, form, remark in (
+    def speed(name: str) -> str:
+        speed_up = summary[name][PADDED] / summary[name][OURS]
+        return f"{speed_up:.1f}x faster" if speed_up >= 1 else f"{1 / speed_up:.1f}x slower"
+
+    rows = [
         ("first loss", "first_loss", "{:.5f}", ""),
         ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
-        ("time", "seconds", "{:.1f} s", speed),
-        ("tokens computed", "tokens_computed", "{:,}", saved("tokens_computed")),
-        ("peak memory", "peak_memory_gib", "{:.2f} GiB", memory),
-    ):
+        ("time", "seconds", "{:.1f} s", speed("seconds")),
+    ]
+    if summary["core_seconds"]:
+        rows.append(("time on cores", "core_seconds", "{:.1f} s", speed("core_seconds")))
+    memory = saved("peak_memory_gib") if tells_memory(summary) else "too little to tell"
+    rows.append(("tokens computed", "tokens_computed", "{:,}", saved("tokens_computed")))
+    rows.append(("peak memory", "peak_memory_gib", "{:.2f} GiB", memory))
+    for title, name, form, remark in rows:
         table.add_row(title, form.format(summary[name][PADDED]), form.format(summary[name][OURS]), remark)
     console.print(table)
     console.print(
         f"How: {summary['method']}. Of the tokens that padded TRL computes, {summary['saved_by_padding_free']:.0%} are "
         f"padding, and {summary['saved_by_sharing']:.0%} are computed in another row of the batch already."
     )
+    if summary["core_seconds"]:
+        console.print("Time on cores leaves out what other processes on this machine took.")
 
 
 def tells_memory(summary: Summary) -> bool:

@@ -5,6 +5,7 @@ import gc
 import math
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Trajectory:
     log_history: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
     trainer: Any
+    core_seconds: float = 0.0  # for which this process had a core, summed over cores
     memory: float = 0.0  # GiB at the peak, above the level before the run, if it was watched
 
     @property
@@ -71,10 +73,12 @@ def make_trainer(trainer_class: AnyTrainer, config_class: AnyConfig, options: Op
 def train(trainer_class: AnyTrainer, config_class: AnyConfig, options: Options, **arguments: object) -> Trajectory:
     """Train with what [`make_trainer`] makes. The weights are the trained ones, and not copied."""
     trainer = make_trainer(trainer_class, config_class, options, **arguments)
+    started = time.process_time()
     trainer.train()
+    core_seconds = time.process_time() - started
     parameters = trainer.model.named_parameters()  # type: ignore[union-attr]
     weights = {name: p.detach() for name, p in parameters if p.requires_grad}
-    return Trajectory(trainer.state.log_history, weights, trainer)
+    return Trajectory(trainer.state.log_history, weights, trainer, core_seconds)
 
 
 class MemoryWatch(threading.Thread):

@@ -14,6 +14,7 @@ from .. import upstream
 from ..check.prove import UnprovenModelError
 from ..data.lengths import AnyDataset
 from ..data.task import Task
+from ..data.validate import log_unread
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..images.examples import ImageProbe, has_images
@@ -97,6 +98,9 @@ class FlatTrainer(GroupedTrainer):
             self.trl_trainer.__init__(self, **arguments)
             return
         self.refuse_arguments(arguments)
+        if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
+            for name, dataset in refusals.given_datasets(arguments):
+                log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
         vars(config)["padding_free"] = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         if options.memory_budget is not None:
             config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
@@ -105,6 +109,7 @@ class FlatTrainer(GroupedTrainer):
         finally:
             vars(config)["padding_free"] = True
         refuse_moved_names(type(self), self)
+        refusals.warn_of_precision(self.accelerator.mixed_precision, config)
         self.padding_free = True
         if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
             refusals.refuse_images(arguments)

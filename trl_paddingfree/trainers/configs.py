@@ -1,19 +1,17 @@
 """The options that this package adds to TRL's configurations."""
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from numbers import Integral
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available, logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
-from .. import upstream
 from ..memory.device import has_accelerator
 from ..model.routes import BackendName
 
@@ -27,6 +25,10 @@ Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
 
 
+# What types of options allow, in words
+_SAID: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
+
+
 def silence() -> None:
     """Silence warnings about names that TRL calls and transformers has renamed."""
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
@@ -38,7 +40,7 @@ def config_of(trainer_class: "type[FlatTrainer]", arguments: Arguments) -> Train
         model = arguments["model"]
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         config = trainer_class.config_class(f"{name.split('/')[-1]}-{trainer_class.trl_trainer._name}")
-    refuse_wrong_options(config, trainer_class)  # again: they may have been set since
+    refuse_wrong_options(config)  # again: they may have been set since
     return config
 
 
@@ -48,79 +50,34 @@ def options_of(trainer_class: "type[FlatTrainer]", config: Any) -> "PaddingFreeO
     return config if is_ours else PaddingFreeOptions(prefix_sharing=trainer_class.config_class.prefix_sharing)
 
 
-def refuse_wrong_options(config: Any, trainer_class: "type[FlatTrainer] | None" = None) -> None:
+def refuse_wrong_options(config: Any) -> None:
     """
     Refuse values that options of this package cannot have, in a configuration of ours or of TRL's, naming what to write
-    in their place. Annotations say which: `bool` allows `True` and `False`, `int` whole numbers from 1, `Literal` its
-    words, and a union what any of its members allows. Of a trainer's class, also a `loss_type` that TRL does not know.
+    in their place. Annotations say which: `bool` allows `True` and `False`, `int` whole numbers from 1, with `None`
+    also that, and `Literal` its words.
     """
-    if trainer_class is not None:
-        _refuse_unknown_loss(trainer_class, config)
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
         config.memory_budget = checked_budget(config.memory_budget)
     for name, hint in get_type_hints(PaddingFreeOptions).items():
-        if name not in values:  # TRL's own configurations have some of the options only
+        if name not in values or name == "memory_budget":  # TRL's own configurations have some of the options only
             continue
-        kinds, value = _kinds(hint), values[name]
-        if not any(_allows(kind, value) for kind in kinds):
-            expected = " or ".join(_description(kind) for kind in kinds)
-            raise ValueError(f"`{name}={value!r}` must be {expected}.{_suggestion(name, value, kinds)}")
+        value, kinds, expected = values[name], _kinds(hint), list[str]()
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+        words = [kind for kind in kinds if isinstance(kind, str)]
+        expected += [f"one of {', '.join(map(repr, words))}"] if words else []
+        expected += [said for kind, said in _SAID.items() if kind in kinds]
+        is_of_type = (isinstance(value, bool) and bool in kinds) or (is_whole and int in kinds)
+        if not (is_of_type or (value is None and NoneType in kinds) or (isinstance(value, str) and value in words)):
+            close = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
+            meant = f" Did you mean `{name}={close[0]!r}`?" if close else ""
+            raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
 
 
-def _refuse_unknown_loss(trainer_class: "type[FlatTrainer]", config: TrainingArguments) -> None:
-    """
-    Some of TRL's trainers refuse an unknown loss in the first step, KTO's not at all. The losses of a subclass that
-    computes its own are not known here.
-    """
-    values = vars(config).get("loss_type")
-    default: Any = next((each for each in fields(config) if each.name == "loss_type"), None)
-    if values is None or default is None:
-        return
-    defaults = default.default_factory() if callable(default.default_factory) else default.default
-    names, defaults = ([x] if isinstance(x, str) else x for x in (values, defaults))
-    trl_trainer, classes = trainer_class.trl_trainer, trainer_class.__mro__
-    own = [each for each in classes[: classes.index(trl_trainer)] if not each.__module__.startswith(__package__)]
-    if set(names) <= set(defaults) or any({"compute_loss", "_compute_loss"} & vars(each).keys() for each in own):
-        return
-    known = upstream.loss_types(trl_trainer)
-    if unknown := [name for name in names if name not in known and set(defaults) <= set(known)]:
-        expected, meant = ", ".join(map(repr, known)), _suggestion("loss_type", unknown[0], [tuple(known)])
-        raise ValueError(f"`loss_type={unknown[0]!r}` must be one of {expected}.{meant}")
-
-
-def _kinds(hint: object) -> list[type | tuple[str, ...]]:
-    """The members of a union, or the type itself; literals in one tuple of words."""
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return [get_args(member) if get_origin(member) is Literal else member for member in members]
-
-
-def _allows(kind: type | tuple[str, ...], value: object) -> bool:
-    if isinstance(kind, tuple):
-        return isinstance(value, str) and value in kind
-    if kind is int:
-        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-    return isinstance(value, kind)
-
-
-def _description(kind: type | tuple[str, ...]) -> str:
-    if isinstance(kind, tuple):
-        return ("one of " if len(kind) > 1 else "") + ", ".join(map(repr, kind))
-    return {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}[kind]
-
-
-def _suggestion(name: str, value: object, kinds: Sequence[type | tuple[str, ...]]) -> str:
-    """What the user may have meant."""
-    words = [word for kind in kinds if isinstance(kind, tuple) for word in kind]
-    meant: Sequence[object] = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
-    text = str(value).strip().lower()
-    if bool in kinds and text in ("true", "false", "1", "0"):
-        meant = [text in ("true", "1")]
-    elif int in kinds and isinstance(value, str | float) and text.removesuffix(".0").isdigit() and int(float(text)):
-        meant = [int(float(text))]
-    elif NoneType in kinds and (isinstance(value, int | float) or text in ("none", "")):
-        return f" Leave `{name}` out for none."
-    return f" Did you mean `{name}={meant[0]!r}`?" if meant else ""
+def _kinds(hint: object) -> list[object]:
+    """The types and the words that a type, a union or a literal allows."""
+    members = get_args(hint)
+    return [kind for member in members for kind in _kinds(member)] if members else [hint]
 
 
 def checked_budget(budget: float | str | None) -> float | str | None:
@@ -145,6 +102,13 @@ def train_where_one_can(config: TrainingArguments) -> None:
     if is_open and not has_accelerator() and not is_torch_xla_available():
         config.use_cpu, config.bf16 = True, False
         logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
+
+
+def refuse_empty_steps(config: TrainingArguments) -> None:
+    """Refuse sizes that transformers would stumble over once model and data are loaded."""
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if (size := vars(config)[name]) < 1:
+            raise ValueError(f"`{name}={size}` must be at least 1.")
 
 
 def option(default: object, meaning: str) -> Any:
@@ -223,6 +187,7 @@ class PaddingFreeOptions:
             logger.warning_once("`oversized_examples` does nothing any more, and will be removed: leave it out.")
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
             train_where_one_can(self)
+            refuse_empty_steps(self)
             super().__post_init__()  # type: ignore[misc]
 
 

@@ -50,7 +50,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     'padding-free (segment, shared prefixes)'
     """
 
-    task = replace(PROMPTS, name="distillation")
+    task = replace(PROMPTS, name="distillation", reads=("prompt",))
     trl_trainer, trl_config = DistillationTrainer, DistillationConfig
     config_class = PaddingFreeDistillationConfig
     head_bytes = staticmethod(divergence)

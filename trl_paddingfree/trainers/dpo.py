@@ -20,6 +20,7 @@ DPO = Task(
     unit="pairs",
     found_by=(("chosen", "rejected"),),
     sequences=(("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
+    reads=("chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"),
     collator=PreferenceCollator,
     prepare=upstream.preparation(DPOTrainer, DPOConfig),
     vision_collator=VisionPreferenceCollator,

@@ -50,8 +50,8 @@ class GroupedTrainer(ResumableTrainer):
             raise ValueError(f"{option}: images are not computed in slices. Leave it out, or remove the images.")
         if config.world_size % size:
             raise ValueError(
-                f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it with "
-                "`accelerate launch --num_processes`, or set it to a divisor."
+                f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it "
+                "(`accelerate launch --num_processes`, on CPUs `torchrun --nproc_per_node`), or set it to a divisor."
             )
         logits, alone = "it wants logits of all tokens in one place", "it gives each process examples of its own"
         for name, is_set, reason in (

@@ -21,6 +21,7 @@ KTO = Task(
     found_by=(("prompt", "completion", "label"),),
     sequences=(("prompt_ids", "completion_ids"),),
     other_columns=("label",),
+    reads=("completion", "label", "chosen", "rejected", "ref_logps"),
     collator=UnpairedPreferenceCollator,
     prepare=upstream.preparation(KTOTrainer, KTOConfig, calculate_KL=False),
     vision_collator=VisionUnpairedCollator,

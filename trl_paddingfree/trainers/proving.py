@@ -32,6 +32,14 @@ logger = logging.get_logger(__name__)
 _PATIENCE = 2.0
 
 
+# What a process says in place of a verdict
+_FAILED = -1
+
+
+class _FailedElsewhereError(UnprovenModelError):
+    """The check failed on another process."""
+
+
 def base_of(accelerator: Accelerator, model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -114,7 +122,7 @@ class StartUpCheck:
     def prove_all(self, models: Sequence[torch.nn.Module]) -> Route:
         """The route of the first model, once every model is proven. None shares prefixes if one cannot."""
         start = time.perf_counter()
-        with self.progress.after(_PATIENCE):
+        with self.progress.after(_PATIENCE), self._failing_together():
             results = self._results_of(models)
         if self.accelerator.is_main_process:
             seconds, images = time.perf_counter() - start, self.images
@@ -275,4 +283,22 @@ class StartUpCheck:
 
     def _all_agree(self, verdict: bool) -> bool:
         """Whether a check says so on all processes: they have to take the same route."""
-        return bool(gather(torch.tensor([verdict], device=self.accelerator.device)).all())
+        said = self._said_by_all(verdict)
+        if (said == _FAILED).any():
+            raise _FailedElsewhereError("The start-up check failed on another process, whose message says why.")
+        return bool(said.all())
+
+    def _said_by_all(self, verdict: int) -> torch.Tensor:
+        return gather(torch.tensor([int(verdict)], device=self.accelerator.device))
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Within this context, an error on one process is one on all, which would wait for its verdict."""
+        try:
+            yield
+            self._all_agree(True)
+        except _FailedElsewhereError:
+            raise
+        except Exception:
+            self._said_by_all(_FAILED)
+            raise

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,9 +96,11 @@ def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
         return
     is_exported = collator.__module__.startswith("trl_paddingfree.data.collate")
     package = "trl_paddingfree" if is_exported else collator.__module__  # images, and collators of your own
+    theirs = next((base.__name__ for base in collator.__bases__ if isinstance(data_collator, base)), None)
+    base = f" ({theirs}, its base, is TRL's: put this one in its place)" if theirs else ""
     raise ValueError(
         f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
-        f"`{package}.{collator.__name__}` or a subclass of it, or set `padding_free=False`."
+        f"`{package}.{collator.__name__}` or a subclass of it{base}, or set `padding_free=False`."
     )
 
 
@@ -142,13 +145,35 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
 
 
 def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArguments) -> None:
-    """Say that a trainer pads because one of TRL's configurations has `padding_free=False`, its default."""
+    """
+    Say that a trainer pads because one of TRL's configurations has `padding_free=False`, its default, or which options
+    do nothing because one of ours has it.
+    """
+    name, does = type(config).__name__, "packs" if vars(config).get("packing") else "pads"
+    as_trl = f"{does} as TRL's {trainer_class.trl_trainer.__name__} does, because"
     if not isinstance(config, PaddingFreeOptions):
-        name, does = type(config).__name__, "packs" if vars(config).get("packing") else "pads"
         logger.warning(
-            f"{trainer_class.__name__} {does} as TRL's {trainer_class.trl_trainer.__name__} does, because {name} has "
-            f"`padding_free=False`, its default. Set `{name}(padding_free=True)`, or use "
-            f"{trainer_class.config_class.__name__}."
+            f"{trainer_class.__name__} {as_trl} {name} has `padding_free=False`, its default. Set "
+            f"`{name}(padding_free=True)`, or use {trainer_class.config_class.__name__}."
+        )
+        return
+    chosen = {option.name: vars(config)[option.name] for option in fields(PaddingFreeOptions)}
+    defaults = vars(PaddingFreeOptions()) | {name: chosen[name] for name in ("padding_free", "prefix_sharing")}
+    idle = [f"`{name}={value!r}`" for name, value in chosen.items() if value != defaults[name]]
+    if idle:
+        logger.warning(
+            f"{trainer_class.__name__} {as_trl} `padding_free=False`, so these have no effect: {', '.join(idle)}."
+        )
+
+
+def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
+    """Say that training runs in another precision than the configuration names: in that of `accelerate launch`."""
+    asked = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
+    if in_force != asked:
+        logger.warning(
+            f"Training runs with `mixed_precision={in_force!r}`, which `accelerate launch` was given (by its "
+            f"configuration or `--mixed_precision`), in spite of `bf16={config.bf16}, fp16={config.fp16}`. Change one "
+            "of them."
         )
 
 

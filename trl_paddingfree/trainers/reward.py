@@ -23,6 +23,7 @@ REWARD = Task(
     unit="pairs",
     found_by=(),  # pairs are found as data of DPO, which wastes and saves the same
     sequences=(("chosen_ids",), ("rejected_ids",)),
+    reads=("chosen", "rejected", "margin", "chosen_input_ids", "rejected_input_ids"),
     collator=RewardCollator,
     prepare=upstream.preparation(RewardTrainer, RewardConfig),
 )

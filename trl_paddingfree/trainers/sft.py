@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
@@ -12,6 +13,7 @@ from ..data.task import Task
 from ..data.validate import log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread_instructions
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..images.collate import VisionLanguageModelingCollator
+from ..model.restored import attributes_set
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 from .state import when_flat
@@ -22,6 +24,7 @@ SFT = Task(
     found_by=(("messages",), ("conversations",), ("prompt", "completion"), ("text",), ("input_ids",)),
     sequences=(("input_ids",),),
     other_columns=("labels",),
+    reads=("messages", "conversations", "completion", "seq_lengths", "completion_mask", "assistant_masks"),
     collator=LanguageModelingCollator,
     prepare=upstream.preparation(SFTTrainer, SFTConfig, False, None, chat_template=None),  # no packing, no formatting
     vision_collator=VisionLanguageModelingCollator,
@@ -103,6 +106,20 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         if not packing:
             log_dropped(dataset_name, dataset, prepared, args.max_length)
         return prepared
+
+    @when_flat
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if (function := self.compute_loss_func) is None or not self._cuts_packed:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        mask = inputs["attention_mask"].bool()
+
+        def of_packed_row(outputs, labels, **given):  # as TRL has it: documents in one row, none scored from another
+            outputs.logits = outputs.logits[mask][None]
+            labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], 1)
+            return function(outputs, labels[mask][None], **given)
+
+        with attributes_set([(self, "compute_loss_func", of_packed_row)]):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     @when_flat
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
