@@ -20,6 +20,7 @@ from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..images.examples import ImageProbe, has_images
 from ..images.model import rules_of_all
 from ..images.rows import VisionRules
+from ..memory.adapters import cast_inputs_once
 from ..memory.device import PeakMemory
 from ..memory.engine import is_sharded
 from ..memory.needs import HeadBytes, fused_head
@@ -164,7 +165,7 @@ class FlatTrainer(GroupedTrainer):
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
         upstream.apply_liger(self.model, self.args)
-        upstream.cast_inputs_once(self.model, self.accelerator.device.type)
+        cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         flat.trained = flat.models[0]
         upstream.keep_varlen_results(self.model)

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from .. import upstream
-from ..check.prove import CheckResult, Progress, UnprovenModelError, draws_of, prove
+from ..check.progress import Progress
+from ..check.prove import CheckResult, UnprovenModelError, draws_of, prove
 from ..check.slices import check_slices
 from ..images.check import prove_images
 from ..images.examples import MADE_UP, ImageProbe
