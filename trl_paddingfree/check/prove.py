@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
-from .gradients import GradientResult, RowsInTraining, check_gradients, refuse_broken_slices
+from .gradients import GradientResult, RowsInTraining, check_gradients
 from .probe import Call, RowsAlone, root_mean_square, rounding_unit
+from .training import refuse_broken_slices
 
 # In low precision rounding may send a token to another expert, flat but not padded, which is no small error and no
 # mistake. It does not happen again with other tokens; a mistake does
