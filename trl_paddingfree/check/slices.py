@@ -102,8 +102,9 @@ class _Pass(NamedTuple):
 
 def _answered(flat: FlatModel, inputs: Inputs, decision: Decision, call: Call | None, trains: bool) -> _Pass:
     model, spans = flat.model, np.diff(decision.cuts).tolist()
-    # The backward pass computes slices again, hooked alike
-    with attributes_set([(flat, "decide", lambda _: decision)]), watched_embeddings(model) as embedded:
+    # Rows stay rows, also where a trainer has calls of its own become flat, and count
+    fixed = attributes_set([(flat, "decide", lambda _: decision), (flat, "flattener", None)])
+    with fixed, watched_embeddings(model) as embedded:  # the backward pass computes slices again, hooked alike
         output = (model if call is None else call)(**inputs)
         answers = output.logits if is_pooled(model) else output.log_probs
         own = [] if flat.group is not None else embedded[: len(spans)] if len(embedded) > 1 else [*embedded]
