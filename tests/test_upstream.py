@@ -151,7 +151,6 @@ EXTENDED = {
     "_load_from_checkpoint",
     "_precompute_ref_logps",
     "_prepare_dataset",
-    "_prepare_input",
     "_prepare_inputs",
     "_save_checkpoint",
     "_load_rng_state",
