@@ -38,7 +38,7 @@ _SOURCES = {
         *("scripts/grpo.py", "scripts/rloo.py", "cli/accelerate_config.py"),
     ],
     "accelerate": ["commands/launch.py"],
-    "trl_paddingfree": ["trainers/configs.py", "cli/train.py"],
+    "trl_paddingfree": ["training/configs.py", "cli/train.py"],
 }
 _NAMED = re.compile(r"^    (\w+): |\"--([\w-]+)\"", re.MULTILINE)
 
@@ -111,8 +111,9 @@ def refuse_unknown(task: str, argv: Sequence[str]) -> None:
     parser = OneLineParser(prog=f"trl-paddingfree {task}")
     parser.known_options = lambda: options  # type: ignore[method-assign]
     for word, spelt in zip(argv, spelled(argv), strict=True):  # argparse takes the beginning of a name for it
-        begins = spelt.partition("=")[0].replace("--no_", "--", 1)
-        if begins.startswith("--") and not any(name.startswith(begins) for name in ("--config", "--help", *options)):
+        begins = spelt.partition("=")[0]
+        meant = (begins, begins.replace("--no_", "--", 1))
+        if begins.startswith("--") and not any(name.startswith(meant) for name in ("--config", "--help", *options)):
             parser.error(f"unrecognized arguments: {word}")
     if argv[-1:] == ["--config"]:
         parser.error("argument --config: expected the name of a YAML file")
