@@ -2,9 +2,11 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,10 +52,10 @@ def padded(rows, value):
 
 
 def cuts_of(total, seed=SEED):
-    """Cuts anywhere, in slices of one token, and in more slices than tokens."""
-    rng = torch.Generator().manual_seed(seed)
-    drawn = sorted(torch.randint(total + 1, (5,), generator=rng).tolist())
-    return [(0, *drawn, total), (0, 1, 2, total), tuple(range(total + 1)), cut_by_number(total, total + 3)]
+    """Cuts anywhere, in slices of two tokens, the fewest that there are, and in more slices than tokens."""
+    rng, first = torch.Generator().manual_seed(seed), 2 + seed % 2
+    drawn = (first + 2 * torch.randint((total - first) // 2, (5,), generator=rng)).sort().values.tolist()
+    return [(0, *drawn, total), (0, 2, 4, total), (*range(0, total - 1, 2), total), cut_by_number(total, total + 3)]
 
 
 def computed(flat, batch, cuts=None, **given):
@@ -86,7 +88,7 @@ def batch_of(rows=None, sharing=True):
 def test_every_flat_model_in_slices_equals_itself_whole_or_is_refused_by_name(name):
     flat = flat_model(tiny_model(name, seed=SEED))
     if reason := why_not_in_slices(flat.model, flat.route, None):
-        assert flat.carries_state or "which takes no keys of earlier slices" in reason
+        assert "do not go along the tree" in reason or "which takes no keys of earlier slices" in reason
         return
     if name == "phimoe":  # it draws its experts at random in training
         flat.model.eval()
@@ -112,6 +114,21 @@ def test_kinds_of_attention_cut_anywhere(name, sharing):
     assert_equals_whole(flat, batch_of([tree(SEED)[0]]))
 
 
+# Layers of one kernel each that hand a state on, beside attention and alone, once in a model and several times
+STATES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "mamba", "jamba", "zamba"]
+STATES += ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"]
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "flat"])
+@pytest.mark.parametrize("name", STATES)
+def test_layers_with_a_state_cut_anywhere(name, sharing):
+    flat = flat_model(tiny_model(name, seed=SEED))
+    assert why_not_in_slices(flat.model, flat.route, None) == ""
+    assert_equals_whole(flat, batch_of(sharing=sharing))
+    assert_equals_whole(flat, batch_of([tree(SEED)[0]]))
+
+
 @pytest.mark.parametrize("name", ["llama2", "mistral", "olmo3", "deepseek_v3"])
 def test_flash_attention_is_told_of_keys_of_earlier_slices(name):
     """One row is a path without a branch: nothing is gathered, and keys are more than queries all the same."""
@@ -133,11 +150,16 @@ def test_frequencies_follow_the_longest_row_in_every_slice(kind, limit, attentio
     assert_equals_whole(flat, batch)
 
 
-def test_the_mask_backend_and_layers_with_a_state_cannot():
+def test_the_mask_backend_and_layers_with_a_state_of_rows_cannot():
     flat = flat_model(make_model(vocab_size=96), backend="mask")
     assert "takes no keys of earlier slices" in why_not_in_slices(flat.model, flat.route, None)
     flat = flat_model(tiny_model("lfm2"))
-    assert "hand a state on" in why_not_in_slices(flat.model, flat.route, None)
+    assert "`sequence_parallel_size=2`" in why_not_in_slices(flat.model, flat.route, SimpleNamespace(size=2))
+    flat = FlatModel.install(flat.model, replace(flat.route, states="rows"))
+    assert "do not go along the tree" in why_not_in_slices(flat.model, flat.route, None)
+    flat = flat_model(tiny_model("inkling_text"))  # of its convolutions, those within attention see rows
+    assert (flat.route.states, flat.repeats) == ("tree", True)
+    assert "do not go along the tree" in why_not_in_slices(flat.model, flat.route, None)
 
 
 # --- What is around slices -------------------------------------------------------------------------------------------
