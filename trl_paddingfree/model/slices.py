@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
 from ..flat.pieces import Context, states_of_slices, tails_of_slices, tokens_before
+from ..flat.segments import something_to_compute
 from ..flat.slices import Slice, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_limits
 from .masks import Exchange, FlatMask, Scan, map_masks
@@ -109,8 +110,7 @@ class KeptStates:
     number: int
 
     def span(self, num_tokens: int) -> range:
-        first, last = self.cuts[self.number : self.number + 2]
-        return range(first, last) if first < last else range(min(2, num_tokens))
+        return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
 
     def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
         """The last tokens of earlier slices, as far as a convolution reaches."""
@@ -236,7 +236,7 @@ def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None)
     """What a slice gets of an argument of the decoder: its own entries, if that has one for each of `total` tokens."""
     if isinstance(value, list | tuple):
         return type(value)(_of_slice(name, x, span, total, reach) for x in value)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     if name == "position_ids":  # of several kinds, where images have positions on a plane
         own = value[..., span.start : span.stop]
