@@ -11,6 +11,9 @@ import torch
 from tests.helpers.memory import budgeted, fail_once_planned, failing, generating, in_tokens
 from tests.helpers.tiny import lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.memory.account import Pass
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.training.steps import Attempt
 
@@ -107,3 +110,39 @@ def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     attempt.finish()
     layer(x).mul(0).sum().backward()  # nothing is dropped any more
     assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), whole, strict=True))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_pass_that_fails_twice_counts_once(folder, where, passes, caplog):
+    options = {"per_device_train_batch_size": 8, "steps": 1, "peft_config": lora()}
+    data = preference_data(16, SEED)
+    plain = train(budgeted("dpo", folder, data, memory_budget=None, **options))
+    trainer = budgeted("dpo", folder, data, memory_budget=None, max_tokens_per_micro_batch=10**6, **options)
+    with failing(trainer, {0, 1}, where == "backward"):
+        result = train(trainer)
+    assert sum("An allocation failed" in message for message in caplog.messages) == 2
+    assert_same(plain, result)
+    assert result.trainer.total_counts().real == plain.trainer.total_counts().real
+
+
+def test_a_pass_that_fails_for_good_leaves_no_hooks(folder, passes):
+    trainer = budgeted("dpo", folder, preference_data(16, SEED), loss_type="aot")
+    with failing(trainer, range(1000), True), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        trainer.train()
+    assert not trainer.flat.steps.is_again
+    model = trainer.flat_base(trainer.model)
+    model(input_ids=torch.tensor([[5, 6]]), use_cache=False).logits.sum().backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+def test_an_image_block_that_cannot_be_cut_ends_the_halving(folder, passes):
+    plan = budgeted("dpo", folder, preference_data(16, SEED), memory_budget=None, max_tokens_per_micro_batch=400)
+    plan = plan.flat.plan
+    batch = FlatBatch.from_rows([[5] * 60], [[5] * 60])
+    blocks = np.where(np.arange(60) < 50, 0, -1)
+    batch = replace(batch, layout=FlatLayout.from_segments(batch.layout.segments, blocks))
+    failures = 0
+    while plan._lower(Pass(batch, plan._own_decision(batch), 0)):
+        failures += 1
+        assert failures < 9
+    assert max(np.diff(plan._own_decision(batch).cuts), default=60) >= 50

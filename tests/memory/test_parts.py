@@ -4,6 +4,7 @@ import os
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,8 @@ from tests.helpers.memory import LAYERS, generating, generating_with_dropout, mo
 from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
 from tests.helpers.versions import is_older
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
-from tests.runs import assert_same, compare, run
+from tests.runs import assert_same, compare, make_trainer, run
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.engine import adds_up_shards
 from trl_paddingfree.memory.plan import Plan
@@ -167,3 +169,22 @@ def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, off
     state = SimpleNamespace(fsdp_plugin=plugin)
     assert adds_up_shards(SimpleNamespace(distributed_type=DistributedType.FSDP, state=state)) is expected
     assert not adds_up_shards(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, state=state))
+
+
+def test_parts_of_pairs_that_attention_keeps_grow_as_squares(tokenizer):
+    """Under a dense mask, the pairs of two examples in a part are more than those of each."""
+    made = {"model": make_model(), "processing_class": tokenizer, "peft_config": lora(), "flat_attention": "mask"}
+    made |= {"train_dataset": preference_data(8, SEED), "memory_budget": 8}
+    plan = make_trainer("dpo", "ours", **made, prefix_sharing=False).flat.plan
+    rng = np.random.default_rng(SEED)
+    for _ in range(20):
+        rows = [[5] * n for n in rng.integers(2, 60, 6)]
+        alone = [plan.load(FlatBatch.from_rows([row], [row], prefix_sharing=False)) for row in rows]
+        together = plan.load(FlatBatch.from_rows(rows, rows, prefix_sharing=False))
+        plan.budget = int(plan.needs.peaks(together).min()) - 1
+        parts = plan.parts(alone)
+        assert len(parts) > 1
+        for part in parts:
+            of_part = [rows[i] for i in part]
+            load = plan.load(FlatBatch.from_rows(of_part, of_part, prefix_sharing=False))
+            assert plan.needs.peaks(load).min() <= plan.budget

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -183,7 +184,7 @@ class RowsInTraining:
             if embedded is not None and self.embedded is not None:
                 moved += [_relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
             found_small.append(found)
-        noise = max(*moved, _of_parameters(found_small, self.small) or 0.0)
+        noise = float(np.max([*moved, _of_parameters(found_small, self.small) or 0.0]))
         return max(self.tolerance, min(NOISE_FACTOR * noise, MOST_NOISE))
 
 
@@ -247,7 +248,8 @@ def _of_parameters(small: list[list[torch.Tensor | None]], expected: list[torch.
     found = zip(*small, expected, strict=True)
     pairs = [(a + b, c) for a, b, c in found if a is not None and b is not None and c is not None]
     least = LEAST_PARAMETER * max((float(b.norm()) for _, b in pairs), default=0.0)
-    return max((float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs), default=None)
+    errors = [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs]
+    return float(np.max(errors)) if errors else None  # `nan` if any is: Python's `max` may leave it out
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

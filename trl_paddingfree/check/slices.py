@@ -77,15 +77,18 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
     if whole.embedded is not None and sliced.embedded is not None:
         has_same_tokens = torch.equal(*((x != 0).any(-1) for x in (sliced.embedded, whole.embedded)))
         errors.append(_relative(sliced.embedded, whole.embedded))
-    if errors and not max(errors) <= of_gradients:  # arithmetic that rounds more than its dtype says (4-bit weights)
-        of_rows = max(_off(padded.small, whole.small), default=0.0)
+    largest = float(np.max(errors)) if errors else float("nan")  # Python's `max` may leave out what is `nan`
+    if errors and not largest <= of_gradients:  # arithmetic that rounds more than its dtype says (4-bit weights)
+        of_rows = float(np.max(_off(padded.small, whole.small), initial=0.0))
         of_gradients = max(of_gradients, min(NOISE_FACTOR * of_rows, MOST_NOISE))
-    noise = NOISE_FACTOR * max(_relative(padded.answers, whole.answers), unit)
+    # A pooled head gives one number a row, so few that what they vary by is as often missed
+    least = unit * (NOISE_FACTOR if flat.is_pooled else 1)
+    noise = NOISE_FACTOR * max(_relative(padded.answers, whole.answers), least)
     return SlicesResult(
         num_slices=len(cuts) - 1,
         error=_relative(sliced.answers, whole.answers),
         tolerance=min(noise, HALF_DIGITS_FACTOR * unit**0.5),
-        gradients=max(errors, default=float("nan")),
+        gradients=largest,
         of_gradients=of_gradients,
         skipped=skipped or ("" if errors else "none were in sight"),
         has_same_tokens=has_same_tokens,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .layout import FlatLayout, RowIndex, once_per_layout
-from .segments import Segments
+from .segments import Segments, something_to_compute
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceSta
     firsts, lengths, parents, _ = cut_at_forks(layout.segments)
     lasts, found, reads = firsts + lengths - 1, [], []
     for begin, end in pairwise(cuts):
-        span = range(begin, end) if begin < end else range(min(2, layout.segments.num_tokens))
+        span = something_to_compute(begin, end, layout.segments.num_tokens)
         rows: list[tuple[int, int, int, int]] = []
         number_of: dict[int, int] = {}  # of the piece that ends in a token of this slice
         before: list[int] = []  # the token whose last state each piece continues, if that is of an earlier slice

@@ -183,6 +183,14 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return int(np.append(one[:n] != other[:n], True).argmax())
 
 
+def something_to_compute(first: int, last: int, total: int) -> range:
+    """
+    The flat tokens from `first` to before `last`. Where there are none, the first two of `total` stand in for some:
+    models need something to compute, and take a single token for a step of generation.
+    """
+    return range(first, last) if first < last else range(min(2, total))
+
+
 def adjacent_prefixes(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     """Indices of rows of int64 tokens in sorted order, and how many first tokens each shares with the one before it."""
     # The order of the bytes is not the order of the ids, but it keeps rows with a common prefix together

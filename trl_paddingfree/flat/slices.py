@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .layout import FlatLayout, once_per_layout
-from .segments import Segments
+from .segments import Segments, something_to_compute
 from .transfer import HasTensors
 
 # A cut moves to the end of a segment that is as near as this share of a slice: runs that begin there need no mask
@@ -54,8 +54,8 @@ class SegmentSlice(Segments):
 @dataclass(frozen=True)
 class Slice(HasTensors):
     """
-    Contiguous tokens of a flat axis, from `first` to before `last`. If there are none, models still need something to
-    compute: the slice then has the first token of all, of which `num_tokens` says that it is not to be kept.
+    Contiguous tokens of a flat axis, from `first` to before `last`, of which the first `num_tokens` count: none, where
+    others stand in for them.
 
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 3)))
     >>> one, two = slices_of(layout, (0, 4, 9))
@@ -82,7 +82,8 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     blocks = layout.host_blocks
     kept: list[np.ndarray] = []  # of each slice, the flat positions whose keys later ones read
     for number, (begin, end) in enumerate(pairwise(cuts)):
-        first, last = (begin, end) if begin < end else (0, min(2, segments.num_tokens))
+        span = something_to_compute(begin, end, segments.num_tokens)
+        first, last = span.start, span.stop
         runs = _runs(segments, first, last)
         paths = [segments.path(i)[: segments.starts[i] + end - segments.offsets[i]] for i, _, end in runs]
         before = np.concatenate(paths)

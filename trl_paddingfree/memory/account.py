@@ -62,7 +62,7 @@ class Account:
             return
         tokens, decision = made.batch.counts.computed, made.decision
         self.micro_batches += 1
-        self.slices += max(len(decision.cuts) - 1, 1)
+        self.slices += decision.num_slices
         again = decision.cuts[-2] / tokens if decision.cuts else 0.0  # all slices but the last are computed again
         self.layers_recomputed += (decision.num_recomputed or 0) + again * len(self.layers)
         self.predicted = max(self.predicted, decision.expected)
@@ -116,7 +116,7 @@ class Account:
         if self.group is not None or not path.exists():
             return
         state = json.loads(path.read_text())
-        if self.asked_limit is not None and state.get("asked_limit") == self.asked_limit:  # not known to 0.4.0
+        if "asked_limit" in state and state["asked_limit"] == self.asked_limit:  # not known to 0.4.0
             self.limit = state["limit"]
         if self.needs is None or state["option"] != self.option:
             return

@@ -39,6 +39,7 @@ LOADS = (
     *("constant", "tokens", "keys", "branch_keys", "pairs", "branches", *_PADDING, "chunks", "chunk_pairs"),
     *("features", "pixels", "feature_pairs", "scored"),
 )
+OF_IMAGES = ("features", "pixels", "feature_pairs")
 # Multiples of the chunks that layers with a state work in
 _SHORT, _MIDDLE, _LONG = 64, 128, 192
 # How TRL's trainers call the model
@@ -71,6 +72,18 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None, sco
         sizes = ((lengths * keys).sum(), 0, 0, 0) if is_flash else _pairs_and_padding(batch.layout)
         return np.array([1, tokens, keys.sum(), keys[keys > lengths].sum(), *sizes, *last])
     return np.array([1, tokens, tokens, 0, tokens**2, 0, 0, 0, *last])
+
+
+def joined_load(one: np.ndarray, other: np.ndarray, route: Route) -> np.ndarray:
+    """The load of a batch of the rows of two, which share nothing."""
+    both = one + other
+    squares = {"feature_pairs": "features"} if route.backend in ATTENTION_BACKENDS else {
+        "feature_pairs": "features", "pairs": "tokens"
+    }  # fmt: skip
+    for pairs, of in squares.items():
+        both[LOADS.index(pairs)] = both[LOADS.index(of)] ** 2
+    both[LOADS.index("constant")] = 1
+    return both
 
 
 def slice_loads(segments: Segments, cuts: Sequence[int], route: Route, whole: np.ndarray) -> np.ndarray:

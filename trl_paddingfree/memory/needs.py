@@ -13,7 +13,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..model.forward import is_pooled
 from ..model.restored import local_part
-from .kept_bytes import LOADS, KeptBytes
+from .kept_bytes import LOADS, OF_IMAGES, KeptBytes
 
 logger = logging.get_logger(__name__)
 
@@ -88,7 +88,8 @@ class MemoryNeeds:
         working[-1] = max(
             working[-1], self._head(whole, scored)
         )  # the last is there as the backward pass of the head begins
-        outside = np.dot(self.outside, whole)
+        of_images = np.array([name in OF_IMAGES for name in LOADS[: len(whole)]])  # the tower comes before all slices
+        outside = np.dot(self.outside, whole) + np.dot(layers, whole * of_images)
         bytes_needed = (slices @ layers + working).max() + 2 * self.of_keys * num_kept + outside
         return self.fixed + round(self.correction * bytes_needed)
 

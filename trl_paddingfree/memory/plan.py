@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from ..model.slices import Decision
 from .account import Account, Pass
 from .device import GIB, PeakMemory
 from .engine import is_sharded
-from .kept_bytes import LOADS, load, slice_loads
+from .kept_bytes import LOADS, joined_load, load, slice_loads
 from .needs import MemoryNeeds
 
 logger = logging.get_logger(__name__)
@@ -93,10 +92,7 @@ class Plan(Account):
         most = tokens if self.limit is None else min(self.limit, tokens)
 
         def cut(size: int) -> Decision:
-            cuts = cut_by_size(batch.layout.segments, size, batch.layout.host_blocks)
-            # Weights of a head that is sharded are gathered at each of its calls
-            scored = None if self.is_sharded or not cuts else size
-            return Decision(cuts, None, self._peak_of_slices(batch, cuts, sizes), scored)
+            return self._in_slices(batch, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks), sizes)
 
         best = cut(most)
         if self.needs is None or best.expected <= self.budget:
@@ -116,13 +112,22 @@ class Plan(Account):
         counts = torch.tensor([[own.num_slices, own.num_recomputed or 0]], device=self.accelerator.device)
         # Not by the accelerator, whose methods do nothing while a part of a micro-batch is computed
         number, layers = map(int, gather(counts).amax(0).tolist())
-        if number == 1 and self.needs is not None:
-            return replace(own, num_recomputed=layers)
-        if number == own.num_slices:
+        if number == own.num_slices and (number > 1 or self.needs is None):
             return own
+        sizes = np.zeros(0) if self.needs is None else self.load(batch)
+        if number == 1:
+            assert self.needs is not None
+            return Decision((), layers, int(self.needs.peaks(sizes)[layers]))
         self._refuse_whole(batch)
         cuts = cut_by_number(batch.counts.computed, number, batch.layout.host_blocks)
-        return replace(own, cuts=cuts, num_recomputed=None)
+        return self._in_slices(batch, cuts, sizes)
+
+    def _in_slices(self, batch: FlatBatch, cuts: tuple[int, ...], sizes: np.ndarray) -> Decision:
+        """The decision for slices: within them no layer recomputes, nor does the tower of images before them."""
+        # Weights of a head that is sharded are gathered at each of its calls
+        scored = None if self.is_sharded else int(np.diff(cuts).max())
+        number = None if self.needs is None else 0
+        return Decision(cuts, number, self._peak_of_slices(batch, cuts, sizes), scored)
 
     def load(self, batch: FlatBatch) -> np.ndarray:
         """The load of a batch."""
@@ -157,7 +162,7 @@ class Plan(Account):
         parts: list[list[int]] = []
         sums: list[np.ndarray] = []
         for item in sorted(range(len(loads)), key=lambda i: -tokens[i]):
-            joined = ((i, total + loads[item]) for i, total in enumerate(sums))
+            joined = ((i, joined_load(total, loads[item], self.route)) for i, total in enumerate(sums))
             found = next(((i, total) for i, total in joined if self._fits(total)), None)
             if found is None:
                 parts.append([item])
@@ -185,7 +190,8 @@ class Plan(Account):
         whole = int(self.needs.peaks(sizes).min())
         if self.why_whole or segments.num_tokens <= LEAST_SLICE:
             return whole
-        cuts = cut_by_size(segments, LEAST_SLICE, batch.layout.host_blocks)
+        size = LEAST_SLICE if self.limit is None else min(LEAST_SLICE, self.limit)
+        cuts = cut_by_size(segments, size, batch.layout.host_blocks)
         return min(whole, self._peak_of_slices(batch, cuts, sizes))
 
     def too_small_for(self, batch: FlatBatch, name: str = "a micro-batch", lower: str = "`max_length`") -> ValueError:
@@ -234,7 +240,12 @@ class Plan(Account):
         largest = int(max(np.diff(decision.cuts), default=tokens))
         if self.why_whole or largest < 2 * LEAST_HALVED:
             return False
-        self.limit, self.has_shrunk = largest // 2, True
+        self.limit, limit = largest // 2, self.limit
+        other = self._own_decision(failed.batch)
+        if not other.cuts or int(np.diff(other.cuts).max()) >= largest:  # an image block is not cut
+            self.limit = limit
+            return False
+        self.has_shrunk = True
         return True
 
     def _why_not_again(self) -> str:

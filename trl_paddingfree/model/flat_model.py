@@ -193,8 +193,8 @@ class FlatModel:
         with flat_backbone(self, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
             return self.model.base_model(**given, **flat_inputs(self, batch)).last_hidden_state
 
-    def decision(self, batch: FlatBatch) -> Decision:
-        """How a pass that begins computes a batch."""
+    def begin_pass(self, batch: FlatBatch) -> Decision:
+        """How a pass that begins computes a batch: layers are set to recompute as decided, and it counts as a pass."""
         self.has_trained |= torch.is_grad_enabled()
         self.latest = decision = Decision() if self.decide is None else self.decide(batch)
         if self.decide is not None and torch.is_grad_enabled():

@@ -94,7 +94,7 @@ def scored_in_rows(
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that it would have.
     """
     group, model = flat_model.group, flat_model.model
-    turns: tuple[int, ...] = () if group is None else flat_model.decision(batch).cuts
+    turns: tuple[int, ...] = () if group is None else flat_model.begin_pass(batch).cuts
     own = batch if group is None else group.slice(batch, model.config.get_text_config(), turns)
     apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with apart, flat_backbone(flat_model, own, own.scored_of) as given:
@@ -122,7 +122,8 @@ def scored_in_rows(
 
 def _scored_by_and_by(flat_model: "FlatModel", inputs: Inputs, beside: Inputs, size: int) -> "FusedCausalLMOutput":
     """What TRL's head says of all scored tokens, given `size` of them at a time: it works on as many logits at once."""
-    model, labels = flat_model.model, inputs.pop("shift_labels")
+    model, labels = flat_model.model, inputs["shift_labels"]
+    inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}
     taken = inspect.signature(model.base_model.forward).parameters
     asked = {name: x for name, x in beside.items() if name in taken or name.startswith("output_")}
     if architecture.config_value(model.config.get_text_config(), "output_router_logits"):
@@ -188,7 +189,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
 @contextmanager
 def computing(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
     """Within this context, a backbone computes a batch. Gives what it is told of the layout, in place of a mask."""
-    decision = flat_model.decision(batch)
+    decision = flat_model.begin_pass(batch)
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
     told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
     told["use_cache"] = False

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout, GatherRows
 from ..flat.pieces import Context
+from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, even_cuts, head_shares, of_heads, slice_sizes, span_of
 from .masks import Scan
@@ -46,8 +47,9 @@ def spans_of(total: int, number: int, size: int, turns: tuple[int, ...] = ()) ->
     """
     spans = []
     for first, last in pairwise(turns or (0, total)):
-        own = span_of(last - first, number, size)
-        spans.append(range(first + own.start, first + own.stop))
+        turn = something_to_compute(first, last, total)
+        own = span_of(len(turn), number, size)
+        spans.append(range(turn.start + own.start, turn.start + own.stop))
     return spans
 
 
@@ -75,7 +77,7 @@ def slice_of(batch: FlatBatch, number: int, size: int, turns: tuple[int, ...] = 
     index = np.concatenate(spans_of(total, number, size, turns))
     owners = owners_of(total, size, turns)
     local = np.zeros(total, dtype=np.int64)
-    local[index] = np.arange(len(index))
+    local[index[::-1]] = np.arange(len(index))[::-1]  # of a token that is there twice, the first
     scored = np.flatnonzero(owners[batch.scored] == number)
     labels, scored_index = batch.shift_labels.new_full((1, 1), IGNORE_INDEX), batch.scored_index.new_zeros(1)
     if len(scored):

@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from .. import upstream
 from ..data.rows import GeneratedRows, PromptGroups
 from ..data.task import Task
-from ..flat.batch import FlatBatch, Inputs
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..images.collate import VisionLanguageModelingCollator
 from ..images.examples import MADE_UP, ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
@@ -171,12 +171,18 @@ class OnlineTrainer(FlatTrainer):
         row = [0] * (prompt + self.max_completion_length)
         if plan.limit is not None and plan.why_whole:
             refuse_oversized(plan.limit, len(row), name, plan.why_whole)
-        rows, labels = (
-            [each] * self.args.per_device_train_batch_size for each in (row, [-100] * prompt + row[prompt:])
+        if plan.needs is None:
+            return
+        # Other completions of one prompt, at best, and of as many prompts, at worst
+        number = self.args.per_device_train_batch_size
+        rows = [[*row[:prompt], i + 1, *row[prompt + 1 :]] for i in range(number)]
+        labels = [[IGNORE_INDEX] * prompt + each[prompt:] for each in rows]
+        best, worst = (
+            FlatBatch.from_rows(rows, labels, prefix_sharing=plan.route.prefix_sharing and shares)
+            for shares in (True, False)
         )
-        batch = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
-        if plan.needs is not None and plan.least(batch) > plan.budget:
-            raise plan.too_small_for(batch, name, "`max_completion_length`")
+        if plan.least(best) > plan.budget:
+            raise plan.too_small_for(worst, f"a micro-batch of {number} rows, each {name}", "`max_completion_length`")
 
     def longest_row(self) -> tuple[int, str]:
         """Tokens of the longest prompt, by its characters, or 1 where none is known before; and what its row is."""

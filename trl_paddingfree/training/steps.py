@@ -43,20 +43,19 @@ def weighted_parts(
     batches: Sequence[Inputs], count: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
 ) -> list[Part]:
     """
-    The batches of the `whole`, a micro-batch or a part of one, with their weights; `count` gives their sizes, see
-    [`Part`].
+    The batches of the `whole`, a micro-batch, with their weights; `count` gives their sizes, see [`Part`].
 
     `num_wanted` is how many parts there have to be: where processes gather weights, or reduce gradients, in each pass,
     those with fewer parts than others repeat one for nothing.
     """
     sizes, last = [count(batch) for batch in batches], num_wanted - 1
-    total, ends = max(sum(size["loss"] for size in sizes), 1), whole.is_last  # the last part of the last part
-    weights = [1.0 if whole.is_normalized else whole.weight * size["loss"] / total for size in sizes]
+    total = max(sum(size["loss"] for size in sizes), 1)
+    weights = [1.0 if whole.is_normalized else size["loss"] / total for size in sizes]
     for _ in range(len(batches), num_wanted):
         nothing = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
         batches, sizes, weights = [*batches, nothing], [*sizes, dict.fromkeys(sizes[-1], 0)], [*weights, 0.0]
     return [
-        Part(batch, size, weight, ends and i == last, whole.is_normalized)
+        Part(batch, size, weight, i == last, whole.is_normalized)
         for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
     ]
 
@@ -172,8 +171,9 @@ def figures_of(trainer: Any) -> Callable[[], None]:
 
     def put_back() -> None:
         trainer._metrics["train"].clear()
-        trainer._metrics["train"].update(metrics)
-        trainer._total_train_tokens, trainer.counts.new = tokens, counted
+        # Copies: what is put back may have to be once more
+        trainer._metrics["train"].update({name: list(values) for name, values in metrics.items()})
+        trainer._total_train_tokens, trainer.counts.new = tokens, [*counted]
         vars(trainer).update(state)
 
     return put_back
@@ -199,21 +199,29 @@ class TrainingSteps:
         losses = []
         for part in parts:
             self.remember()
-            while True:
-                try:
-                    losses.append(self._run_pass(step, part, metrics))
-                    break
-                except RuntimeError as error:
-                    self.plan.shrink(error)
-                # Here the error is gone, and with it all that its frames held
-                self.is_again = True
-                self.attempt.undo()
-            if self.is_again:
-                self.attempt.finish()
+            try:
+                losses.append(self._run_until_it_fits(step, part, metrics))
+            finally:
                 self.is_again = False
+                self.attempt.dropping.close()
         if metrics is not None:
             metrics.log()
         return torch.stack(losses).sum()
+
+    def _run_until_it_fits(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
+        """The loss of a part, which is computed again, under a lower budget, for as long as memory runs out."""
+        while True:
+            try:
+                loss = self._run_pass(step, part, metrics)
+                break
+            except RuntimeError as error:
+                self.plan.shrink(error)
+            # Here the error is gone, and with it all that its frames held
+            self.is_again = True
+            self.attempt.undo()
+        if self.is_again:
+            self.attempt.finish()
+        return loss
 
     def remember(self) -> None:
         """A pass begins, of which nothing is decided yet: what it changes from here on can be taken back."""
