@@ -13,7 +13,7 @@ from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_tr
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
 from trl_paddingfree.memory.kept_bytes import load
-from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.slices import Decision
 
@@ -175,7 +175,7 @@ def test_options_that_cannot_be_kept_are_refused(data, options, message):
 
 
 def test_images_are_refused(data):
-    with pytest.raises(ValueError, match="The data has a column `image`"):
+    with pytest.raises(ValueError, match="`processing_class` is a .*, which reads text only"):
         made(data.add_column("image", [None] * len(data)))
     trainer = made(data)
     ids = torch.ones(1, 2, dtype=torch.long)
@@ -246,7 +246,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
         arguments = make()
         return {**arguments, "model": make_model(num_hidden_layers=LAYERS)}
 
-    monkeypatch.setattr(Plan, "_whole", lambda *_: (number, 0))
+    monkeypatch.setattr(MemoryNeeds, "fewest_recomputed", lambda *_: (number, 0))
     expected = run("distillation", "shared", **of_layers(), train_dataset=data, beta=0.5)
     counted, compute = [], PaddingFreeDistillationTrainer._compute_loss
 

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 120))
 @settings(max_examples=200, deadline=None)
 def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
-    plan = Plan(mock.MagicMock(), None, None, limit=limit)
+    plan = Plan(mock.MagicMock(), Accelerator(cpu=True), None, limit=limit)
     parts = plan.parts([np.where(np.array(LOADS) == "tokens", number, 0) for number in tokens])
     assert sorted(item for part in parts for item in part) == list(range(len(tokens)))
     assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
@@ -91,7 +92,7 @@ def test_the_first_step_stays_where_the_last_is_filled_with_it(number, expected)
 def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_dir):
     options = {"model": model_dir, "train_dataset": preference_data(8, SEED), "max_tokens_per_micro_batch": 200}
     trainer = make_trainer("dpo", "ours", **options)
-    trainer.flat.steps, trainer.is_distributed_loading_by_transformers = None, True
+    trainer.flat.is_planned, trainer.is_distributed_loading_by_transformers = False, True
     with pytest.raises(ValueError, match="`distributed_config` shards the model as it is loaded"):
         trainer.plan_steps(trainer.model)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers.utils import logging
 
 from tests.helpers.memory import most_slices
 from tests.helpers.tiny import DATA, arguments, lora, make_model, make_tokenizer, prompt_completions
@@ -151,6 +152,7 @@ def test_a_model_of_a_trainer_before_is_not_computed_by_its_budget(passes):
 
 
 def test_what_did_nothing_says_so(caplog):
+    logging.warning_once.cache_clear()  # once in a process
     make_trainer("sft", "ours", **arguments("sft"), train_dataset=DATA["sft"](4, SEED), oversized_examples="alone")
     assert "`oversized_examples` does nothing any more" in caplog.text
 
