@@ -157,6 +157,7 @@ def compare(
     layouts: Sequence[str] = LAYOUTS,
     tolerance: float = TOLERANCE,
     ours: Mapping[str, Any] | None = None,
+    ignored: tuple[str, ...] = ROUNDED,
     **given: Any,
 ) -> Compared:
     """
@@ -167,13 +168,15 @@ def compare(
             Gives fresh arguments for the trainer: the model, at least.
         ours (`Mapping[str, Any]`, *optional*):
             What only our trainer is given.
+        ignored (`tuple[str, ...]`, *optional*):
+            Parts of the names of figures that are not compared.
         **given:
             What both are given, as [`run`] takes it.
     """
     padded = run(task, "padded", **make(), train_dataset=train_dataset, **given)
     for layout in layouts:
         result = run(task, layout, **make(), train_dataset=train_dataset, **given, **(ours or {}))
-        assert_same(padded, result, tolerance)
+        assert_same(padded, result, tolerance, ignored)
     return Compared(padded, result)
 
 

@@ -166,7 +166,7 @@ def test_a_missing_teacher_is_named(data):
     [
         ({"arrange_micro_batches": "tokens"}, "DistillationTrainer generates them"),
         ({"max_tokens_per_micro_batch": 5, "flat_attention": "mask"}, "=5` is less than a prompt of"),
-        ({"memory_budget": 0.0001}, r"less than a prompt of \d+ tokens with .* needs"),
+        ({"memory_budget": 0.0001}, r"less than a micro-batch of 4 rows, each a prompt of \d+ tokens with .* needs"),
     ],
 )
 def test_options_that_cannot_be_kept_are_refused(data, options, message):
