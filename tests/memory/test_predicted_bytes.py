@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -157,7 +158,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
     def made(held):
         peak = SimpleNamespace(can_reset=True, held=held, current=held + 100)
         needs = MemoryNeeds(1000, [[1]], [[1]], [0], [0], (0, 0), [0])
-        return Plan(flat, None, peak, option=8, budget=8 * GIB, needs=needs, layers=[None])
+        return Plan(flat, Accelerator(cpu=True), peak, option=8, budget=8 * GIB, needs=needs, layers=[None])
 
     memory = made(held=1500)
     for _ in range(CORRECTED):

@@ -51,11 +51,11 @@ _LONGEST_FLAT = {"cpu": 2048, "accelerator": 8192}
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
 # Arithmetic that rounds more than its dtype says (4-bit weights) is measured, where it matters; however large that
 # noise, mistakes move gradients by more than this
-_MOST_NOISE = 0.1
+MOST_NOISE = 0.1
 # Forgotten or misplaced context moves answers by more than this share of them, and rounding in float32 by less
 _LEAST_MISTAKE = 1e-5
 # Some parameters get next to no gradient, but for rounding: what counts then is the largest of them
-_LEAST_PARAMETER = 0.1
+LEAST_PARAMETER = 0.1
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class RowsInTraining:
                 moved += [_relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
             found_small.append(found)
         noise = max(*moved, _of_parameters(found_small, self.small) or 0.0)
-        return max(self.tolerance, min(NOISE_FACTOR * noise, _MOST_NOISE))
+        return max(self.tolerance, min(NOISE_FACTOR * noise, MOST_NOISE))
 
 
 def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
@@ -255,7 +255,7 @@ def _of_parameters(small: list[list[torch.Tensor | None]], expected: list[torch.
     """Largest difference of gradients of parameters, summed over the groups, relative to those expected, if any are."""
     found = zip(*small, expected, strict=True)
     pairs = [(a + b, c) for a, b, c in found if a is not None and b is not None and c is not None]
-    least = _LEAST_PARAMETER * max((float(b.norm()) for _, b in pairs), default=0.0)
+    least = LEAST_PARAMETER * max((float(b.norm()) for _, b in pairs), default=0.0)
     return max((float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs), default=None)
 
 

@@ -6,19 +6,20 @@ which are not on its paths reaches others, and one that misses some reaches fewe
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..flat.batch import FlatBatch
+from ..flat.batch import FlatBatch, Inputs
 from ..flat.slices import cut_by_size
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set
 from ..model.slices import Decision
-from .gradients import as_it_answers
+from .gradients import LEAST_PARAMETER, MOST_NOISE, as_it_answers
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, long_rows, narrowed, rounding_unit, row_inputs
 from .training import as_in_training, small_parameters, watched_embeddings
 
@@ -67,51 +68,61 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
     inputs = row_inputs(model, rows, prefix_sharing=flat.route.prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"]
     cuts = cut_by_size(batch.layout.segments, min(_SIZE, length))
-    found = []
-    with narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
-        for decision in (Decision(), Decision(cuts)):
-            spans = np.diff(decision.cuts or (0, batch.input_ids.size(1))).tolist()
-            decided = attributes_set([(flat, "decide", lambda batch, decision=decision: decision)])
-            with (
-                decided,
-                watched_embeddings(model) as embedded,
-            ):  # the backward pass computes slices again, hooked alike
-                output = (model if call is None else call)(**inputs)
-                answers = output.logits if is_pooled(model) else output.log_probs
-                own = embedded[: len(spans)] if len(embedded) > 1 else [*embedded]
-                if flat.group is not None:  # each process has other tokens
-                    own = []
-                watched = [] if skipped else [*own, *small_parameters(model)]
-                of_all = torch.autograd.grad(answers[-1].sum(), watched, allow_unused=True) if watched else ()
-            sizes = spans if len(own) > 1 else [sum(spans)]
-            of_tokens = [x[:, :n] for x, n in zip(of_all, sizes, strict=False) if x is not None]
-            at_embeddings = torch.cat(of_tokens, 1) if len(of_tokens) == len(own) and own else None
-            small = [x.new_zeros(x.shape) if y is None else y for x, y in zip(watched, of_all, strict=True)][len(own) :]
-            small = small if flat.group is None else flat.group.summed(small)
-            found.append((answers.detach().double(), at_embeddings, small))
-        padded = row_inputs(model, rows)
-        with torch.no_grad():
-            output = (model if call is None else call)(**padded)
-            noise = output.logits if is_pooled(model) else output.log_probs
-    (whole, embedded_whole, small_whole), (sliced, embedded_sliced, small_sliced) = found
-    errors, has_same_tokens = [], True
-    if embedded_whole is not None and embedded_sliced is not None:
-        reached, expected = ((x != 0).any(-1) for x in (embedded_sliced, embedded_whole))
-        has_same_tokens = torch.equal(reached, expected)
-        errors.append(_relative(embedded_sliced.double(), embedded_whole.double()))
-    largest = max((float(x.norm()) for x in small_whole), default=0.0)
-    errors += [_relative(x.double(), y.double(), 0.1 * largest) for x, y in zip(small_sliced, small_whole, strict=True)]
     unit = rounding_unit(model)
-    noise = NOISE_FACTOR * max(_relative(noise.double(), whole), unit)
+    of_gradients = HALF_DIGITS_FACTOR * unit**0.5
+    with narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
+        whole, sliced = (_answered(flat, inputs, each, call, not skipped) for each in (Decision(), Decision(cuts)))
+        padded = _answered(flat, row_inputs(model, rows), Decision(), call, not skipped)
+    errors, has_same_tokens = _off(sliced.small, whole.small), True
+    if whole.embedded is not None and sliced.embedded is not None:
+        has_same_tokens = torch.equal(*((x != 0).any(-1) for x in (sliced.embedded, whole.embedded)))
+        errors.append(_relative(sliced.embedded, whole.embedded))
+    if errors and not max(errors) <= of_gradients:  # arithmetic that rounds more than its dtype says (4-bit weights)
+        of_rows = max(_off(padded.small, whole.small), default=0.0)
+        of_gradients = max(of_gradients, min(NOISE_FACTOR * of_rows, MOST_NOISE))
+    noise = NOISE_FACTOR * max(_relative(padded.answers, whole.answers), unit)
     return SlicesResult(
         num_slices=len(cuts) - 1,
-        error=_relative(sliced, whole),
+        error=_relative(sliced.answers, whole.answers),
         tolerance=min(noise, HALF_DIGITS_FACTOR * unit**0.5),
         gradients=max(errors, default=float("nan")),
-        of_gradients=HALF_DIGITS_FACTOR * unit**0.5,
+        of_gradients=of_gradients,
         skipped=skipped or ("" if errors else "none were in sight"),
         has_same_tokens=has_same_tokens,
     )
+
+
+class _Pass(NamedTuple):
+    """What a pass of the model gives, float64, with the gradients of the last row's answers."""
+
+    answers: torch.Tensor
+    embedded: torch.Tensor | None  # at the embeddings of all tokens; `None` where processes have others
+    small: list[torch.Tensor]  # of small parameters
+
+
+def _answered(flat: FlatModel, inputs: Inputs, decision: Decision, call: Call | None, trains: bool) -> _Pass:
+    model, spans = flat.model, np.diff(decision.cuts).tolist()
+    # The backward pass computes slices again, hooked alike
+    with attributes_set([(flat, "decide", lambda _: decision)]), watched_embeddings(model) as embedded:
+        output = (model if call is None else call)(**inputs)
+        answers = output.logits if is_pooled(model) else output.log_probs
+        own = [] if flat.group is not None else embedded[: len(spans)] if len(embedded) > 1 else [*embedded]
+        watched = [*own, *small_parameters(model)] if trains else []
+        found = torch.autograd.grad(answers[-1].sum(), watched, allow_unused=True) if watched else ()
+    of_all = [x.new_zeros(x.shape) if y is None else y for x, y in zip(watched, found, strict=True)]
+    of_tokens, small = of_all[: len(own)], of_all[len(own) :]
+    if flat.group is not None:  # each process has other tokens
+        small = flat.group.summed(small)
+    if len(of_tokens) > 1:  # without what stands for no token
+        of_tokens = [x[:, :n] for x, n in zip(of_tokens, spans, strict=True)]
+    at_embeddings = torch.cat(of_tokens, 1).double() if of_tokens else None
+    return _Pass(answers.detach().double(), at_embeddings, [x.double() for x in small])
+
+
+def _off(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    """How far gradients of parameters are off: where they are next to none, relative to a share of the largest."""
+    least = LEAST_PARAMETER * max((float(x.norm()) for x in expected), default=0.0)
+    return [_relative(x, y, least) for x, y in zip(found, expected, strict=True)]
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

@@ -33,6 +33,8 @@ logger = logging.get_logger(__name__)
 CORRECTED, AFTER_FAILURE = 8, 0.9
 # The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
 LEAST_SLICE = 128
+# The least tokens that a slice is halved to, where it has failed to allocate
+LEAST_HALVED = 8
 # Each process measures its own peaks
 STATE = "memory_budget_{rank}.json"
 
@@ -71,6 +73,7 @@ class Plan:
     ):
         self.accelerator, self.device_memory, self.layers = accelerator, device_memory, layers
         self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
+        self.asked_limit = limit  # a failed allocation lowers the other
         self.is_reentrant = is_reentrant  # whether layers recompute as reentrant checkpoints do
         self.route, self.group = flat_model.route, flat_model.group
         self.is_sharded = is_sharded(accelerator)
@@ -253,36 +256,34 @@ class Plan:
             raise error
         if advice := self._why_not_again():
             raise type(error)(f"{error}\n{advice}") from error
-        before = f"{failed.decision.num_slices} slices" if failed.decision.cuts else "one piece"
+        before, limit = f"{failed.decision.num_slices} slices" if failed.decision.cuts else "one piece", self.limit
         if not self._lower(failed):
             raise error
-        now = f"the memory budget is {self.budget / GIB:.3f} GiB" if self.needs else f"slices have {self.limit} tokens"
+        now = f"the memory budget is {self.budget / GIB:.3f} GiB"
+        if self.limit != limit:
+            now = f"micro-batches of more than {self.limit} tokens are computed in slices"
         logger.warning(
             f"An allocation failed in a micro-batch of {failed.batch.counts.computed} tokens, in {before}. It is "
             f"computed again, and from here on {now}."
         )
 
     def _lower(self, failed: Pass) -> bool:
-        """Lower the budget until another decision follows: not if nothing is left to recompute, or to slice."""
-        decision, tokens = failed.decision, failed.batch.layout.segments.num_tokens
-        if self.needs is None:
-            largest = max(np.diff(decision.cuts), default=tokens)
-            if self.why_whole or largest < 2 * LEAST_SLICE:
-                return False
-            self.limit = int(largest) // 2
-            return True
-        budget, before, held = min(self.budget, decision.expected), self.budget, self.needs.fixed
-        while budget > held:
-            budget = int(held + AFTER_FAILURE * (budget - held))
-            self.budget = budget
-            other = self._own_decision(failed.batch)
-            if other.cuts != decision.cuts or (other.num_recomputed or 0) > (decision.num_recomputed or 0):
-                self.has_shrunk = True
-                return True
-            if other.expected > 2 * budget:
-                break
-        self.budget = before
-        return False
+        """Lower the budget until more layers recompute, or slices are smaller: not if nothing is left to halve."""
+        decision, tokens = failed.decision, failed.batch.counts.computed
+        if self.needs is not None and not decision.cuts:
+            budget, before, held = min(self.budget, decision.expected), self.budget, self.needs.fixed
+            while budget > held:
+                self.budget = budget = int(held + AFTER_FAILURE * (budget - held))
+                other = self._own_decision(failed.batch)
+                if other.cuts or (other.num_recomputed or 0) > (decision.num_recomputed or 0):
+                    self.has_shrunk = True
+                    return True
+            self.budget = before
+        largest = int(max(np.diff(decision.cuts), default=tokens))
+        if self.why_whole or largest < 2 * LEAST_HALVED:
+            return False
+        self.limit, self.has_shrunk = largest // 2, True
+        return True
 
     def _why_not_again(self) -> str:
         """Why a micro-batch cannot be computed again after a failed allocation; empty if it can."""
@@ -323,7 +324,8 @@ class Plan:
 
     def save(self, folder: str, rank: int) -> None:
         """Save what later decisions of the process `rank` follow from."""
-        state: dict[str, Any] = {"option": self.option, "limit": self.limit, "has_shrunk": self.has_shrunk}
+        state: dict[str, Any] = {"option": self.option, "asked_limit": self.asked_limit, "limit": self.limit}
+        state["has_shrunk"] = self.has_shrunk
         if self.needs is not None:
             state |= {"budget": self.budget, "correction": self.needs.correction, "fixed": self.needs.fixed}
             state |= {"observed": self.observed, "most_measured": self.most_measured}
@@ -332,9 +334,12 @@ class Plan:
     def restore(self, folder: str, rank: int) -> None:
         """Go on with what was saved, unless another budget was asked for since, or the process is new or in a group."""
         path = Path(folder) / STATE.format(rank=rank)
-        if self.needs is None or self.group is not None or not path.exists():
+        if self.group is not None or not path.exists():
             return
-        if (state := json.loads(path.read_text()))["option"] != self.option:
+        state = json.loads(path.read_text())
+        if self.asked_limit is not None and state.get("asked_limit") == self.asked_limit:  # not known to 0.4.0
+            self.limit = state["limit"]
+        if self.needs is None or state["option"] != self.option:
             return
         self.has_shrunk = state["has_shrunk"]
         self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]

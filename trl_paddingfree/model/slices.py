@@ -242,7 +242,10 @@ def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None)
     if value.size(dim) != total:
         return value
     own = value.narrow(dim, span.start, len(span))
-    return own if reach is None else torch.cat([own, own.narrow(dim, 0, 1)], dim)
+    if reach is None:
+        return own
+    one = own.narrow(dim, 0, 1)  # no image token, wherever that is asked
+    return torch.cat([own, torch.zeros_like(one) if own.dtype == torch.bool else one], dim)
 
 
 def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: KeptKeys, mask: FlatMask) -> FlatMask:
@@ -263,5 +266,5 @@ def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None
     """Where features of image tokens, which some decoders add to theirs, are cut; `None` if there are none."""
     if arguments.get(_DEEPSTACK) is None:
         return None
-    seen = arguments["visual_pos_masks"].flatten().cumsum(0)
-    return [0, *seen[torch.tensor(cuts[1:]) - 1].tolist()]
+    seen = torch.nn.functional.pad(arguments["visual_pos_masks"].flatten().cumsum(0), (1, 0))
+    return seen[torch.tensor(cuts)].tolist()  # which waits for the device, once a pass

@@ -196,6 +196,11 @@ class CollatedTrainer(FlatTrainer):
         measures = (tokens, longest, lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
         collator, batches = replace(self.data_collator, keeps_rows=True), {}
+        if not self._adds_up:  # all of a micro-batch is computed beneath one loss
+            largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
+            batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
+            if plan.least(batch) > plan.budget:
+                raise plan.too_small_for(batch, "a micro-batch of the largest examples")
         for index in candidates:
             rows = collator([self.train_dataset[index]])["rows"]
             batches[index] = max(rows.alone(), key=plan.least)

@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from .. import upstream
 from ..data.rows import GeneratedRows, PromptGroups
 from ..data.task import Task
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..images.collate import VisionLanguageModelingCollator
 from ..images.examples import MADE_UP, ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
@@ -164,14 +164,17 @@ class OnlineTrainer(FlatTrainer):
     # --- budgets ----------------------------------------------------------------------------------------------------
 
     def refuse_small_budget(self, plan: Plan) -> None:
-        """Refuse a budget that one row does not fit into, if its completion is as long as it may be."""
+        """Refuse a budget that a micro-batch does not fit into, if its rows are as long as they may be."""
         if self.max_completion_length is None or self.flat.check.images is not None:  # tokens of images are not known
             return
         prompt, name = self.longest_row()
         row = [0] * (prompt + self.max_completion_length)
         if plan.limit is not None and plan.why_whole:
             refuse_oversized(plan.limit, len(row), name, plan.why_whole)
-        batch = FlatBatch.from_rows([row], [[IGNORE_INDEX] * prompt + row[prompt:]], prefix_sharing=False)
+        rows, labels = (
+            [each] * self.args.per_device_train_batch_size for each in (row, [-100] * prompt + row[prompt:])
+        )
+        batch = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
         if plan.needs is not None and plan.least(batch) > plan.budget:
             raise plan.too_small_for(batch, name, "`max_completion_length`")
 
