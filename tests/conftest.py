@@ -119,10 +119,10 @@ def passes(monkeypatch):
 def hold_tokens(monkeypatch):
     """A function that has memory budgets from now on hold so many tokens, once for each layer that keeps them."""
     from tests.helpers.memory import in_tokens
-    from trl_paddingfree.trainers import base
+    from trl_paddingfree.training import planned
 
-    make = base.make_plan
-    return lambda number: monkeypatch.setattr(base, "make_plan", lambda *a, **k: in_tokens(make(*a, **k), number))
+    make = planned.make_plan
+    return lambda number: monkeypatch.setattr(planned, "make_plan", lambda *a, **k: in_tokens(make(*a, **k), number))
 
 
 def pytest_collection_finish():

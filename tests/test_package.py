@@ -90,16 +90,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": {"flat", "upstream", "model"},
     "check": {"flat", "upstream", "model"},
     "data": {"flat"},
-    "charts": {"data"},
     "images": {"flat", "model", "check", "data"},
-    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
-    "quickstart": {"charts", "data", "memory", "trainers"},
+    "training": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
+    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training"},
+    "quickstart": {"data", "memory", "training", "trainers"},
     "cli": {
-        *("flat", "upstream", "versions", "model", "memory", "check", "charts", "data", "images", "trainers"),
+        *("flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training", "trainers"),
         "quickstart",
     },
     "__main__": {"cli"},
-    "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
+    "__init__": {"flat", "versions", "model", "check", "data", "training", "trainers"},
 }
 
 
@@ -183,7 +183,7 @@ def test_circles_of_files_are_found():
     assert circles({a: {b}, b: {c}, c: {b, d}, d: set()}) == [["b.py", "c.py"]]
     assert package / "upstream.py" in imported_files(package / "model" / "routes.py")
     assert package / "model" / "forward.py" in imported_files(package / "check" / "probe.py")
-    assert package / "trainers" / "base.py" not in imported_files(package / "trainers" / "steps.py")  # a type only
+    assert package / "trainers" / "base.py" not in imported_files(package / "training" / "steps.py")  # a type only
 
 
 def test_no_files_import_each_other_by_any_way():

@@ -17,8 +17,8 @@ from trl import pack_dataset
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX
 from trl_paddingfree.memory.device import PeakMemory
+from trl_paddingfree.memory.engine import base_of
 from trl_paddingfree.model.state_layers import carries_state
-from trl_paddingfree.trainers.proving import base_of
 
 from .flops import StepCost, Work, count_flops, slots_of_state_layers
 from .tasks import PACKED, Method, Settings

@@ -16,7 +16,8 @@ from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.check.probe import rounding_unit
-from trl_paddingfree.check.prove import Progress, UnprovenModelError, check_flat, prove
+from trl_paddingfree.check.progress import Progress
+from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention

@@ -18,10 +18,10 @@ from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.memory import plan as planned
+from trl_paddingfree.memory import plan as plans
 from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.model.slices import Decision
-from trl_paddingfree.trainers import TRAINERS, base
+from trl_paddingfree.trainers import TRAINERS
 
 
 def from_disk(dataset: Dataset, folder: str) -> Dataset:
@@ -41,7 +41,7 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
 
 
 # Runs before may have watched
-NOT_WATCHED = base.make_plan, Plan.decide
+NOT_WATCHED = planned.make_plan, Plan.decide
 
 
 def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
@@ -54,7 +54,7 @@ def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
     """
     decisions: list[tuple[list[int], list[int]]] = []
     made, decide = NOT_WATCHED
-    planned.LEAST_SLICE = 8  # rows of tiny models are short
+    plans.LEAST_SLICE = 8  # rows of tiny models are short
 
     def watch(plan: Plan, batch: FlatBatch) -> Decision:
         decision = decide(plan, batch)
@@ -64,7 +64,7 @@ def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
             decisions.append((one, all_do))
         return decision
 
-    base.make_plan = lambda *args, **kwargs: in_tokens(made(*args, **kwargs), budget)  # type: ignore[attr-defined]
+    planned.make_plan = lambda *args, **kwargs: in_tokens(made(*args, **kwargs), budget)  # type: ignore[attr-defined]
     Plan.decide = watch  # type: ignore[method-assign]
     return decisions
 
@@ -99,7 +99,7 @@ def train(task: str, model: str, output: str, settings: dict) -> None:
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
     tokens_in_memory = settings.pop("tokens_in_memory", None)
-    base.make_plan, Plan.decide = NOT_WATCHED  # type: ignore[method-assign]
+    planned.make_plan, Plan.decide = NOT_WATCHED  # type: ignore[method-assign]
     decisions = watch_decisions(tokens_in_memory) if tokens_in_memory else []
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     streams, differs = settings.pop("streams", False), settings.pop("differs", False)

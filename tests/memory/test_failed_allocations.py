@@ -12,7 +12,7 @@ from tests.helpers.memory import budgeted, fail_once_planned, failing, generatin
 from tests.helpers.tiny import lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
 from trl_paddingfree.model.architecture import recompute_first
-from trl_paddingfree.trainers.steps import Attempt
+from trl_paddingfree.training.steps import Attempt
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

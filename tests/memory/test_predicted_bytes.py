@@ -17,10 +17,11 @@ from tests.helpers.tiny import conversations, following_rotary, lora, make_model
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
 from trl_paddingfree import FlatBatch
+from trl_paddingfree.memory.account import CORRECTED, Pass
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
-from trl_paddingfree.memory.plan import CORRECTED, Pass, Plan
+from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route

@@ -12,7 +12,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.tiny import make_model
-from trl_paddingfree import FlatBatch, upstream
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.memory.adapters import cast_inputs_once
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
@@ -36,7 +37,7 @@ def adapted(folder=None, once: bool = True, **options):
     peft_model = get_peft_model(model, lora).train()
     peft_model.enable_input_require_grads()
     if once:
-        upstream.cast_inputs_once(peft_model, "cpu")
+        cast_inputs_once(peft_model, "cpu")
     return peft_model
 
 
@@ -115,7 +116,7 @@ def test_layers_whose_results_would_change_keep_their_casts(casts, options, keep
 def test_adapters_in_bfloat16_keep_their_casts():
     """Under float16 autocast, an input that were not cast to bfloat16 first would be another number."""
     model = get_peft_model(make_model(dtype=torch.bfloat16), LoraConfig(), autocast_adapter_dtype=False)
-    upstream.cast_inputs_once(model, "cpu")
+    cast_inputs_once(model, "cpu")
     assert {layer.cast_input_dtype_enabled for layer in model.modules() if isinstance(layer, LoraLayer)} == {True}
 
 
@@ -142,7 +143,7 @@ def test_a_layer_keeps_15_percent_less_of_a_token(once, kilobytes):
     adapters = get_peft_model(model, LoraConfig(r=16 // WIDTH, target_modules="all-linear"))
     adapters.enable_input_require_grads()
     if once:
-        upstream.cast_inputs_once(adapters, "cpu")
+        cast_inputs_once(adapters, "cpu")
     with varlen_on("cpu"), torch.autocast(**BF16):
         kept = count_kept_bytes(model, route).kept
     sizes = load(FlatBatch.from_rows([[1] * LENGTH], [[1] * LENGTH], prefix_sharing=False), route)
@@ -155,7 +156,7 @@ def test_layers_with_several_active_adapters_keep_their_casts(casts):
     model = adapted(once=False)
     model.add_adapter("other", LoraConfig(r=4, target_modules="all-linear"))
     model.base_model.set_adapter(["default", "other"])
-    upstream.cast_inputs_once(model, "cpu")
+    cast_inputs_once(model, "cpu")
     with torch.autocast(**BF16):
         model(**arguments(False))
     assert casts

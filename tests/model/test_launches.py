@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from scripts.benchmark.studies.casts import Launches
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import varlen_on
-from trl_paddingfree import FlatBatch, upstream
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.memory.adapters import cast_inputs_once
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 
@@ -49,7 +50,7 @@ def launches(model_type: str, n_layers: int, prefix_sharing: bool | None, casts:
     if casts:
         get_peft_model(model, LoraConfig(target_modules="all-linear")).enable_input_require_grads()
     if casts == 1:
-        upstream.cast_inputs_once(model, "cpu")
+        cast_inputs_once(model, "cpu")
     with Launches() as forward, torch.autocast("cpu", torch.bfloat16, enabled=bool(casts)):
         logits = model(**inputs, use_cache=False).logits
     with Launches() as backward:

@@ -67,7 +67,7 @@ def config_of(task: str, folder, **options: Any) -> Any:
 
 
 def said_by_us(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.trainers.refusals"]
+    return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.training.refusals"]
 
 
 @pytest.mark.parametrize("task", TRAINERS)

@@ -231,7 +231,7 @@ def test_padding_free_false_is_trl(data):
 
 def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
     """The first step proves policy and reference: what one carries must not reach the check of the other."""
-    from trl_paddingfree.trainers import proving
+    from trl_paddingfree.training import proving
 
     def make():
         return {"model": model_dir, "reward_funcs": score}

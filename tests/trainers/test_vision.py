@@ -37,7 +37,7 @@ from trl_paddingfree.images.examples import first_with_images, images_of
 from trl_paddingfree.images.model import refuse_blind, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.trainers import TRAINERS, collated
-from trl_paddingfree.trainers.steps import Part
+from trl_paddingfree.training.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]

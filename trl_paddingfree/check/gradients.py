@@ -35,7 +35,7 @@ from .probe import (
     row_inputs,
     undisturbed,
 )
-from .training import as_in_training, frozen_layers_tried, small_parameters, watched_embeddings
+from .training import as_in_training, frozen_layers_tried, refuse_broken_slices, small_parameters, watched_embeddings
 
 # Length of the rows: together more than 256 flat tokens
 _LENGTH = 104
@@ -185,15 +185,6 @@ class RowsInTraining:
             found_small.append(found)
         noise = max(*moved, _of_parameters(found_small, self.small) or 0.0)
         return max(self.tolerance, min(NOISE_FACTOR * noise, MOST_NOISE))
-
-
-def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
-    """Raise what a model raises in slices: other processes may wait for this one, which has to end."""
-    if (group := FlatModel.group_of(model)) is not None:
-        raise ValueError(
-            f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "
-            f"{type(error).__name__} in slices: {error} Set it to 1 to train whole batches."
-        ) from error
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:

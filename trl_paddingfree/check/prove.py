@@ -15,11 +15,9 @@ A route that passes then computes gradients, as training will: see [`~trl_paddin
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from threading import Timer
 
 import torch
 from transformers import PreTrainedModel
@@ -27,8 +25,9 @@ from transformers import PreTrainedModel
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
-from .gradients import GradientResult, RowsInTraining, check_gradients, refuse_broken_slices
+from .gradients import GradientResult, RowsInTraining, check_gradients
 from .probe import Call, RowsAlone, root_mean_square, rounding_unit
+from .training import refuse_broken_slices
 
 # In low precision rounding may send a token to another expert, flat but not padded, which is no small error and no
 # mistake. It does not happen again with other tokens; a mistake does
@@ -222,35 +221,6 @@ class UnprovenModelError(ValueError):
     ...     print(str(error).splitlines()[-1])
     Set `padding_free=False` to train it with padding, or load it with another `attn_implementation`.
     """
-
-
-class Progress:
-    """Announces the steps of a check, but only if it takes longer than some seconds."""
-
-    def __init__(self, say: Callable[[str], None]):
-        self.say, self.doing, self.is_long = say, "", False
-
-    def __call__(self, doing: str) -> None:
-        self.doing = doing
-        if self.is_long:
-            self.say(doing)
-
-    @contextmanager
-    def after(self, seconds: float) -> Iterator[None]:
-        """Within this context, a check runs. After so many seconds, its current step and all further ones are said."""
-
-        def begin() -> None:
-            self.is_long = True
-            self(self.doing)
-
-        timer = Timer(seconds, begin)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self.is_long = False
 
 
 def draws_of(model: PreTrainedModel) -> int:

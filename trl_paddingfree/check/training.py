@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from .. import upstream
+from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
 from .probe import Call, set_where
 
@@ -183,3 +184,12 @@ def _is_zero(weight: torch.Tensor) -> bool:
     """Whether a plain weight is all zeros, as in blocks that a model was expanded by: no gradient comes through it."""
     is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
     return is_plain and weight.dtype.itemsize > 1 and not weight.any()
+
+
+def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
+    """Raise what a model raises in slices: other processes may wait for this one, which has to end."""
+    if (group := FlatModel.group_of(model)) is not None:
+        raise ValueError(
+            f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "
+            f"{type(error).__name__} in slices: {error} Set it to 1 to train whole batches."
+        ) from error

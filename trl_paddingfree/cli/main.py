@@ -92,15 +92,15 @@ def inspect(args: argparse.Namespace) -> int:
     from rich.progress import track
     from transformers import AutoProcessor, AutoTokenizer
 
-    from ..charts import drawn, plot_waste
     from ..data.load import load_rows
     from ..data.savings import measure
     from ..data.task import task_of
     from ..data.turns import split_turns
     from ..images.examples import has_images
     from ..images.savings import image_counts
+    from ..quickstart.charts import drawn, plot_waste
     from ..trainers import TASKS
-    from ..trainers.configs import silence
+    from ..training.configs import silence
     from .tables import print_memory, print_waste
 
     silence()

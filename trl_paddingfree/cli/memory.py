@@ -26,6 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from .. import upstream
 from ..flat.counts import BatchCounts
+from ..memory.adapters import cast_inputs_once
 from ..memory.device import GIB
 from ..memory.kept_bytes import LOADS, count_kept_bytes
 from ..memory.needs import HeadBytes, MemoryNeeds, needs_of
@@ -106,7 +107,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     if tuning != "full":
         lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
         model.enable_input_require_grads()
-        upstream.cast_inputs_once(get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora"), "cpu")
+        cast_inputs_once(get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora"), "cpu")
     with torch.autocast("cpu", DTYPE):  # as `bf16`, TRL's default, has it: adapters are float32, products are not
         kept = count_kept_bytes(model, route)
     layers = recomputable_layers(model)

@@ -8,6 +8,7 @@ from rich.table import Column, Table
 
 from ..check.report import ModelReport
 from ..data.savings import WasteReport
+from ..memory.device import GIB
 
 
 def _of_figures(title: str, heads: list[str]) -> Table:
@@ -104,3 +105,29 @@ def print_routes(report: ModelReport) -> None:
     for results, reasons in map(report.backends.__getitem__, faster):
         for text in [reasons] if reasons else map(str, results):
             say(text)
+
+
+def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
+    """Print what the run took and what it computed, on the main process."""
+    counts = trainer.total_counts()
+    memory = trainer.peak_memory
+    if not trainer.accelerator.is_main_process:
+        return
+    examples = metrics["train_samples_per_second"] * metrics["train_runtime"]
+    figures = {
+        "time": f"{seconds:.1f} s",
+        "optimizer steps": f"{trainer.state.global_step}",
+        "final loss": f"{metrics['train_loss']:.4f} (mean over the run)",
+        f"{trainer.sample_unit} per second": f"{examples / seconds:.2f}",
+        "real tokens per second": f"{counts.real / seconds:,.0f}",
+        "tokens computed": f"{counts.computed:,}",
+        "slots of the padded batches": f"{counts.padded:,}",
+        "computed, of padded": f"{counts.computed / max(counts.padded, 1):.1%}",
+        memory.name: f"{memory.highest / GIB:.2f} GiB",
+    }
+    if counts.distinct:
+        figures["computed, of distinct tokens"] = f"{counts.computed / counts.distinct:.1%}"
+    table = Table(title=f"Trained by {trainer.method}", show_header=False, title_justify="left")
+    for name, value in figures.items():
+        table.add_row(name, value)
+    Console().print(table)

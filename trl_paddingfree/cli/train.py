@@ -16,8 +16,6 @@ import torch
 import trl.rewards
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict
-from rich.console import Console
-from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 from trl import (
@@ -36,11 +34,12 @@ from yaml import YAMLError
 
 from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
-from ..memory.device import GIB, has_accelerator
+from ..memory.device import has_accelerator
 from ..trainers import TRAINERS
 from ..trainers.base import FlatTrainer
-from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
+from ..training.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
 from .options import LOADING, TRACEBACK, OneLineParser, refuse, separated
+from .tables import summarize
 
 
 @dataclass
@@ -283,32 +282,6 @@ def train(trainer: FlatTrainer, script_args: ScriptArguments, training_args: Tra
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.accelerator.end_training()
-
-
-def summarize(trainer: FlatTrainer, metrics: dict[str, float], seconds: float) -> None:
-    """Print what the run took and what it computed, on the main process."""
-    counts = trainer.total_counts()
-    memory = trainer.peak_memory
-    if not trainer.accelerator.is_main_process:
-        return
-    examples = metrics["train_samples_per_second"] * metrics["train_runtime"]
-    figures = {
-        "time": f"{seconds:.1f} s",
-        "optimizer steps": f"{trainer.state.global_step}",
-        "final loss": f"{metrics['train_loss']:.4f} (mean over the run)",
-        f"{trainer.sample_unit} per second": f"{examples / seconds:.2f}",
-        "real tokens per second": f"{counts.real / seconds:,.0f}",
-        "tokens computed": f"{counts.computed:,}",
-        "slots of the padded batches": f"{counts.padded:,}",
-        "computed, of padded": f"{counts.computed / max(counts.padded, 1):.1%}",
-        memory.name: f"{memory.highest / GIB:.2f} GiB",
-    }
-    if counts.distinct:
-        figures["computed, of distinct tokens"] = f"{counts.computed / counts.distinct:.1%}"
-    table = Table(title=f"Trained by {trainer.method}", show_header=False, title_justify="left")
-    for name, value in figures.items():
-        table.add_row(name, value)
-    Console().print(table)
 
 
 if __name__ == "__main__":

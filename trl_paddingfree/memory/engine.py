@@ -1,6 +1,9 @@
 """What an engine that shards weights or gradients makes of passes: all processes compute some of them together."""
 
+import torch
 from accelerate import Accelerator, DistributedType
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -16,3 +19,9 @@ def adds_up_shards(accelerator: Accelerator) -> bool:
         return False
     plugin = accelerator.state.fsdp_plugin
     return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
+
+
+def base_of(accelerator: Accelerator, model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped  # type: ignore

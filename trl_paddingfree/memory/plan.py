@@ -1,11 +1,8 @@
 """The plan of a run under budgets: how each pass is computed, what it needs, and what no budget can hold."""
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,13 +12,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..flat.batch import FlatBatch
-from ..flat.counts import of_all_processes
 from ..flat.slices import cut_by_number, cut_by_size, num_kept
 from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure
 from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
 from ..model.slices import Decision
+from .account import Account, Pass
 from .device import GIB, PeakMemory
 from .engine import is_sharded
 from .kept_bytes import LOADS, load, slice_loads
@@ -29,26 +26,15 @@ from .needs import MemoryNeeds
 
 logger = logging.get_logger(__name__)
 
-# Micro-batches whose peaks correct the prediction; and after a failed allocation, what is left of the budget
-CORRECTED, AFTER_FAILURE = 8, 0.9
+# What is left of the budget after a failed allocation
+AFTER_FAILURE = 0.9
 # The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
 LEAST_SLICE = 128
 # The least tokens that a slice is halved to, where it has failed to allocate
 LEAST_HALVED = 8
-# Each process measures its own peaks
-STATE = "memory_budget_{rank}.json"
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A forward and backward pass under a plan."""
-
-    batch: FlatBatch
-    decision: Decision
-    held: int  # bytes before it
-
-
-class Plan:
+class Plan(Account):
     """
     The plan of a run: decides how each pass computes a batch, under a `limit` of tokens, a `budget` in bytes, or both.
     The one owner of such decisions, which keeps account of what follows from them.
@@ -71,18 +57,11 @@ class Plan:
         layers: Sequence[GradientCheckpointingLayer] = (),
         is_reentrant: bool = False,
     ):
-        self.accelerator, self.device_memory, self.layers = accelerator, device_memory, layers
-        self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
-        self.asked_limit = limit  # a failed allocation lowers the other
+        super().__init__(device_memory, flat_model.group, limit, option, budget, needs, layers)
+        self.accelerator, self.route = accelerator, flat_model.route
         self.is_reentrant = is_reentrant  # whether layers recompute as reentrant checkpoints do
-        self.route, self.group = flat_model.route, flat_model.group
         self.is_sharded = is_sharded(accelerator)
         self.why_whole = why_not_in_slices(flat_model.model, self.route, self.group)
-        self.has_shrunk = False
-        self.current: Pass | None = None  # the pass that is being made, from its decision on
-        self.micro_batches = self.slices = self.predicted = 0
-        self.layers_recomputed = 0.0
-        self.observed, self.most_measured = 0, 0.0
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
@@ -220,34 +199,7 @@ class Plan:
             f"gradients, the optimizer and what others hold. Raise it to at least {least:.3f}, or lower {lower}."
         )
 
-    # --- account ----------------------------------------------------------------------------------------------------
-
-    def finish(self, has_stepped: bool) -> None:
-        """A pass ended well; `has_stepped` says whether the optimizer has its state by now."""
-        if (made := self.current) is None:  # nothing that trains was computed
-            return
-        tokens, decision = made.batch.counts.computed, made.decision
-        self.micro_batches += 1
-        self.slices += max(len(decision.cuts) - 1, 1)
-        again = decision.cuts[-2] / tokens if decision.cuts else 0.0  # all slices but the last are computed again
-        self.layers_recomputed += (decision.num_recomputed or 0) + again * len(self.layers)
-        self.predicted = max(self.predicted, decision.expected)
-        # Without gradients and moments, the peak would look as if activations needed next to nothing
-        if self.needs is not None and has_stepped and self.device_memory.can_reset and self.observed < CORRECTED:
-            self._correct(self.needs, made)
-
-    def _correct(self, needs: MemoryNeeds, made: Pass) -> None:
-        """Correct the prediction by a peak; downwards only once enough of them are known."""
-        self.observed += 1
-        uncorrected = (made.decision.expected - needs.fixed) / needs.correction
-        # What holds memory beside the models may have come since the plan was made
-        held, peak = made.held, self.device_memory.current
-        if self.group is not None:
-            held, peak = self.group.largest([held, peak]).tolist()
-        self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
-        self.most_measured = max(self.most_measured, (peak - needs.fixed) / uncorrected)
-        if self.most_measured > needs.correction or self.observed == CORRECTED:
-            self.needs = replace(needs, correction=max(self.most_measured, 0.1))
+    # --- failed allocations -----------------------------------------------------------------------------------------
 
     def shrink(self, error: RuntimeError) -> None:
         """Lower the budget if `error` says that memory ran out in a pass, and another decision follows. Else raise."""
@@ -301,47 +253,3 @@ class Plan:
                 f"a micro-batch cannot be computed again. Leave `use_reentrant` out, or lower {what}."
             )
         return ""
-
-    def figures(self, accelerator: Accelerator) -> dict[str, float]:
-        """Figures since the last call: over all processes the mean of slices and layers, and the highest prediction."""
-        counts = [self.micro_batches, self.slices, self.layers_recomputed]
-        gathered = of_all_processes([*counts, self.predicted / GIB, self.budget / GIB], accelerator)
-        self.micro_batches = self.slices = self.predicted = 0
-        self.layers_recomputed = 0.0
-        number, slices, recomputed = gathered[:, :3].sum(0).tolist()
-        if not number:
-            return {}
-        figures = {"flat/slices": slices / number}
-        if self.needs is None:
-            return figures
-        return figures | {
-            "flat/recomputed": recomputed / number / len(self.layers),
-            "flat/predicted_memory_gib": gathered[:, 3].max().item(),
-            "flat/memory_budget_gib": gathered[:, 4].min().item(),
-        }
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def save(self, folder: str, rank: int) -> None:
-        """Save what later decisions of the process `rank` follow from."""
-        state: dict[str, Any] = {"option": self.option, "asked_limit": self.asked_limit, "limit": self.limit}
-        state["has_shrunk"] = self.has_shrunk
-        if self.needs is not None:
-            state |= {"budget": self.budget, "correction": self.needs.correction, "fixed": self.needs.fixed}
-            state |= {"observed": self.observed, "most_measured": self.most_measured}
-        (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
-
-    def restore(self, folder: str, rank: int) -> None:
-        """Go on with what was saved, unless another budget was asked for since, or the process is new or in a group."""
-        path = Path(folder) / STATE.format(rank=rank)
-        if self.group is not None or not path.exists():
-            return
-        state = json.loads(path.read_text())
-        if self.asked_limit is not None and state.get("asked_limit") == self.asked_limit:  # not known to 0.4.0
-            self.limit = state["limit"]
-        if self.needs is None or state["option"] != self.option:
-            return
-        self.has_shrunk = state["has_shrunk"]
-        self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]
-        fixed = max(self.needs.fixed, state.get("fixed", 0))  # not known to 0.2.0
-        self.needs = replace(self.needs, correction=state["correction"], fixed=fixed)

@@ -73,9 +73,10 @@ class FlatMask(torch.Tensor):
         On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it. Attention goes
         through the `exchanges`, the first of which is next to the backend; layers with a state ask `states`.
         """
-        total = layout.segments.num_tokens
-        tokens = total if states is None else len(states.span(total))
-        shape = (1, tokens) if per_token else (1, 1, 1, 1)
+        shape: tuple[int, ...] = (1, 1, 1, 1)
+        if per_token:
+            total = layout.segments.num_tokens
+            shape = (1, total if states is None else len(states.span(total)))
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
         mask.flat_layout, mask.exchanges, mask.states = layout, exchanges, states
         return mask

@@ -108,7 +108,22 @@ class SequenceGroup:
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
+        batch.layout.derived("the same on all processes", lambda: self._refuse_different(batch))
         return slice_of(batch, self.rank, self.size, turns)
+
+    def _refuse_different(self, batch: FlatBatch) -> None:
+        """Refuse batches that are not the same on all processes of the group, before their slices are exchanged."""
+        tokens, labels = batch.input_ids[0], batch.shift_labels[0]
+        places = torch.arange(1, len(tokens) + 1, device=tokens.device)
+        sizes = tokens.new_tensor([len(tokens), len(labels), *batch.row_mask.shape])
+        sums = [(tokens * places).sum(), batch.position_ids.sum(), (labels * (batch.scored_index + 1)).sum()]
+        found = torch.cat([sizes, torch.stack(sums)])
+        if self.largest(torch.cat([found, -found])).reshape(2, -1).sum(0).any():
+            raise ValueError(
+                f"`sequence_parallel_size={self.size}`: processes of one group have been given different batches. A "
+                "transform of the data set that draws at random, or a data loader of your own, may do that: give all "
+                "of them the same."
+            )
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,29 +15,24 @@ from ..check.prove import UnprovenModelError
 from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..data.validate import log_unread
-from ..flat.batch import FlatBatch, Inputs
+from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
 from ..images.examples import ImageProbe, has_images
 from ..images.model import rules_of_all
 from ..images.rows import VisionRules
-from ..memory.device import PeakMemory
-from ..memory.engine import is_sharded
-from ..memory.needs import HeadBytes, fused_head
-from ..memory.plan import Plan
-from ..memory.planning import make_plan
-from ..model import architecture
-from ..model.routes import why_not_in_slices
+from ..memory.adapters import cast_inputs_once
+from ..memory.engine import base_of
+from ..training import refusals
+from ..training.checkpoints import append_to_card
+from ..training.configs import Arguments, config_of, given_datasets, options_of, silence
+from ..training.planned import PlannedTrainer
+from ..training.proving import StartUpCheck
+from ..training.state import FlatState, when_flat
+from ..training.steps import Part
 from ..versions import naming_versions, refuse_moved_names
-from . import refusals
-from .checkpoints import append_to_card
-from .configs import Arguments, config_of, options_of, silence
-from .groups import GroupedTrainer
-from .proving import StartUpCheck, base_of
-from .state import FlatState, when_flat
-from .steps import Part, TrainingSteps
 
 
-class FlatTrainer(GroupedTrainer):
+class FlatTrainer(PlannedTrainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
@@ -54,7 +49,6 @@ class FlatTrainer(GroupedTrainer):
     trl_trainer: Any  # TRL's trainer class
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
-    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # of models, for the plan
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}
@@ -65,7 +59,6 @@ class FlatTrainer(GroupedTrainer):
     # Where TRL's trainers keep metrics and tokens
     _metrics: Any
     _total_train_tokens: int
-    aux_loss_enabled: bool = False
     router_aux_loss_coef: float = 0.0
 
     # --- at the start -----------------------------------------------------------------------------------------------
@@ -99,7 +92,7 @@ class FlatTrainer(GroupedTrainer):
             return
         self.refuse_arguments(arguments)
         if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
-            for name, dataset in refusals.given_datasets(arguments):
+            for name, dataset in given_datasets(arguments):
                 log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
         vars(config)["padding_free"] = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         if options.memory_budget is not None:
@@ -117,7 +110,7 @@ class FlatTrainer(GroupedTrainer):
         bases = [self.flat_base(model) for model in self.flat_models()]
         # TRL may be done with the reference
         self.flat.models = [each for each in self.flat.models if each.model in bases]
-        self.refuse_data(refusals.given_datasets(arguments))
+        self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
         self.plan_if_placed()
 
@@ -164,7 +157,7 @@ class FlatTrainer(GroupedTrainer):
             return
         flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
         upstream.apply_liger(self.model, self.args)
-        upstream.cast_inputs_once(self.model, self.accelerator.device.type)
+        cast_inputs_once(self.model, self.accelerator.device.type)
         flat.models = flat.check.install(self.flat_models())
         flat.trained = flat.models[0]
         upstream.keep_varlen_results(self.model)
@@ -224,81 +217,6 @@ class FlatTrainer(GroupedTrainer):
         """What TRL computes of a padded micro-batch."""
         raise NotImplementedError
 
-    # --- budgets ----------------------------------------------------------------------------------------------------
-
-    def plan_if_placed(self) -> None:
-        """Plan for the budgets before training, if the models have all of their weights by now."""
-        if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
-            self.plan_steps(self.model)
-
-    def plan_steps(self, model: torch.nn.Module) -> None:
-        """Plan for the budgets, once a `model` is proven, prove slices, and refuse what no example fits into. Once."""
-        self.prove_placed(model)
-        flat = self.flat
-        if flat.is_planned:
-            return
-        flat.is_planned = True
-        if not flat.options.has_budget:
-            return
-        if vars(self).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
-            raise ValueError(
-                "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
-                "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
-            )
-        flat.plan = plan = self._plan()
-        flat.steps = TrainingSteps(self, plan)
-        for each in flat.models:  # others may have layers that the one which is trained has not
-            if not why_not_in_slices(each.model, each.route, each.group):
-                each.decide = plan.decide
-        flat.check.prove_slices([model, *self.flat_models()[1:]])
-        flat.trained.decide = plan.decide  # of layers that recompute, too
-        if flat.resumed_from is not None:
-            plan.restore(flat.resumed_from, self.args.process_index)
-        if not plan.has_shrunk:  # which makes it smaller than the data was measured by
-            self.refuse_small_budget(plan)
-
-    def _plan(self) -> Plan:
-        """The plan under the budgets that the options ask for, of models that have their weights."""
-        options, args, optimizer = self.flat.options, self.args, self.optimizer
-        with self.flat.check.in_precision():
-            return make_plan(
-                self.flat.trained,
-                self.accelerator,
-                self.peak_memory,
-                option=options.memory_budget,
-                limit=options.max_tokens_per_micro_batch,
-                is_reentrant=bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
-                models=self.flat_models(),
-                wrapped=self.model_wrapped,
-                optimizer=self.get_optimizer_cls_and_kwargs(args, self.model) if optimizer is None else optimizer,
-                head=type(self).head_bytes(*(each.model for each in self.flat.models)),
-                images=self.images_in_memory() if options.memory_budget else (),
-                arguments={"output_router_logits": True} if self.aux_loss_enabled else {},
-            )
-
-    def refuse_small_budget(self, plan: Plan) -> None:
-        """Refuse a budget that an example, of those that are known, does not fit into."""
-        raise NotImplementedError
-
-    def images_in_memory(self) -> list[Inputs]:
-        """Arguments of calls with images, of which one differs from another in their number; none for text."""
-        images = self.flat.check.images
-        if images is not None and not images.names:
-            raise ValueError(
-                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
-                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
-            )
-        return [] if images is None else images.to_count(self.flat.trained.route.prefix_sharing)
-
-    def reach_of(self, batch: FlatBatch) -> int | None:
-        """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
-        width = batch.row_index.size(1)
-        return width if any(width >= limit for limit in self.rotary_limits().values()) else None
-
-    def rotary_limits(self) -> dict[str, int]:
-        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
-        return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
-
     # --- figures ----------------------------------------------------------------------------------------------------
 
     @property
@@ -313,11 +231,6 @@ class FlatTrainer(GroupedTrainer):
     def sample_unit(self) -> str:
         """What a micro-batch of training holds, in the plural."""
         return self.task.unit
-
-    @cached_property
-    def peak_memory(self) -> PeakMemory:
-        """The most memory in use so far."""
-        return PeakMemory(self.accelerator.device)
 
     def total_counts(self) -> BatchCounts:
         """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""

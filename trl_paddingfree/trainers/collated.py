@@ -20,11 +20,11 @@ from ..images.examples import ImageProbe, first_examples, has_images
 from ..memory.engine import is_sharded
 from ..memory.plan import Plan
 from ..model.edits import refuse_lost_batch, refuse_lost_values
-from . import refusals
+from ..training import refusals
+from ..training.configs import Arguments
+from ..training.state import when_flat
+from ..training.steps import Part, weighted_parts
 from .base import FlatTrainer
-from .configs import Arguments
-from .state import when_flat
-from .steps import Part, weighted_parts
 
 # How many of the largest examples are looked at, by each measure
 _CANDIDATES = 16

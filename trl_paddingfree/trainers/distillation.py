@@ -11,9 +11,9 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..images.generated import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
 from ..model.flat_model import FlatModel
-from .configs import Arguments, PaddingFreeDistillationConfig
+from ..training.configs import Arguments, PaddingFreeDistillationConfig
+from ..training.state import when_flat
 from .online import PROMPTS, OnlineTrainer
-from .state import when_flat
 
 # Without Triton, TRL makes a tile into its gradient by ten more of its size at a time, in float32
 _TORCH_TILES = 10

@@ -11,9 +11,9 @@ from ..data.task import Task
 from ..data.validate import check_preferences, log_dropped
 from ..flat.batch import Inputs
 from ..images.collate import VisionPreferenceCollator
+from ..training.configs import PaddingFreeDPOConfig
+from ..training.state import when_flat
 from .collated import CollatedTrainer
-from .configs import PaddingFreeDPOConfig
-from .state import when_flat
 
 DPO = Task(
     name="dpo",

@@ -11,9 +11,9 @@ from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionUnpairedCollator
+from ..training.configs import PaddingFreeKTOConfig
+from ..training.state import when_flat
 from .collated import CollatedTrainer
-from .configs import PaddingFreeKTOConfig
-from .state import when_flat
 
 KTO = Task(
     name="kto",

@@ -26,10 +26,10 @@ from ..images.rows import VisionRules
 from ..memory.plan import Plan
 from ..model.architecture import takes_images
 from ..model.flat_model import FlatModel
+from ..training.configs import Arguments
+from ..training.refusals import refuse_oversized, refuse_to_move, refuse_untried
+from ..training.state import when_flat
 from .base import FlatTrainer
-from .configs import Arguments
-from .refusals import refuse_oversized, refuse_to_move, refuse_untried
-from .state import when_flat
 
 # Of tasks that generate. Trainers give it their names, and the first of them what it is found by
 PROMPTS = Task(

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_paddingfree import FlatBatch, upstream
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.cli.memory import model_config
+from trl_paddingfree.memory.adapters import cast_inputs_once
 from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
@@ -53,7 +54,7 @@ class Way:
         self.adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
         self.adapted.enable_input_require_grads()
         if is_once:
-            upstream.cast_inputs_once(self.adapted, "cpu")
+            cast_inputs_once(self.adapted, "cpu")
         rows = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, LENGTH)).tolist()
         ids = torch.tensor(rows)
         self.inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..flat.batch import FlatBatch, Inputs
+from ..flat.batch import Inputs
 from ..images.examples import has_images
 from ..model.restored import attributes_set
 from ..model.sequence import SequenceGroup
@@ -99,12 +99,6 @@ class GroupedTrainer(ResumableTrainer):
         is_counted = self.group is None or self.group.rank == 0  # sums go over all processes
         return super().floating_point_ops(inputs) if is_counted else 0
 
-    def _prepare_inputs(self, *args, **kwargs):
-        inputs = super()._prepare_inputs(*args, **kwargs)
-        if self.group is not None and isinstance(batch := inputs.get("flat_batch"), FlatBatch):
-            refuse_different(self.group, batch)
-        return inputs
-
 
 def _with_mesh(accelerator: Any, prepare: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
     """A data loader that gives all processes of a group the same batches."""
@@ -116,17 +110,3 @@ def _of_each_group(gather: Any, size: int, tensors: Any) -> Any:
     """What one process of each group has, gathered."""
     processes = torch.distributed.get_world_size()
     return recursively_apply(lambda x: x.unflatten(0, (processes, -1))[::size].flatten(0, 1), gather(tensors))
-
-
-def refuse_different(group: SequenceGroup, batch: FlatBatch) -> None:
-    """Refuse batches that are not the same on all processes of a group, before their slices are exchanged."""
-    tokens, labels = batch.input_ids[0], batch.shift_labels[0]
-    places = torch.arange(1, len(tokens) + 1, device=tokens.device)
-    sizes = tokens.new_tensor([len(tokens), len(labels), *batch.row_mask.shape])
-    sums = [(tokens * places).sum(), batch.position_ids.sum(), (labels * (batch.scored_index + 1)).sum()]
-    found = torch.cat([sizes, torch.stack(sums)])
-    if group.largest(torch.cat([found, -found])).reshape(2, -1).sum(0).any():
-        raise ValueError(
-            f"`{OPTION}={group.size}`: processes of one group have been given different batches. A transform of the "
-            "data set that draws at random, or a data loader of your own, may do that: give all of them the same."
-        )

@@ -18,10 +18,10 @@ from trl import SFTConfig
 from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
 from ..model import architecture
-from .configs import Arguments, PaddingFreeOptions
+from .configs import Arguments, PaddingFreeOptions, given_datasets
 
 if TYPE_CHECKING:
-    from .base import FlatTrainer
+    from ..trainers.base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -56,15 +56,6 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
         )
-
-
-def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
-    """The data sets among the arguments of a trainer, with their names."""
-    eval_dataset = arguments.get("eval_dataset")
-    eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    datasets = {"train": arguments.get("train_dataset"), **eval_datasets}
-    # What is none of these, TRL refuses in its own words
-    return [(name, dataset) for name, dataset in datasets.items() if isinstance(dataset, Dataset | IterableDataset)]
 
 
 def _refuse_prompt_learning(model: object, peft_config: object) -> None:

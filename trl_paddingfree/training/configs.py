@@ -7,16 +7,18 @@ from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
+from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available, logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
+from ..data.lengths import AnyDataset
 from ..memory.device import has_accelerator
 from ..model.routes import BackendName
 
 if TYPE_CHECKING:
-    from .base import FlatTrainer
+    from ..trainers.base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -91,6 +93,15 @@ def checked_budget(budget: float | str | None) -> float | str | None:
     if not 0 < gib < float("inf"):
         raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
     return gib
+
+
+def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
+    """The data sets among the arguments of a trainer, with their names."""
+    eval_dataset = arguments.get("eval_dataset")
+    eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    datasets = {"train": arguments.get("train_dataset"), **eval_datasets}
+    # What is none of these, TRL refuses in its own words
+    return [(name, dataset) for name, dataset in datasets.items() if isinstance(dataset, Dataset | IterableDataset)]
 
 
 def train_where_one_can(config: TrainingArguments) -> None:

@@ -9,16 +9,17 @@ from weakref import WeakSet
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather
-from peft import PeftModel
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from .. import upstream
-from ..check.prove import CheckResult, Progress, UnprovenModelError, draws_of, prove
+from ..check.progress import Progress
+from ..check.prove import CheckResult, UnprovenModelError, draws_of, prove
 from ..check.slices import check_slices
 from ..images.check import prove_images
 from ..images.examples import MADE_UP, ImageProbe
 from ..images.model import sees_both_ways
+from ..memory.engine import base_of
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
@@ -38,12 +39,6 @@ _FAILED = -1
 
 class _FailedElsewhereError(UnprovenModelError):
     """The check failed on another process."""
-
-
-def base_of(accelerator: Accelerator, model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
-    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    return unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped  # type: ignore
 
 
 class StartUpCheck:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from ..flat.counts import of_all_processes
 from ..memory.engine import adds_up_shards
 from ..memory.plan import Plan
 from ..model.restored import attributes_set, gradients_dropped
-
-if TYPE_CHECKING:
-    from .base import FlatTrainer
 
 # Methods by which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
@@ -82,7 +79,7 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
 class PartMetrics:
     """TRL's metrics of a micro-batch that runs in parts: sums over those of this process, gathered once at the end."""
 
-    def __init__(self, trainer: "FlatTrainer"):
+    def __init__(self, trainer: Any):
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.metrics, self.tokens_before = trainer._metrics["train"], trainer._total_train_tokens
         # Of each metric times what it is a mean over, and of that
@@ -167,7 +164,7 @@ class Attempt:
             parameter.grad = gradient
 
 
-def figures_of(trainer: "FlatTrainer") -> Callable[[], None]:
+def figures_of(trainer: Any) -> Callable[[], None]:
     """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
     tokens, counted = trainer._total_train_tokens, [*trainer.counts.new]
@@ -185,7 +182,7 @@ def figures_of(trainer: "FlatTrainer") -> Callable[[], None]:
 class TrainingSteps:
     """The training steps of a trainer under a [`~trl_paddingfree.memory.plan.Plan`]."""
 
-    def __init__(self, trainer: "FlatTrainer", plan: Plan):
+    def __init__(self, trainer: Any, plan: Plan):
         self.trainer, self.plan = trainer, plan
         self.parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
         self.part: Part | None = None  # the part that is being computed, if there are others

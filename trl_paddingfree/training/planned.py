@@ -1,0 +1,107 @@
+"""A trainer whose steps keep within budgets: what is planned once its models have their weights."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from ..flat.batch import FlatBatch, Inputs
+from ..memory.device import PeakMemory
+from ..memory.engine import is_sharded
+from ..memory.needs import HeadBytes, fused_head
+from ..memory.plan import Plan
+from ..memory.planning import make_plan
+from ..model import architecture
+from ..model.routes import why_not_in_slices
+from .groups import GroupedTrainer
+from .steps import TrainingSteps
+
+
+class PlannedTrainer(GroupedTrainer):
+    """A trainer with a plan, if its options ask for a budget."""
+
+    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # of models, for the plan
+    model: PreTrainedModel
+    aux_loss_enabled: bool = False
+    flat_models: Callable[[], list[torch.nn.Module]]
+    prove_placed: Callable[[torch.nn.Module], None]
+
+    @cached_property
+    def peak_memory(self) -> PeakMemory:
+        """The most memory in use so far."""
+        return PeakMemory(self.accelerator.device)
+
+    def plan_if_placed(self) -> None:
+        """Plan for the budgets before training, if the models have all of their weights by now."""
+        if not self.flat.check.awaits_weights and not is_sharded(self.accelerator):
+            self.plan_steps(self.model)
+
+    def plan_steps(self, model: torch.nn.Module) -> None:
+        """Plan for the budgets, once a `model` is proven, prove slices, and refuse what no example fits into. Once."""
+        self.prove_placed(model)
+        flat = self.flat
+        if flat.is_planned:
+            return
+        flat.is_planned = True
+        if not flat.options.has_budget:
+            return
+        if vars(self).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
+            raise ValueError(
+                "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
+                "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
+            )
+        flat.plan = plan = self._plan()
+        flat.steps = TrainingSteps(self, plan)
+        for each in flat.models:  # others may have layers that the one which is trained has not
+            if not why_not_in_slices(each.model, each.route, each.group):
+                each.decide = plan.decide
+        flat.check.prove_slices([model, *self.flat_models()[1:]])
+        flat.trained.decide = plan.decide  # of layers that recompute, too
+        if flat.resumed_from is not None:
+            plan.restore(flat.resumed_from, self.args.process_index)
+        if not plan.has_shrunk:  # which makes it smaller than the data was measured by
+            self.refuse_small_budget(plan)
+
+    def _plan(self) -> Plan:
+        """The plan under the budgets that the options ask for, of models that have their weights."""
+        options, args, optimizer = self.flat.options, self.args, self.optimizer
+        with self.flat.check.in_precision():
+            return make_plan(
+                self.flat.trained,
+                self.accelerator,
+                self.peak_memory,
+                option=options.memory_budget,
+                limit=options.max_tokens_per_micro_batch,
+                is_reentrant=bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+                models=self.flat_models(),
+                wrapped=self.model_wrapped,
+                optimizer=self.get_optimizer_cls_and_kwargs(args, self.model) if optimizer is None else optimizer,
+                head=type(self).head_bytes(*(each.model for each in self.flat.models)),
+                images=self.images_in_memory() if options.memory_budget else (),
+                arguments={"output_router_logits": True} if self.aux_loss_enabled else {},
+            )
+
+    def refuse_small_budget(self, plan: Plan) -> None:
+        """Refuse a budget that an example, of those that are known, does not fit into."""
+        raise NotImplementedError
+
+    def images_in_memory(self) -> list[Inputs]:
+        """Arguments of calls with images, of which one differs from another in their number; none for text."""
+        images = self.flat.check.images
+        if images is not None and not images.names:
+            raise ValueError(
+                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
+                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
+            )
+        return [] if images is None else images.to_count(self.flat.trained.route.prefix_sharing)
+
+    def reach_of(self, batch: FlatBatch) -> int | None:
+        """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
+        width = batch.row_index.size(1)
+        return width if any(width >= limit for limit in self.rotary_limits().values()) else None
+
+    def rotary_limits(self) -> dict[str, int]:
+        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
+        return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
