@@ -22,6 +22,7 @@ from trl_paddingfree.memory import plan as plans
 from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.model.slices import Decision
 from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.training import planned
 
 
 def from_disk(dataset: Dataset, folder: str) -> Dataset:

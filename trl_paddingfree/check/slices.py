@@ -80,7 +80,9 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
     if errors and not max(errors) <= of_gradients:  # arithmetic that rounds more than its dtype says (4-bit weights)
         of_rows = max(_off(padded.small, whole.small), default=0.0)
         of_gradients = max(of_gradients, min(NOISE_FACTOR * of_rows, MOST_NOISE))
-    noise = NOISE_FACTOR * max(_relative(padded.answers, whole.answers), unit)
+    # A pooled head gives one number a row, so few that what they vary by is as often missed
+    least = unit * (NOISE_FACTOR if flat.is_pooled else 1)
+    noise = NOISE_FACTOR * max(_relative(padded.answers, whole.answers), least)
     return SlicesResult(
         num_slices=len(cuts) - 1,
         error=_relative(sliced.answers, whole.answers),
