@@ -20,6 +20,7 @@ from tests.runs import TOLERANCE as AS_PADDED
 from tests.runs import assert_as_close, off_by, run
 from tests.trainers import test_kernels
 from trl_paddingfree import split_turns
+from trl_paddingfree.model import slices
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 RECOMPUTED = [
@@ -147,6 +148,22 @@ def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(slices_mad
     assert actual.log_history[0]["flat/recomputed"] > expected.log_history[0]["flat/recomputed"]
     assert set(slices_made) <= {1}
     assert off_by(expected, actual, TOLERANCE) == {}
+
+
+def test_slices_that_are_computed_again_draw_from_the_device_what_they_drew(monkeypatch):
+    """The first slice is given no keys, by whose device it would know where numbers are drawn."""
+
+    def once():
+        made = {**arguments("sft", model=make_model()), "peft_config": lora(lora_dropout=0.3)}
+        with pretend_device.own_generator():
+            given = {"max_tokens_per_micro_batch": 12, "steps": 1}
+            return train("sft", make=lambda: made, data=DATA["sft"](4, 0), **given)
+
+    again = once()
+    monkeypatch.setattr(slices, "checkpoint", lambda function, *args, use_reentrant: function(*args))
+    kept = once()
+    assert again.log_history[0]["flat/slices"] > 1
+    assert off_by(kept, again, TOLERANCE) == {}
 
 
 # --- models, data and precision ---------------------------------------------------------------------------------------

@@ -177,6 +177,8 @@ def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup
         return f"its attention is computed by {route}, which takes no keys of earlier slices"
     if carries_state(model) and (route.states != "tree" or repeats_prefixes(model)):
         return "it has layers that hand a state on from token to token, and do not go along the tree"
+    if carries_state(model) and architecture.rotary_limits(model.config.get_text_config()):
+        return "it has layers that hand a state on from token to token, and frequencies that follow the longest row"
     if carries_state(model) and group is not None:
         return f"it has layers that hand a state on from token to token, and `sequence_parallel_size={group.size}`"
     return ""

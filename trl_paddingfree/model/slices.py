@@ -77,7 +77,8 @@ class KeptKeys:
         """Attention of a slice, by a function of `module` and states, over the keys that its layout wants."""
         place = self._place(module)
         if not self.is_complete:
-            self.kept += [x if part.keeps is None else x.index_select(2, part.keeps) for x in (key, value)]
+            keeps = None if part.keeps is None else part.keeps.to(key.device)  # that of the layer
+            self.kept += [x if keeps is None else x.index_select(2, keeps) for x in (key, value)]
         before = [self.earlier[number][place : place + 2] for number in part.reads]
         key, value = (torch.cat([*given, x], 2) for given, x in zip(_columns(before), (key, value), strict=True))
         return attend(module, query, key, value, **kwargs)
@@ -162,9 +163,8 @@ def in_slices(
     together with the other processes of a `group`, of whose tokens the batch has those of this one.
     """
     decoder = decoder_of(model)
-    forward = update_wrapper(
-        partial(_forward, model, batch, cuts, group, decoder.forward), decoder.forward
-    )  # of its signature
+    forward = partial(_forward, model, batch, cuts, group, decoder.forward)
+    update_wrapper(forward, decoder.forward)  # of its signature
     with attributes_set([(decoder, "forward", forward)]):
         yield
 
@@ -184,10 +184,13 @@ def _forward(
         sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
         spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     layers = checkpointing_layers(decoder_of(model))
+    # By the devices of its arguments, what is checkpointed finds the random states to come back to
+    devices = {p.device for p in decoder_of(model).parameters()}
+    places = tuple(torch.empty(0, device=device) for device in devices)
     kept: list[Tensors] = []
     outputs: list[BaseModelOutput] = []
 
-    def compute(number: int, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
+    def compute(number: int, places: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
         part, keys, total = slices[number], KeptKeys(earlier), batch.input_ids.size(1)
         own = {name: _of_slice(name, value, spans[number], total, reach) for name, value in kwargs.items()}
         if visual is not None:
@@ -209,9 +212,9 @@ def _forward(
         earlier = [states if i in part.reads else () for i, states in enumerate(kept)]
         is_last = number + 1 == len(slices)
         if is_last or not torch.is_grad_enabled():
-            output, states = compute(number, *earlier)
+            output, states = compute(number, places, *earlier)
         else:
-            output, states = checkpoint(compute, number, *earlier, use_reentrant=False)
+            output, states = checkpoint(compute, number, places, *earlier, use_reentrant=False)
         outputs.append(output)
         kept.append(states)
         if not torch.is_grad_enabled():  # with gradients, autograd keeps them
