@@ -221,7 +221,7 @@ def test_every_backend_is_documented():
     assert documented == [*BACKENDS]
 
 
-@pytest.mark.parametrize(("head", "budget"), [("in a step", None), ("under a budget", 60)])
+@pytest.mark.parametrize(("head", "budget"), [("in a step", None), ("under a budget", 20)])
 def test_a_step_calls_the_functions_of_the_page_in_its_order(head, budget, tokenizer):
     data, given = preference_data(8, 0), {"peft_config": lora(), "processing_class": tokenizer}
     options = {"max_tokens_per_micro_batch": budget}

@@ -25,7 +25,11 @@ from tests.helpers.memory import (
 from tests.helpers.tiny import conversations, lora, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import ROUNDED, assert_same, run
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.flat.slices import cut_by_size
 from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.memory.kept_bytes import LOADS
+from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.plan import Plan
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -143,6 +147,41 @@ def test_a_budget_changes_no_figure_of_heads(task, passes, hold_tokens):
     assert largest <= 100 / GIB
     # Rewards of pairs add up, and KTO compares all of a micro-batch
     assert (most_slices(passes) > 1) == (task == "kto")
+
+
+def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
+    trainer = budgeted("dpo", folder, preference_data(8, SEED))
+    plan = trainer.flat.plan
+    # 30 completions after a prompt: 400 keys stay of slices that cut no completion, those of nearly all of others
+    prompt = [5] * 400
+    rows = [prompt + [6 + i] * 200 for i in range(30)]
+    batch = FlatBatch.from_rows(rows, rows)
+    per_token = 1.0 * (np.array(LOADS) == "tokens")
+    nothing = 0.0 * per_token
+    plan.needs = MemoryNeeds(
+        0, [per_token] * LAYERS, [per_token] * LAYERS, nothing, nothing, (0, 0), nothing, of_keys=1
+    )
+    least = plan.least(batch)
+    smallest = plan._peak_of_slices(batch, cut_by_size(batch.layout.segments, 8), plan.load(batch))
+    assert least < LAYERS * 250 + 2 * 400 < smallest
+    for plan.budget in (least, 2 * least):
+        decision = plan.own_decision(batch)
+        assert decision.cuts
+        assert decision.expected <= plan.budget
+    plan.budget = least - 1
+    with pytest.raises(ValueError, match="in slices"):
+        plan.decide(batch)
+
+
+@pytest.mark.parametrize("option", [8, 9])
+def test_a_limit_that_was_lowered_is_resumed_with_the_budget(folder, tmp_path, option):
+    data = preference_data(8, SEED)
+    first = budgeted("dpo", folder, data, memory_budget=8).flat.plan
+    first.limit, first.has_shrunk = 77, True
+    first.save(tmp_path, 0)
+    again = budgeted("dpo", folder, data, memory_budget=option).flat.plan
+    again.restore(tmp_path, 0)
+    assert (again.limit, again.has_shrunk) == ((77, True) if option == 8 else (None, False))
 
 
 def test_a_resumed_run_takes_the_same_decisions(folder, tmp_path):

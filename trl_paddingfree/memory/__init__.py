@@ -1,1 +1,1 @@
-"""Memory: what a batch needs, which layers recompute, in which parts it runs, and what a failed allocation changes."""
+"""Memory: what a batch needs, which layers recompute, in which parts or slices it runs, what a failure changes."""

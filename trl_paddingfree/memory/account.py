@@ -116,9 +116,11 @@ class Account:
         if self.group is not None or not path.exists():
             return
         state = json.loads(path.read_text())
+        if state["option"] != self.option:
+            return
         if "asked_limit" in state and state["asked_limit"] == self.asked_limit:  # not known to 0.4.0
             self.limit = state["limit"]
-        if self.needs is None or state["option"] != self.option:
+        if self.needs is None:
             return
         self.has_shrunk = state["has_shrunk"]
         self.budget, self.observed, self.most_measured = state["budget"], state["observed"], state["most_measured"]

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..flat.batch import FlatBatch
+from ..flat.segments import Segments
 from ..flat.slices import cut_by_number, cut_by_size, num_kept
 from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure
@@ -31,6 +32,20 @@ AFTER_FAILURE = 0.9
 LEAST_SLICE = 128
 # The least tokens that a slice is halved to, where it has failed to allocate
 LEAST_HALVED = 8
+
+
+def _sizes(segments: Segments, most: int) -> list[int]:
+    """
+    Sizes of slices to try, from `most` tokens down. Smaller ones may need more: where they cut completions, the keys of
+    these stay; the one that a whole completion fits into cuts none.
+
+    >>> _sizes(Segments((3000, 700, 800), (-1, 0, 0), (0, 3000, 3000)), 1000)
+    [1000, 914, 500, 250, 128]
+    """
+    longest = max(length for i, length in enumerate(segments.lengths) if i not in segments.parents)
+    sizes = {most >> halvings for halvings in range(most.bit_length())} | {longest * 8 // 7}
+    least = min(LEAST_SLICE, most)
+    return sorted({size for size in sizes if least < size <= most} | {least}, reverse=True)
 
 
 class Plan(Account):
@@ -94,11 +109,15 @@ class Plan(Account):
         def cut(size: int) -> Decision:
             return self._in_slices(batch, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks), sizes)
 
-        best = cut(most)
+        best, high = cut(most), most
         if self.needs is None or best.expected <= self.budget:
             return best
-        low, high = min(LEAST_SLICE, most), most
-        best = cut(low)
+        for low in _sizes(batch.layout.segments, most):
+            if (tried := cut(low)).expected < best.expected:
+                best = tried
+            if best.expected <= self.budget:
+                break
+            high = low
         while high - low > max(1, low // 8) and best.expected <= self.budget:
             middle = (low + high) // 2
             if (tried := cut(middle)).expected <= self.budget:
@@ -188,17 +207,17 @@ class Plan(Account):
         assert self.needs is not None
         sizes, segments = self.load(batch), batch.layout.segments
         whole = int(self.needs.peaks(sizes).min())
-        if self.why_whole or segments.num_tokens <= LEAST_SLICE:
+        if self.why_whole:
             return whole
-        size = LEAST_SLICE if self.limit is None else min(LEAST_SLICE, self.limit)
-        cuts = cut_by_size(segments, size, batch.layout.host_blocks)
-        return min(whole, self._peak_of_slices(batch, cuts, sizes))
+        most = segments.num_tokens if self.limit is None else min(self.limit, segments.num_tokens)
+        cuts = (cut_by_size(segments, size, batch.layout.host_blocks) for size in _sizes(segments, most))
+        return min([whole, *(self._peak_of_slices(batch, each, sizes) for each in cuts)])
 
     def too_small_for(self, batch: FlatBatch, name: str = "a micro-batch", lower: str = "`max_length`") -> ValueError:
         """The error of a batch that does not fit; `lower` names what makes it smaller."""
         assert self.needs is not None
         least = math.ceil(self.least(batch) / GIB * 1000) / 1000
-        how = f"with all activations recomputed, as {self.why_whole}" if self.why_whole else "in the smallest slices"
+        how = f"with all activations recomputed, as {self.why_whole}" if self.why_whole else "in slices"
         return ValueError(
             f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {name} needs: {least:.3f} GiB "
             f"for {batch.counts.computed} tokens {how}, of which {self.needs.fixed / GIB:.3f} GiB are weights, "

@@ -49,7 +49,7 @@ class OnlineTrainer(FlatTrainer):
 
     Their batches come from no collator, so the models have a flattener: the passes of policy, old policy and reference
     become flat where each model is called, under whatever wrappers. Generation is untouched. The loss of a micro-batch
-    is TRL's, over all its rows: what does not fit into a budget is divided beneath it.
+    is TRL's, over all its rows: what does not fit into a budget is computed in slices beneath it.
 
     >>> from trl_paddingfree import PaddingFreeGRPOTrainer
     >>> [base.__name__ for base in PaddingFreeGRPOTrainer.__bases__]
