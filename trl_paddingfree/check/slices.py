@@ -69,7 +69,8 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
     batch: FlatBatch = inputs["flat_batch"]
     cuts = cut_by_size(batch.layout.segments, min(_SIZE, length))
     unit = rounding_unit(model)
-    of_gradients = HALF_DIGITS_FACTOR * unit**0.5
+    half = HALF_DIGITS_FACTOR * unit**0.5
+    of_gradients = min(half, MOST_NOISE)
     with narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
         whole, sliced = (_answered(flat, inputs, each, call, not skipped) for each in (Decision(), Decision(cuts)))
         padded = _answered(flat, row_inputs(model, rows), Decision(), call, not skipped)
@@ -78,16 +79,16 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
         has_same_tokens = torch.equal(*((x != 0).any(-1) for x in (sliced.embedded, whole.embedded)))
         errors.append(_relative(sliced.embedded, whole.embedded))
     largest = float(np.max(errors)) if errors else float("nan")  # Python's `max` may leave out what is `nan`
-    if errors and not largest <= of_gradients:  # arithmetic that rounds more than its dtype says (4-bit weights)
+    if errors and not largest <= of_gradients:  # arithmetic that rounds more (4-bit weights, many layers of bfloat16)
         of_rows = float(np.max(_off(padded.small, whole.small), initial=0.0))
-        of_gradients = max(of_gradients, min(NOISE_FACTOR * of_rows, MOST_NOISE))
+        of_gradients = max(of_gradients, min(NOISE_FACTOR * of_rows, max(half, MOST_NOISE)))
     # A pooled head gives one number a row, so few that what they vary by is as often missed
     least = unit * (NOISE_FACTOR if flat.is_pooled else 1)
     noise = NOISE_FACTOR * max(_relative(padded.answers, whole.answers), least)
     return SlicesResult(
         num_slices=len(cuts) - 1,
         error=_relative(sliced.answers, whole.answers),
-        tolerance=min(noise, HALF_DIGITS_FACTOR * unit**0.5),
+        tolerance=min(noise, half),
         gradients=largest,
         of_gradients=of_gradients,
         skipped=skipped or ("" if errors else "none were in sight"),

@@ -1,0 +1,119 @@
+"""The check of slices: what is wrong in slices only is found, and nothing else is."""
+
+import os
+
+import pytest
+import torch
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.tiny import make_model, reward_model
+from trl_paddingfree.check.slices import check_slices
+from trl_paddingfree.model import slices
+from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.routes import choose_route
+
+SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def flat_model(model):
+    if not hasattr(model, "score"):
+        add_fused_lm_head(model)
+    FlatModel.install(model, choose_route(model))
+    return model
+
+
+# What attention in a slice could be given in place of the keys and values of earlier slices
+WRONG_KEYS = {
+    "detached": lambda pairs: [tuple(x.detach() for x in each) for each in pairs],
+    "shifted": lambda pairs: [tuple(x.roll(1, 2) for x in each) for each in pairs],
+    "of another layer": lambda pairs: [(*each[2:], *each[:2]) for each in pairs],
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("wrong", WRONG_KEYS)
+def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monkeypatch):
+    model = flat_model(make_model(model_type, dtype=dtype))
+    found = check_slices(model, draw=SEED)
+    assert found.passed, found
+    attend = slices.KeptKeys.attend
+
+    def attend_wrongly(keys, *args, **kwargs):
+        right = keys.earlier
+        keys.earlier = WRONG_KEYS[wrong](right)
+        try:
+            return attend(keys, *args, **kwargs)
+        finally:
+            keys.earlier = right
+
+    monkeypatch.setattr(slices.KeptKeys, "attend", attend_wrongly)
+    found = check_slices(model, draw=SEED)
+    assert not found.passed, found
+    if dtype == torch.float32:  # answers that detached keys give are right, and bfloat16 rounds more than others move
+        assert check_slices(model, skipped="it does not train", draw=SEED).passed == (wrong == "detached")
+
+
+@pytest.mark.parametrize(("model_type", "read"), [("lfm2", "context"), ("mamba2", "context"), ("mamba2", "scan")])
+@pytest.mark.parametrize("wrong", ["dropped", "detached"])
+def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch):
+    """The last tokens of earlier slices, which a convolution reads, and the states in which scans end."""
+    model = flat_model(tiny_model(model_type, seed=SEED))
+    found = check_slices(model, draw=SEED)
+    assert found.passed, found
+    of_kind, states_before = getattr(slices.KeptStates, read), slices.KeptStates._read
+
+    def read_wrongly(states, *args):
+        change = torch.zeros_like if wrong == "dropped" else torch.Tensor.detach
+        return [change(x) for x in states_before(states, *args)]
+
+    def wrongly(*args):
+        with monkeypatch.context() as within:
+            within.setattr(slices.KeptStates, "_read", read_wrongly)
+            return of_kind(*args)
+
+    monkeypatch.setattr(slices.KeptStates, read, wrongly)
+    found = check_slices(model, draw=SEED)
+    assert not found.passed, found
+
+
+def test_gradients_in_other_tokens_are_found_however_small_they_are(monkeypatch):
+    model = flat_model(make_model())
+    attend = slices.KeptKeys.attend
+
+    def leaky(keys, *args, **kwargs):
+        output, weights = attend(keys, *args, **kwargs)
+        return output + 1e-12 * sum(x.mean() for each in keys.earlier for x in each), weights
+
+    monkeypatch.setattr(slices.KeptKeys, "attend", leaky)
+    found = check_slices(model, draw=SEED)
+    assert not found.has_same_tokens
+    assert not found.passed
+    assert "in other tokens" in str(found)
+
+
+def test_draws_have_rows_of_their_own_and_repeat():
+    model = flat_model(make_model())
+    first, second, again = (check_slices(model, draw=draw) for draw in (SEED, SEED + 1, SEED))
+    assert first == again
+    assert first.error != second.error
+
+
+@pytest.mark.parametrize("make", [make_model, reward_model])
+def test_the_check_leaves_a_model_and_what_is_drawn_as_they_were(make):
+    """Also where a trainer has padded calls of the model become flat, which the check compares with."""
+    model, flattened = flat_model(make()), []
+    is_training = model.training
+    flat = FlatModel.of(model)
+    flat.flattener = lambda: flattened.append  # what a weak reference to a method gives
+    flat.decide = decide = lambda batch: slices.Decision()
+    before, state, flattener = {**vars(flat)}, torch.get_rng_state(), flat.flattener
+    assert check_slices(model, draw=SEED).passed
+    assert not flattened
+    assert (flat.decide, flat.flattener) == (decide, flattener)
+    assert before.keys() == vars(flat).keys()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training == is_training
