@@ -64,7 +64,6 @@ PRIVATE = {
     "transformers.integrations.liger:apply_liger_kernel": ("model", "kernel_config"),
     "transformers:Trainer._get_num_items_in_batch": ("batch_samples", "device"),
     "transformers:Trainer._get_train_sampler": (),
-    "transformers:Trainer._prepare_input": ("data",),
     "transformers:Trainer._prepare_inputs": ("inputs",),
     "transformers:Trainer._save_checkpoint": ("model", "trial"),
     "transformers:Trainer._issue_warnings_after_load": ("load_result",),
