@@ -7,7 +7,7 @@ import pytest
 from datasets import concatenate_datasets
 
 from tests.helpers.memory import budgeted, generating, with_images
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import run
 
@@ -49,6 +49,23 @@ def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
 def test_what_a_budget_cannot_stand_beside_is_refused(folder, options, reason):
     with pytest.raises(ValueError, match=reason):
         budgeted("sft", folder, conversations(8, SEED), **options)
+
+
+@pytest.mark.parametrize(
+    "budget", [{"memory_budget": 8}, {"max_tokens_per_micro_batch": 100}], ids=["memory", "tokens"]
+)
+def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budget):
+    def make(**options):
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        model = make_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.1, **sizes)
+        given = {"processing_class": tokenizer, "memory_budget": None, **options}
+        return budgeted("sft", model, conversations(8, SEED), **given)
+
+    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match="'use_reentrant': True.*router_aux_loss_coef=0.1"):
+        make(**budget, **reentrant)
+    make(**reentrant)
+    make(**budget)
 
 
 def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data):

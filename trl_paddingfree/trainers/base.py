@@ -112,6 +112,7 @@ class FlatTrainer(PlannedTrainer):
         self.flat.models = [each for each in self.flat.models if each.model in bases]
         self.refuse_data(given_datasets(arguments))
         self.refuse_micro_batches()
+        refusals.refuse_lost_router_loss(self.flat.options, self.args, self.of_routers())
         self.plan_if_placed()
 
     def refuse_arguments(self, arguments: Arguments) -> None:
@@ -131,9 +132,13 @@ class FlatTrainer(PlannedTrainer):
         """What all models want to know of images."""
         return rules_of_all([self.flat_base(model) for model in self.flat_models()])
 
+    def of_routers(self) -> list[str]:
+        """Options under which the router of a mixture of experts has a loss of its own."""
+        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
+
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on which others share its micro-batch."""
-        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
+        return self.of_routers()
 
     def refuse_micro_batches(self) -> None:
         """Refuse options that move examples between micro-batches where that would change the loss."""

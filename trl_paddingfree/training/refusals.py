@@ -199,6 +199,20 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments)
             )
 
 
+def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArguments, reasons: list[str]) -> None:
+    """
+    Refuse reentrant recomputation beside a budget, for `reasons`: losses of routers. Layers that recompute so lose the
+    gradients of what they hand on besides hidden states, and which do follows from the budget.
+    """
+    kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
+    if options.has_budget and kwargs.get("use_reentrant") and reasons:
+        raise ValueError(
+            f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` cannot be combined with {reasons[0]} and "
+            "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute so lose gradients of the router's "
+            "loss, and which do follows from the budget. Leave `use_reentrant` out."
+        )
+
+
 def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: TrainingArguments) -> None:
     """ZeRO-2 with an offloaded optimizer keeps the gradients of the last part only: refuse it."""
     if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
