@@ -193,7 +193,8 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding
-        raised = f"a row alone raises {type(error).__name__}: {error}"
+        first_line, *_ = str(error).split("\n")
+        raised = f"a row alone raises {type(error).__name__}: {first_line}"
         # Memory that ran out says nothing of the model: that is not to pass
         return GradientResult(failure=raised) if is_allocation_failure(error) else GradientResult(skipped=raised)
     if reference.lost:
