@@ -20,7 +20,6 @@ from tests.helpers.reference_flash import (
     torch_varlen_func,
     varlen_on,
 )
-from trl_paddingfree import upstream
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments, share_prefixes
 from trl_paddingfree.model.attention import (
@@ -419,15 +418,12 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_segments_of_about_one_shape_are_one_call(monkeypatch, name):
-    calls, attention_function = [], upstream.attention_function
+    calls, sdpa = [], AttentionInterface()["sdpa"]
 
-    def counted(previous, module):
-        def attend(module, query, *args, **kwargs):
-            calls.append(tuple(query.shape))
-            return attention_function(previous, module)(module, query, *args, **kwargs)
+    def counted(module, query, *args, **kwargs):
+        calls.append(tuple(query.shape))
+        return sdpa(module, query, *args, **kwargs)
 
-        return attend
-
-    monkeypatch.setattr(upstream, "attention_function", counted)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", counted)
     ATTENTION["segment"](FlatLayout.from_segments(SEGMENTS[name]), "sdpa", Attention(1), *states(SEGMENTS[name]))
     assert calls == CALLS[name]
