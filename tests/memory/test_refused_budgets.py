@@ -25,7 +25,7 @@ def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
         least = float(re.search(r"at least ([\d.]+), or", str(error))[1])
     run("dpo", "ours", model=folder, train_dataset=data, memory_budget=least, steps=1)
     stream = data.to_iterable_dataset()
-    with pytest.raises(ValueError, match="is less than an example of the training data needs"):
+    with pytest.raises(ValueError, match="is less than a micro-batch needs"):
         run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=0.0001, steps=1)
     run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=least, steps=1)
 
