@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..flat.batch import FlatBatch, Inputs
@@ -119,7 +120,8 @@ def _answered(flat: FlatModel, inputs: Inputs, decision: Decision, call: Call | 
     of_all = [x.new_zeros(x.shape) if y is None else y for x, y in zip(watched, found, strict=True)]
     of_tokens, small = of_all[: len(own)], of_all[len(own) :]
     if flat.group is not None:  # each process has other tokens
-        small = flat.group.summed(small)
+        # FSDP2 keeps gradients of sharded parameters to itself
+        small = [] if any(isinstance(x, DTensor) for x in small) else flat.group.summed(small)
     if len(of_tokens) > 1:  # without what stands for no token
         of_tokens = [x[:, :n] for x, n in zip(of_tokens, spans, strict=True)]
     at_embeddings = torch.cat(of_tokens, 1).double() if of_tokens else None
