@@ -72,7 +72,6 @@ class FlatModel:
         self.counts = BatchCounts()  # of these calls so far
         self.exchanges: tuple[Exchange, ...] = ()  # what goes around attention
         self.decide: Callable[[FlatBatch], Decision] | None = None  # by a budget, if there is one
-        self.latest = Decision()  # of the pass that is being computed
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
@@ -82,7 +81,6 @@ class FlatModel:
             "group": None,
             "exchanges": (),
             "decide": None,
-            "latest": Decision(),
             "edits": EditsFound(),
         }
 
@@ -196,7 +194,7 @@ class FlatModel:
     def begin_pass(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch: layers are set to recompute as decided, and it counts as a pass."""
         self.has_trained |= torch.is_grad_enabled()
-        self.latest = decision = Decision() if self.decide is None else self.decide(batch)
+        decision = Decision() if self.decide is None else self.decide(batch)
         if self.decide is not None and torch.is_grad_enabled():
             self.num_recomputed = decision.num_recomputed
             self.set_layers()

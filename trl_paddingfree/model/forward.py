@@ -24,7 +24,7 @@ from .edits import refuse_unanswerable
 from .masks import FlatMask, boundaries, map_masks
 from .restored import attributes_set
 from .routes import backbone_mask
-from .slices import NOISE, in_slices
+from .slices import NOISE, Decision, in_slices
 from .state_layers import state_arguments
 
 if TYPE_CHECKING:
@@ -94,12 +94,13 @@ def scored_in_rows(
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that it would have.
     """
     group, model = flat_model.group, flat_model.model
-    turns: tuple[int, ...] = () if group is None else flat_model.begin_pass(batch).cuts
+    decision = flat_model.begin_pass(batch)
+    turns = decision.cuts
     own = batch if group is None else group.slice(batch, model.config.get_text_config(), turns)
     apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
-    with apart, flat_backbone(flat_model, own, own.scored_of) as given:
+    with apart, flat_backbone(flat_model, own, own.scored_of, decision=decision) as given:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
-        if (size := flat_model.latest.num_scored) is None:
+        if (size := decision.num_scored) is None:
             outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
         else:
             outputs = _scored_by_and_by(flat_model, inputs, beside, size)
@@ -187,9 +188,12 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
 
 
 @contextmanager
-def computing(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
-    """Within this context, a backbone computes a batch. Gives what it is told of the layout, in place of a mask."""
-    decision = flat_model.begin_pass(batch)
+def computing(flat_model: "FlatModel", batch: FlatBatch, decision: Decision | None = None) -> Iterator[Inputs]:
+    """
+    Within this context, a backbone computes a batch, in a pass that begins, or of which the `decision` is known. Gives
+    what it is told of the layout, in place of a mask.
+    """
+    decision = decision or flat_model.begin_pass(batch)
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
     told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
     told["use_cache"] = False
@@ -232,13 +236,15 @@ def flat_backbone(
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     swaps_inputs: bool = False,
     calls_decoder: bool = False,
+    decision: Decision | None = None,
 ) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone is told of the layout and returns only what the head needs: what
     `for_head` makes of the hidden states `(1, T, H)`, or all of them. Gives a list with what the backbones return.
 
     With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
-    `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
+    `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone. `decision` is
+    that of a pass that has begun.
     """
     model = flat_model.model
     swapped = {"input_ids": batch.input_ids, "position_ids": batch.position_ids} if swaps_inputs else {}
@@ -252,7 +258,7 @@ def flat_backbone(
         given.append(outputs)
         return outputs
 
-    with computing(flat_model, batch) as told, ExitStack() as hooks:
+    with computing(flat_model, batch, decision) as told, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
             if swaps_inputs:  # some heads hand `input_ids` on by its place
