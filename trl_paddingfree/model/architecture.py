@@ -70,6 +70,11 @@ def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
     return limits
 
 
+def rotary_reach(width: int, *configs: PreTrainedConfig) -> int | None:
+    """The length that rotary frequencies of a model follow in rows of a `width`; `None` if they do not."""
+    return width if any(width >= limit for limit in rotary_limits(*configs).values()) else None
+
+
 def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
     """Dropout drawn by a function, by the name that modules hold it under: TRL's `disable_dropout` leaves it on."""
     return {

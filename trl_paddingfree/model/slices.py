@@ -25,7 +25,7 @@ from ..flat.layout import Attention, FlatLayout
 from ..flat.pieces import Context, states_of_slices, tails_of_slices, tokens_before
 from ..flat.segments import something_to_compute
 from ..flat.slices import Slice, slices_of
-from .architecture import checkpointing_layers, decoder_of, rotary_limits
+from .architecture import checkpointing_layers, decoder_of, rotary_reach
 from .masks import Exchange, FlatMask, Scan, map_masks
 from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
@@ -175,7 +175,8 @@ def _forward(
 ) -> BaseModelOutput:  # fmt: skip
     """What the own `forward` of a decoder says of all slices, of the arguments that it gets of the whole."""
     # Beside other processes, rows that frequencies would follow are refused
-    reach, embeddings = None if group else reach_of(model, batch), model.get_input_embeddings()
+    reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
+    embeddings = model.get_input_embeddings()
     slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
@@ -257,12 +258,6 @@ def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: 
     part = slices_of(mask.flat_layout, cuts, reach is not None)[number]
     exchanges: tuple[Exchange, ...] = (partial(keys.attend, part), *mask.exchanges)
     return FlatMask.carrying(part.layout, exchanges=exchanges)
-
-
-def reach_of(model: PreTrainedModel, batch: FlatBatch) -> int | None:
-    """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
-    width = batch.row_index.size(1)
-    return width if any(width >= limit for limit in rotary_limits(model.config.get_text_config()).values()) else None
 
 
 def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..flat.batch import FlatBatch, Inputs
 from ..memory.device import PeakMemory
@@ -99,9 +99,11 @@ class PlannedTrainer(GroupedTrainer):
 
     def reach_of(self, batch: FlatBatch) -> int | None:
         """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
-        width = batch.row_index.size(1)
-        return width if any(width >= limit for limit in self.rotary_limits().values()) else None
+        return architecture.rotary_reach(batch.row_index.size(1), *self._text_configs())
 
     def rotary_limits(self) -> dict[str, int]:
         """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
-        return architecture.rotary_limits(*(each.model.config.get_text_config() for each in self.flat.models))
+        return architecture.rotary_limits(*self._text_configs())
+
+    def _text_configs(self) -> list[PreTrainedConfig]:
+        return [each.model.config.get_text_config() for each in self.flat.models]
