@@ -11,7 +11,7 @@ Of a model that does not train, the answers on these rows are compared, and noth
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -248,9 +248,14 @@ def _of_parameters(small: list[list[torch.Tensor | None]], expected: list[torch.
     """Largest difference of gradients of parameters, summed over the groups, relative to those expected, if any are."""
     found = zip(*small, expected, strict=True)
     pairs = [(a + b, c) for a, b, c in found if a is not None and b is not None and c is not None]
-    least = LEAST_PARAMETER * max((float(b.norm()) for _, b in pairs), default=0.0)
-    errors = [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in pairs]
+    errors = off_by([a for a, _ in pairs], [b for _, b in pairs])
     return float(np.max(errors)) if errors else None  # `nan` if any is: Python's `max` may leave it out
+
+
+def off_by(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+    """How far gradients of parameters are off: where they are next to none, relative to a share of the largest."""
+    least = LEAST_PARAMETER * max((float(x.norm()) for x in expected), default=0.0)
+    return [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in zip(found, expected, strict=True)]
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set
 from ..model.slices import Decision
-from .gradients import LEAST_PARAMETER, MOST_NOISE, as_it_answers
+from .gradients import MOST_NOISE, as_it_answers, off_by
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, long_rows, narrowed, rounding_unit, row_inputs
 from .training import as_in_training, small_parameters, watched_embeddings
 
@@ -75,13 +75,13 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
     with narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
         whole, sliced = (_answered(flat, inputs, each, call, not skipped) for each in (Decision(), Decision(cuts)))
         padded = _answered(flat, row_inputs(model, rows), Decision(), call, not skipped)
-    errors, has_same_tokens = _off(sliced.small, whole.small), True
+    errors, has_same_tokens = off_by(sliced.small, whole.small), True
     if whole.embedded is not None and sliced.embedded is not None:
         has_same_tokens = torch.equal(*((x != 0).any(-1) for x in (sliced.embedded, whole.embedded)))
         errors.append(_relative(sliced.embedded, whole.embedded))
     largest = float(np.max(errors)) if errors else float("nan")  # Python's `max` may leave out what is `nan`
     if errors and not largest <= of_gradients:  # arithmetic that rounds more (4-bit weights, many layers of bfloat16)
-        of_rows = float(np.max(_off(padded.small, whole.small), initial=0.0))
+        of_rows = float(np.max(off_by(padded.small, whole.small), initial=0.0))
         of_gradients = max(of_gradients, min(NOISE_FACTOR * of_rows, max(half, MOST_NOISE)))
     # A pooled head gives one number a row, so few that what they vary by is as often missed
     least = unit * (NOISE_FACTOR if flat.is_pooled else 1)
@@ -128,11 +128,5 @@ def _answered(flat: FlatModel, inputs: Inputs, decision: Decision, call: Call | 
     return _Pass(answers.detach().double(), at_embeddings, [x.double() for x in small])
 
 
-def _off(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    """How far gradients of parameters are off: where they are next to none, relative to a share of the largest."""
-    least = LEAST_PARAMETER * max((float(x.norm()) for x in expected), default=0.0)
-    return [_relative(x, y, least) for x, y in zip(found, expected, strict=True)]
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
-    return float((a - b).norm()) / max(float(b.norm()), least, 1e-300)
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm()) / max(float(b.norm()), 1e-300)
