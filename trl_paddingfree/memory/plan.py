@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ class Plan(Account):
         if self.is_sharded:  # in each pass: a process with fewer parts repeats one, beside others of others
             decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
-            if self.why_whole and self.limit is not None and batch.counts.computed > self.limit:
+            if self.limit is not None and batch.counts.computed > self.limit:
                 self._refuse_whole(batch)
             if decision.expected > self.budget and not self.has_shrunk and self.needs is not None:
                 raise self.too_small_for(batch)
@@ -104,12 +105,9 @@ class Plan(Account):
         is_few = self.limit is None or tokens <= self.limit
         if self.why_whole or (is_few and (expected <= self.budget or self.needs is None)):
             return Decision((), number, expected)  # which is refused, if it trains and does not fit
-        most = tokens if self.limit is None else min(self.limit, tokens)
-
-        def cut(size: int) -> Decision:
-            return self._in_slices(batch, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks), sizes)
-
-        best, high = cut(most), most
+        most = high = self._most(tokens)
+        cut = partial(self._cut, batch, sizes)
+        best = cut(most)
         if self.needs is None or best.expected <= self.budget:
             return best
         for low in _sizes(batch.layout.segments, most):
@@ -140,6 +138,14 @@ class Plan(Account):
         self._refuse_whole(batch)
         cuts = cut_by_number(batch.counts.computed, number, batch.layout.host_blocks)
         return self._in_slices(batch, cuts, sizes)
+
+    def _most(self, tokens: int) -> int:
+        """The most that a slice of so many tokens may have."""
+        return tokens if self.limit is None else min(self.limit, tokens)
+
+    def _cut(self, batch: FlatBatch, sizes: np.ndarray, size: int) -> Decision:
+        """The decision for slices of this size, given the load of the batch."""
+        return self._in_slices(batch, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks), sizes)
 
     def _in_slices(self, batch: FlatBatch, cuts: tuple[int, ...], sizes: np.ndarray) -> Decision:
         """The decision for slices: within them no layer recomputes, nor does the tower of images before them."""
@@ -209,9 +215,8 @@ class Plan(Account):
         whole = int(self.needs.peaks(sizes).min())
         if self.why_whole:
             return whole
-        most = segments.num_tokens if self.limit is None else min(self.limit, segments.num_tokens)
-        cuts = (cut_by_size(segments, size, batch.layout.host_blocks) for size in _sizes(segments, most))
-        return min([whole, *(self._peak_of_slices(batch, each, sizes) for each in cuts)])
+        most = self._most(segments.num_tokens)
+        return min([whole, *(self._cut(batch, sizes, size).expected for size in _sizes(segments, most))])
 
     def too_small_for(self, batch: FlatBatch, name: str = "a micro-batch", lower: str = "`max_length`") -> ValueError:
         """The error of a batch that does not fit; `lower` names what makes it smaller."""
