@@ -278,6 +278,9 @@ ARCHITECTURES: dict[str, Callable[[], Made]] = {
 needs_torchvision = pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
 # These are built in plain PIL
 WITHOUT_TORCHVISION = ("llava", "llava_next", "idefics3", "gemma3")
+BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
+# A sample of each run of the tests; `-m models` takes all
+SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
 # What stands for an image in a prompt, before the processor expands it
 _PLACEHOLDERS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), f"{OPEN}{IMAGE}{CLOSE}")
 _PLACEHOLDERS |= {"gemma3": OPEN}

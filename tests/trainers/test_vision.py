@@ -12,14 +12,13 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch.utils.data._utils.pin_memory import pin_memory
-from transformers.utils import is_torchvision_available
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
-    ARCHITECTURES,
-    WITHOUT_TORCHVISION,
+    BUILDABLE,
+    SAMPLE,
     make_vision,
     on_images,
     picture,
@@ -40,9 +39,6 @@ from trl_paddingfree.trainers import TRAINERS, collated
 from trl_paddingfree.training.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
-# A sample of each run of the tests; `-m models` takes all
-SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
 # bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
 BF16 = 2e-2
 

@@ -8,17 +8,16 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
-from transformers.utils import is_torchvision_available
 
 from tests.helpers.tiny import make_model, make_tokenizer, score
 from tests.helpers.vision import (
-    ARCHITECTURES,
+    BUILDABLE,
     CLOSE,
     IMAGE,
     IMAGE_ID,
     OPEN,
+    SAMPLE,
     VOCABULARY,
-    WITHOUT_TORCHVISION,
     make_vision,
     needs_torchvision,
     on_images,
@@ -31,9 +30,6 @@ from trl_paddingfree.images.generated import GeneratedImages
 from trl_paddingfree.images.rows import VisionRules
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
-# A sample of each run of the tests; `-m models` takes all
-SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
 # In how many ways processors stack what belongs to images: by patch, by row, by image, and by tile
 STACKED = ["idefics3", "llava_next", *(pytest.param(x, marks=needs_torchvision) for x in ("qwen2_5_vl", "internvl"))]
 # TRL fails on prompts of different lengths (Mistral 3), and on several images of one prompt (LLaVA-OneVision)
