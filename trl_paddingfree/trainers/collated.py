@@ -195,18 +195,17 @@ class CollatedTrainer(FlatTrainer):
         # all together for an example that is among the largest by one of these
         measures = (tokens, longest, lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
-        collator, batches = replace(self.data_collator, keeps_rows=True), {}
+        collator = replace(self.data_collator, keeps_rows=True)
         if not self._adds_up:  # all of a micro-batch is computed beneath one loss
             largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
             batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
             if plan.least(batch) > plan.budget:
                 raise plan.too_small_for(batch, "a micro-batch of the largest examples")
-        for index in candidates:
-            rows = collator([self.train_dataset[index]])["rows"]
-            batches[index] = max(rows.alone(), key=plan.least)
-        worst = max(batches, key=lambda index: plan.least(batches[index]))
-        if plan.least(batches[worst]) > plan.budget:
-            raise plan.too_small_for(batches[worst], f"example {worst} of the training data")
+        alone = [(i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone()]
+        least = [plan.least(batch) for _, batch in alone]
+        if max(least) > plan.budget:
+            worst, batch = alone[int(np.argmax(least))]
+            raise plan.too_small_for(batch, f"example {worst} of the training data")
 
     def parts_of(self, whole: Part) -> list[Part]:
         inputs, plan = whole.inputs, self.flat.plan
