@@ -24,7 +24,7 @@ from tests.helpers.vision import vision_completions
 from tests.runs import make_trainer
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
-from trl_paddingfree.model.routes import BACKENDS
+from trl_paddingfree.model.masks import BACKENDS
 from trl_paddingfree.training.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere

@@ -20,7 +20,7 @@ from tests.runs import make_trainer
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory import plan as plans
 from trl_paddingfree.memory.plan import Plan
-from trl_paddingfree.model.slices import Decision
+from trl_paddingfree.model.flat_model import Decision
 from trl_paddingfree.trainers import TRAINERS
 from trl_paddingfree.training import planned
 

@@ -17,7 +17,7 @@ from trl_paddingfree.memory.kept_bytes import LOADS, load
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recomputable_layers
-from trl_paddingfree.model.slices import Decision
+from trl_paddingfree.model.flat_model import Decision
 from trl_paddingfree.trainers.base import FlatTrainer
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))

@@ -18,7 +18,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
-from trl_paddingfree.model import attention, routes
+from trl_paddingfree.model import attention
 
 
 def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> list[tuple[slice, slice]]:
@@ -199,7 +199,7 @@ def varlen_on(device_type: str = "cpu") -> Iterator[list[inspect.BoundArguments]
         aten.impl("_flash_attention_forward", _aten_forward, "CPU")
         aten.impl("_flash_attention_backward", _aten_backward, "CPU")
         has_kernel = lambda device: device.type == device_type  # noqa: E731
-        stack.enter_context(mock.patch.object(routes, "has_varlen_kernel", has_kernel))
+        stack.enter_context(mock.patch.object(attention, "has_varlen_kernel", has_kernel))
         stack.callback(attention.torch_varlen.cache_clear)
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", watched))
         attention.torch_varlen.cache_clear()

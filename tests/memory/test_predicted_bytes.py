@@ -23,9 +23,8 @@ from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
 from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.model.architecture import recompute_first
-from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.flat_model import Decision, FlatModel
 from trl_paddingfree.model.routes import Route
-from trl_paddingfree.model.slices import Decision
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

@@ -25,9 +25,8 @@ from tests.helpers.tiny import following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model import slices
-from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.flat_model import Decision, FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
-from trl_paddingfree.model.slices import Decision
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # float32: the same figures in sums of other order; float64 beneath TRL's head, whose statistics are float32, and eager

@@ -15,7 +15,7 @@ from trl_paddingfree.check import gradients as check_gradients
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
-from trl_paddingfree.model.slices import Decision
+from trl_paddingfree.model.flat_model import Decision
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3

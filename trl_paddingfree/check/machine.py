@@ -64,7 +64,7 @@ def hardware() -> dict[str, object]:
         "gpus": gpus,
         "attention": {
             "flash": flash or "no flash attention package installed",
-            # The rule is that of `model/routes.py`, which takes seconds to import
+            # The rule is that of `model/attention.py`, which takes seconds to import
             "varlen": "yes" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",

@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.slices import cut_by_size
 from ..model import architecture
-from ..model.flat_model import FlatModel
+from ..model.flat_model import Decision, FlatModel
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set
-from ..model.slices import Decision
 from .gradients import MOST_NOISE, as_it_answers, off_by
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, long_rows, narrowed, rounding_unit, row_inputs
 from .training import as_in_training, small_parameters, watched_embeddings

@@ -11,8 +11,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..flat.batch import FlatBatch
 from ..flat.counts import of_all_processes
+from ..model.flat_model import Decision
 from ..model.sequence import SequenceGroup
-from ..model.slices import Decision
 from .device import GIB, PeakMemory
 from .needs import MemoryNeeds
 
@@ -56,6 +56,11 @@ class Account:
         self.layers_recomputed = 0.0
         self.observed, self.most_measured = 0, 0.0
 
+    @property
+    def corrects(self) -> bool:
+        """Whether peaks that are measured correct the prediction, as those of the first micro-batches do."""
+        return self.needs is not None and self.device_memory.can_reset and self.observed < CORRECTED
+
     def finish(self, has_stepped: bool) -> None:
         """A pass ended well; `has_stepped` says whether the optimizer has its state by now."""
         if (made := self.current) is None:  # nothing that trains was computed
@@ -67,11 +72,13 @@ class Account:
         self.layers_recomputed += (decision.num_recomputed or 0) + again * len(self.layers)
         self.predicted = max(self.predicted, decision.expected)
         # Without gradients and moments, the peak would look as if activations needed next to nothing
-        if self.needs is not None and has_stepped and self.device_memory.can_reset and self.observed < CORRECTED:
-            self._correct(self.needs, made)
+        if has_stepped and self.corrects:
+            self._correct(made)
 
-    def _correct(self, needs: MemoryNeeds, made: Pass) -> None:
+    def _correct(self, made: Pass) -> None:
         """Correct the prediction by a peak; downwards only once enough of them are known."""
+        needs = self.needs
+        assert needs is not None
         self.observed += 1
         uncorrected = (made.decision.expected - needs.fixed) / needs.correction
         # What holds memory beside the models may have come since the plan was made

@@ -22,8 +22,9 @@ from ..flat.layout import FlatLayout
 from ..flat.segments import Segments
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
 from ..model.flat_model import FlatModel, keys_noted
+from ..model.masks import ATTENTION_BACKENDS
 from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
-from ..model.routes import ATTENTION_BACKENDS, Route
+from ..model.routes import Route
 from ..model.sequence import scored_sizes
 from ..model.state_layers import state_layers
 from ..model.state_tree import chunk_sizes
@@ -69,7 +70,7 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None, sco
         lengths, keys = np.array(segments.lengths), np.array(segments.key_lengths)
         # Layers whose attention no varlen kernel can compute call plain attention
         is_flash = route.backend == "flash"
-        sizes = ((lengths * keys).sum(), 0, 0, 0) if is_flash else _pairs_and_padding(batch.layout)
+        sizes = ((lengths * keys).sum(), 0, 0, 0) if is_flash else _pairs_and_padding(batch.layout, tokens)
         return np.array([1, tokens, keys.sum(), keys[keys > lengths].sum(), *sizes, *last])
     return np.array([1, tokens, tokens, 0, tokens**2, 0, 0, 0, *last])
 
@@ -114,7 +115,7 @@ def slice_loads(segments: Segments, cuts: Sequence[int], route: Route, whole: np
     return loads
 
 
-def _pairs_and_padding(layout: FlatLayout) -> tuple[int, int, int, int]:
+def _pairs_and_padding(layout: FlatLayout, tokens: int) -> tuple[int, int, int, int]:
     """Of all calls of attention: query-key pairs, those of the masks of branches, and queries and keys that pad."""
     calls, branches, num_queries, num_keys = AttentionCalls.of(layout), 0, 0, 0
     shapes = list(zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
@@ -122,8 +123,7 @@ def _pairs_and_padding(layout: FlatLayout) -> tuple[int, int, int, int]:
         num_queries, num_keys = num_queries + len(call) * queries, num_keys + len(call) * keys
         if keys > queries:
             branches += queries * keys * (1 if len({shapes[i] for i in call}) == 1 else len(call))
-    padding = num_queries - layout.segments.num_tokens, num_keys - sum(layout.segments.key_lengths)
-    return calls.num_pairs, branches, *padding
+    return calls.num_pairs, branches, num_queries - tokens, num_keys - sum(layout.segments.key_lengths)
 
 
 @dataclass(frozen=True)

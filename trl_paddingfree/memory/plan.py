@@ -14,11 +14,10 @@ from transformers.utils import logging
 from ..flat.batch import FlatBatch
 from ..flat.segments import Segments
 from ..flat.slices import cut_by_number, cut_by_size, num_kept
-from ..model.flat_model import FlatModel
+from ..model.flat_model import Decision, FlatModel
 from ..model.forward import is_allocation_failure
 from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
-from ..model.slices import Decision
 from .account import Account, Pass
 from .device import GIB, PeakMemory
 from .engine import is_sharded
@@ -90,7 +89,7 @@ class Plan(Account):
                 self._refuse_whole(batch)
             if decision.expected > self.budget and not self.has_shrunk and self.needs is not None:
                 raise self.too_small_for(batch)
-            self.current = Pass(batch, decision, self.device_memory.begin())
+            self.current = Pass(batch, decision, self.device_memory.begin() if self.corrects else 0)
         return decision
 
     def own_decision(self, batch: FlatBatch) -> Decision:

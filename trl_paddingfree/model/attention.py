@@ -20,9 +20,7 @@ from .. import upstream
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, GatherRows, RowIndex, once_per_layout
-from . import routes
-from .masks import BOUNDARIES, FlatMask, boundaries, segment_mask
-from .routes import BackendName
+from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, segment_mask
 
 
 def _in_rows(states: torch.Tensor, rows: RowIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -97,6 +95,11 @@ def torch_varlen() -> Callable:
     return attend
 
 
+def has_varlen_kernel(device: torch.device) -> bool:
+    """Whether PyTorch has a varlen kernel for a device. Whoever needs to know asks here: tests answer for others."""
+    return device.type == "cuda"
+
+
 def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
     """The dtype in which SDPA would compute: autocast brings its states to another one, and knows no varlen kernel."""
     device = query.device.type
@@ -107,7 +110,7 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
 def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     """Whether PyTorch's varlen kernel can take this call."""
     return (
-        routes.has_varlen_kernel(query.device)
+        has_varlen_kernel(query.device)
         and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
         and query.size(-1) % 8 == 0
         and query.size(-1) <= 256

@@ -4,6 +4,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
@@ -21,11 +22,10 @@ from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
-from .masks import Exchange
+from .masks import ATTENTION_BACKENDS, Exchange
 from .restored import attributes_set, mark_of
-from .routes import ATTENTION_BACKENDS, Route
+from .routes import Route
 from .sequence import SequenceGroup
-from .slices import Decision
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
 if TYPE_CHECKING:
@@ -35,6 +35,33 @@ if TYPE_CHECKING:
 ATTRIBUTE = "flat_model"
 # Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
 Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """
+    How a pass computes a flat batch.
+
+    Args:
+        cuts (`tuple[int, ...]`, *optional*):
+            Flat positions at which it is cut into slices, 0 and `T` among them; none, if it is computed whole.
+        num_recomputed (`int`, *optional*):
+            How many layers recompute their activations in the backward pass. By default, those that are set to.
+        expected (`int`, *optional*, defaults to `0`):
+            Bytes of memory at its peak; 0, if nobody has counted.
+        num_scored (`int`, *optional*):
+            How many scored tokens the head gets at a time. By default, all of them.
+    """
+
+    cuts: tuple[int, ...] = ()
+    num_recomputed: int | None = None
+    expected: int = 0
+    num_scored: int | None = None
+
+    @property
+    def num_slices(self) -> int:
+        """Slices, of which one is the whole."""
+        return max(len(self.cuts) - 1, 1)
 
 
 class FlatModel:

@@ -21,16 +21,15 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .edits import refuse_unanswerable
-from .masks import FlatMask, boundaries, map_masks
+from .masks import FlatMask, backbone_mask, boundaries, map_masks
 from .restored import attributes_set
-from .routes import backbone_mask
-from .slices import NOISE, Decision, in_slices
+from .slices import NOISE, in_slices
 from .state_layers import state_arguments
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
 
-    from .flat_model import FlatModel
+    from .flat_model import Decision, FlatModel
 
 # What TRL's head may say of each scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -188,7 +187,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
 
 
 @contextmanager
-def computing(flat_model: "FlatModel", batch: FlatBatch, decision: Decision | None = None) -> Iterator[Inputs]:
+def computing(flat_model: "FlatModel", batch: FlatBatch, decision: "Decision | None" = None) -> Iterator[Inputs]:
     """
     Within this context, a backbone computes a batch, in a pass that begins, or of which the `decision` is known. Gives
     what it is told of the layout, in place of a mask.
@@ -236,7 +235,7 @@ def flat_backbone(
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     swaps_inputs: bool = False,
     calls_decoder: bool = False,
-    decision: Decision | None = None,
+    decision: "Decision | None" = None,
 ) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone is told of the layout and returns only what the head needs: what

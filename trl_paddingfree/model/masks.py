@@ -5,15 +5,29 @@ Shape legend: see [`~trl_paddingfree.flat.segments`].
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from ..flat.batch import Inputs
 from ..flat.layout import FlatLayout, once_per_layout
 from ..flat.pieces import Context
+from .architecture import config_value
 
+# How attention is computed over flat batches
+BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
+# Fastest first
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+# Those that replace the model's attention function; the others leave it, and give it positions or a dense mask
+ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
+# What transformers calls the kinds of layers of a model, and of the parts of a layer that has an attention and a state
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_STATE = ("linear_attention", "conv")
+_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
+# Models whose image tokens see one another both ways in their sliding layers only
+_CAUSAL_IN_FULL = ("gemma4_text",)
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Attention around attention: of a function that computes it, the layout, the layer, and states
@@ -175,3 +189,39 @@ def boundaries(layout: FlatLayout) -> Inputs:
     """The boundaries of a flat batch, as [`~transformers.modeling_flash_attention_utils.FlashAttentionKwargs`]."""
     lengths = (layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
     return dict(zip(BOUNDARIES, (layout.cu_seqlens_q, layout.cu_seqlens_k, *lengths, layout.seq_idx), strict=True))
+
+
+def backbone_mask(
+    backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
+) -> Masks:
+    """
+    The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
+    by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own.
+    """
+    kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
+    if not kinds:
+        kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
+    masks: dict[str, torch.Tensor | None] = {}
+    for kind in sorted(kinds):
+        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
+        masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
+    if carries_state:
+        return {**dict.fromkeys(_STATE, FlatMask.carrying(layout, per_token=True)), **masks}
+    differ = _CHUNKED in kinds or (layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
+    one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and not differ)
+    return next(iter(masks.values())) if one_for_all or len(masks) == 1 else masks
+
+
+def _mask_of_kind(
+    kind: str, backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What attention layers of one kind get as their mask."""
+    if backend == "positions":
+        return None
+    if kind == _CHUNKED:
+        layout = layout.chunked(config.attention_chunk_size)
+    elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
+        layout = layout.without_blocks()
+    if backend in ATTENTION_BACKENDS:
+        return FlatMask.carrying(layout)  # attention functions are given their window
+    return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)

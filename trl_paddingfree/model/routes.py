@@ -1,15 +1,14 @@
-"""Routes: how a model computes flat batches, the reasons against each, which to try, and what its layers are told."""
+"""Routes: how a model computes flat batches, the reasons against each, and which to try."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import upstream
-from ..flat.layout import FlatLayout
-from . import architecture
-from .masks import FlatMask, dense_mask
+from . import architecture, attention
+from .masks import ATTENTION_BACKENDS, BACKENDS, BackendName
 from .sequence import SequenceGroup
 from .state_layers import (
     can_go_along_tree,
@@ -19,19 +18,6 @@ from .state_layers import (
     state_heads,
     state_layers,
 )
-
-BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
-# Fastest first
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-# Those that replace the model's attention function; the others leave it, and give it positions or a dense mask
-ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
-
-# What transformers calls the kinds of layers of a model, and of the parts of a layer that has an attention and a state
-_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_STATE = ("linear_attention", "conv")
-_HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
-# Models whose image tokens see one another both ways in their sliding layers only
-_CAUSAL_IN_FULL = ("gemma4_text",)
 
 _DESCRIPTIONS: dict[BackendName, str] = {
     "flash": "{previous} over segments",
@@ -50,11 +36,6 @@ def describe(backend: BackendName, previous: str) -> str:
 def takes_boundaries(previous: str) -> bool:
     """Whether an attention implementation is flash attention or comes from the hub: it takes boundaries, not masks."""
     return "flash" in previous or "/" in previous
-
-
-def has_varlen_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a varlen kernel for a device. Whoever needs to know asks here: tests answer for others."""
-    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -96,7 +77,7 @@ def reasons_against(
             )
     if previous != "sdpa":
         reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
-    if not has_varlen_kernel(device):
+    if not attention.has_varlen_kernel(device):
         reasons["varlen"].append(f"the model is on {device.type}, the kernel needs CUDA")
     if dtype not in (torch.float16, torch.bfloat16):
         reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
@@ -197,39 +178,3 @@ def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True
             alike = replace(route, backend=backend, prefix_sharing=sharing)
             routes += [alike, replace(alike, states="rows")] if route.states == "tree" else [alike]
     return routes
-
-
-def backbone_mask(
-    backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
-) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
-    """
-    The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
-    by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own.
-    """
-    kinds = set(architecture.config_value(config, "layer_types") or ()).difference(_STATE)
-    if not kinds:
-        kinds = {_FULL if architecture.config_value(config, "sliding_window") is None else _SLIDING}
-    masks: dict[str, torch.Tensor | None] = {}
-    for kind in sorted(kinds):
-        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
-        masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
-    if carries_state:
-        return {**dict.fromkeys(_STATE, FlatMask.carrying(layout, per_token=True)), **masks}
-    differ = _CHUNKED in kinds or (layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
-    one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and not differ)
-    return next(iter(masks.values())) if one_for_all or len(masks) == 1 else masks
-
-
-def _mask_of_kind(
-    kind: str, backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """What attention layers of one kind get as their mask."""
-    if backend == "positions":
-        return None
-    if kind == _CHUNKED:
-        layout = layout.chunked(config.attention_chunk_size)
-    elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
-        layout = layout.without_blocks()
-    if backend in ATTENTION_BACKENDS:
-        return FlatMask.carrying(layout)  # attention functions are given their window
-    return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)

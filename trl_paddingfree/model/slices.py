@@ -36,33 +36,6 @@ _DEEPSTACK = "deepstack_visual_embeds"
 NOISE = "neftune_noise_alpha"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """
-    How a pass computes a flat batch.
-
-    Args:
-        cuts (`tuple[int, ...]`, *optional*):
-            Flat positions at which it is cut into slices, 0 and `T` among them; none, if it is computed whole.
-        num_recomputed (`int`, *optional*):
-            How many layers recompute their activations in the backward pass. By default, those that are set to.
-        expected (`int`, *optional*, defaults to `0`):
-            Bytes of memory at its peak; 0, if nobody has counted.
-        num_scored (`int`, *optional*):
-            How many scored tokens the head gets at a time. By default, all of them.
-    """
-
-    cuts: tuple[int, ...] = ()
-    num_recomputed: int | None = None
-    expected: int = 0
-    num_scored: int | None = None
-
-    @property
-    def num_slices(self) -> int:
-        """Slices, of which one is the whole."""
-        return max(len(self.cuts) - 1, 1)
-
-
 class KeptKeys:
     """The keys and values of earlier slices, which attention is given, and those of one slice, which it takes aside."""
 

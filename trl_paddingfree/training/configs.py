@@ -15,7 +15,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..data.lengths import AnyDataset
 from ..memory.device import has_accelerator
-from ..model.routes import BackendName
+from ..model.masks import BackendName
 
 if TYPE_CHECKING:
     from ..trainers.base import FlatTrainer

@@ -23,10 +23,9 @@ from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes, slice_loads
 from trl_paddingfree.memory.needs import MemoryNeeds, fused_head, needs_of
 from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
-from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.flat_model import Decision, FlatModel
 from trl_paddingfree.model.restored import attributes_set
 from trl_paddingfree.model.routes import Route, choose_route
-from trl_paddingfree.model.slices import Decision
 
 # Counted: rows of these many completions of so many tokens, after a prompt of so many; and tokens of a slice
 CASES = {
