@@ -26,7 +26,8 @@ from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.pieces import Context
-from trl_paddingfree.model.exchange import Halo, cuts, head_shares, slice_sizes, span_of
+from trl_paddingfree.flat.slices import cut_by_number
+from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask, StateExchange
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
@@ -379,7 +380,7 @@ def test_slices_are_the_batch(size):
     sizes = slice_sizes(total, size)
     assert max(sizes) - min(sizes) <= 1 if total >= 2 * size else set(sizes) <= {0, 2, 3}
     assert sum(scored_sizes(batch, size)) == batch.shift_labels.size(1)
-    parts = zip(slices, slice_sizes(total, size), scored_sizes(batch, size), cuts(total, size), strict=False)
+    parts = zip(slices, slice_sizes(total, size), scored_sizes(batch, size), cut_by_number(total, size), strict=False)
     whole = [(x.input_ids[0, :n], x.shift_labels[0, :p], x.scored_index[:p] + first) for x, n, p, first in parts]
     tokens, targets, index = map(torch.cat, zip(*whole, strict=True))
     assert torch.equal(tokens, batch.input_ids[0])

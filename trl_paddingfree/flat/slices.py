@@ -136,7 +136,12 @@ def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None)
 
 
 def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
-    """Where to cut `total` tokens into so many slices of about one size; some may be empty, and none has one token."""
+    """
+    Where to cut `total` tokens into so many slices of about one size; some may be empty, and none has one token.
+
+    >>> cut_by_number(10, 4), cut_by_number(5, 4)
+    ((0, 2, 5, 7, 10), (0, 0, 2, 2, 5))
+    """
     step, end = (1, number + 1) if total >= 2 * number else (2, number)
     cuts = [step * (i * (total // step) // number) for i in range(end)]
     return tuple(_before_block(cut, blocks) for cut in (cuts if step == 1 else [*cuts, total]))

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from ..flat.layout import FlatLayout, RowIndex, once_per_layout
 from ..flat.pieces import tokens_before
+from ..flat.segments import something_to_compute
+from ..flat.slices import cut_by_number
 
 
 def even_cuts(total: int, size: int) -> tuple[int, ...]:
@@ -23,28 +25,15 @@ def even_cuts(total: int, size: int) -> tuple[int, ...]:
     return tuple(i * total // size for i in range(size + 1))
 
 
-def cuts(total: int, size: int) -> tuple[int, ...]:
-    """
-    Where `total` tokens are cut into `size` slices: `size + 1` ints. None has a single token, if there are more: models
-    without attention drop the mask of one, which they take for a step of generation.
-
-    >>> cuts(10, 4), slice_sizes(10, 4), slice_sizes(5, 4)
-    ((0, 2, 5, 7, 10), (2, 3, 2, 3), (0, 2, 0, 3))
-    """
-    if total >= 2 * size:
-        return even_cuts(total, size)
-    return (*(2 * cut for cut in even_cuts(total // 2, size)[:-1]), total)
-
-
 def slice_sizes(total: int, size: int) -> tuple[int, ...]:
     """How many of `total` tokens lie in each of `size` slices. Some are 0 if there are few."""
-    return tuple(last - first for first, last in pairwise(cuts(total, size)))
+    return tuple(last - first for first, last in pairwise(cut_by_number(total, size)))
 
 
 def span_of(total: int, number: int, size: int) -> range:
-    """The tokens of slice `number` of `size`. One without any has its neighbour's: models need something to compute."""
-    first, last = cuts(total, size)[number : number + 2]
-    return range(first, last if first < last else min(first + 2, total))
+    """The tokens of slice `number` of `size`; of one without any, those that stand in for some."""
+    first, last = cut_by_number(total, size)[number : number + 2]
+    return something_to_compute(first, last, total)
 
 
 class Exchanged(torch.autograd.Function):
@@ -124,7 +113,7 @@ class Halo:
     def of(layout: FlatLayout, reach: int, number: int, size: int) -> "Halo":
         """That of slice `number` of `size`, for a convolution that reaches so many tokens back."""
         total = layout.segments.num_tokens
-        ends, span = cuts(total, size), span_of(total, number, size)
+        ends, span = cut_by_number(total, size), span_of(total, number, size)
         wanted = [tokens_before(layout.segments, reach, span_of(total, i, size)) for i in range(size)]
         held = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
         received = np.diff(np.searchsorted(wanted[number], ends)).tolist()

@@ -65,7 +65,7 @@ def slice_of(batch: FlatBatch, number: int, size: int, turns: tuple[int, ...] = 
     layout of the whole.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
-    tokens has two of its neighbour's, and one without scored tokens a label of -100: models need something to compute.
+    tokens has the first two, and one without scored tokens a label of -100: models need something to compute.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]
@@ -206,7 +206,7 @@ class SequenceGroup:
         received = Exchanged.apply(output.flatten(), sent, got, self.group)
         parts = [x.view(own, number, *output.shape[2:]) for x, number in zip(received.split(got), numbers, strict=True)]
         joined, length = torch.cat(parts, 1), len(self.span(len(output)))
-        if own < length:  # it has its neighbour's tokens
+        if own < length:  # it has tokens that stand in for some
             joined = torch.cat([joined, joined.new_zeros(length - own, *joined.shape[1:])])
         return joined
 
