@@ -60,7 +60,7 @@ def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
     def watch(plan: Plan, batch: FlatBatch) -> Decision:
         decision = decide(plan, batch)
         if torch.is_grad_enabled():
-            both = (plan._own_decision(batch), decision)
+            both = (plan.own_decision(batch), decision)
             one, all_do = ([each.num_slices, each.num_recomputed or 0] for each in both)
             decisions.append((one, all_do))
         return decision

@@ -77,14 +77,14 @@ def ready(trainer):
 def counted(trainer, batch, number):
     """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
     memory, base = trainer.flat.plan, trainer.flat_base(trainer.model)
-    counter = SavedBytes(base, memory.layers)
+    counter = SavedBytes(base, memory.flat_model.recomputable)
     batch = {name: value for name, value in batch.items() if name != "rows"}
     trainer.flat.trained.decide = lambda _: Decision((), number)
     trainer.model.train()
     with counter.counting():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
     assert loss.requires_grad
-    kept = sum(counter.total(i) for i in (-1, *range(number, len(memory.layers))))
+    kept = sum(counter.total(i) for i in (-1, *range(number, len(memory.flat_model.recomputable))))
     # A checkpoint keeps the input of its layer. Before transformers 5.23, hooks of the layer run within the checkpoint:
     # there the input is counted outside of all layers
     return kept if is_older("5.23") else kept + sum(counter.inputs[:number])
@@ -93,15 +93,18 @@ def counted(trainer, batch, number):
 def assert_predicted(trainer):
     memory = ready(trainer).flat.plan
     for batch in trainer.get_train_dataloader():
-        saved = memory.needs.saved(load(batch["flat_batch"], memory.route))
-        for number in (0, 1, len(memory.layers)):
+        saved = memory.needs.saved(load(batch["flat_batch"], memory.flat_model.route))
+        for number in (0, 1, len(memory.flat_model.recomputable)):
             assert saved[number] == pytest.approx(counted(trainer, batch, number), rel=TOLERANCE), number
 
 
 def between(trainer, number):
     """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
     memory = trainer.flat.plan
-    peaks = [memory.needs.peaks(load(batch["flat_batch"], memory.route)) for batch in trainer.get_train_dataloader()]
+    peaks = [
+        memory.needs.peaks(load(batch["flat_batch"], memory.flat_model.route))
+        for batch in trainer.get_train_dataloader()
+    ]
     return max(int(peak[number]) for peak in peaks) / GIB
 
 
@@ -109,7 +112,7 @@ def in_tokens(plan, number):
     """A plan whose memory budget holds so many tokens, once for each layer that keeps its activations."""
     per_token = np.array(LOADS) == "tokens"
     nothing, one = 0.0 * per_token, 1.0 * per_token
-    layers = len(plan.layers)
+    layers = len(plan.flat_model.recomputable)
     plan.needs = MemoryNeeds(0, [one] * layers, [nothing] * layers, nothing, nothing, (0, 0), nothing)
     plan.budget = number
     return plan

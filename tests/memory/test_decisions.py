@@ -26,7 +26,6 @@ from tests.helpers.tiny import conversations, lora, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import ROUNDED, assert_same, run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.flat.slices import cut_by_size
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import LOADS
 from trl_paddingfree.memory.needs import MemoryNeeds
@@ -48,7 +47,7 @@ def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reent
     expected = step(plain, {name: value for name, value in batch.items() if name != "rows"})
     recomputations = []
     for number in range(LAYERS + 1):
-        with count_calls(trainer.flat.plan.layers) as calls:
+        with count_calls(trainer.flat.trained.recomputable) as calls:
             actual = step(trainer, batch, number)
         recomputations.append(sum(calls))
         assert all(map(torch.equal, expected, actual)), number
@@ -98,7 +97,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_of_generated_rows(
 def test_every_number_of_recomputed_layers_computes_the_same_of_images(kind):
     data = vision_pairs(8, SEED)
     trainer = ready(with_images(kind, "dpo", data, lora=True))
-    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.plan.layers
+    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.trained.recomputable
     assert len(layers) == {"llava": 3, "qwen2_5_vl": 4}[kind]  # LLaVA leaves out what the last of the tower gives
     expected = step(trainer, batch, 0)
     for number in range(1, len(layers) + 1):
@@ -161,13 +160,13 @@ def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
     plan.needs = MemoryNeeds(
         0, [per_token] * LAYERS, [per_token] * LAYERS, nothing, nothing, (0, 0), nothing, of_keys=1
     )
-    least = plan.least(batch)
-    smallest = plan._peak_of_slices(batch, cut_by_size(batch.layout.segments, 8), plan.load(batch))
+    least = plan.least_bytes(batch)
+    smallest = plan._cut(batch, plan.load(batch), 8).peak
     assert least < LAYERS * 250 + 2 * 400 < smallest
     for plan.budget in (least, 2 * least):
         decision = plan.own_decision(batch)
         assert decision.cuts
-        assert decision.expected <= plan.budget
+        assert decision.peak <= plan.budget
     plan.budget = least - 1
     with pytest.raises(ValueError, match="in slices"):
         plan.decide(batch)

@@ -13,9 +13,10 @@ from tests.helpers.tiny import lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.memory.account import Pass
+from trl_paddingfree.memory.plan import Pass
 from trl_paddingfree.model.architecture import recompute_first
-from trl_paddingfree.training.steps import Attempt
+from trl_paddingfree.training import attempts
+from trl_paddingfree.training.attempts import Attempt, shrink
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -79,20 +80,20 @@ def test_an_allocation_that_always_fails_ends_the_run(folder, loss_type, limit, 
         trainer.train()
     # Each attempt is another, in slices of fewer tokens than the one before, or of fewer bytes
     tried = [each.decision for each in passes if each.trains]
-    sizes = [-x.expected if plan.needs else -max(np.diff(x.cuts), default=301) for x in tried]
+    sizes = [-x.peak if plan.needs else -max(np.diff(x.cuts), default=301) for x in tried]
     assert sorted(set(sizes)) == sizes
     assert len(sizes) > 1
     assert plan.current.decision.num_slices > 1
     # Who trains the model next decides for himself which layers recompute
-    layers = plan.layers
+    layers = plan.flat_model.recomputable
     recompute_first(layers, 0)
     trainer.flat_base(trainer.model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
     assert not any(layer.gradient_checkpointing for layer in layers)
 
 
-def test_other_processes_wait_so_nothing_is_computed_again(folder):
+def test_other_processes_wait_so_nothing_is_computed_again(folder, monkeypatch):
     trainer = budgeted("dpo", folder, preference_data(16, SEED))
-    trainer.flat.plan._why_not_again = lambda *_: "Lower `memory_budget`"
+    monkeypatch.setattr(attempts, "why_not_again", lambda plan: "Lower `memory_budget`")
     with failing(trainer, {0}, False), pytest.raises(torch.OutOfMemoryError, match="on purpose\nLower `memory_budget`"):
         trainer.train()
 
@@ -141,8 +142,12 @@ def test_an_image_block_that_cannot_be_cut_ends_the_halving(folder, passes):
     batch = FlatBatch.from_rows([[5] * 60], [[5] * 60])
     blocks = np.where(np.arange(60) < 50, 0, -1)
     batch = replace(batch, layout=FlatLayout.from_segments(batch.layout.segments, blocks))
-    failures = 0
-    while plan._lower(Pass(batch, plan._own_decision(batch), 0)):
-        failures += 1
-        assert failures < 9
-    assert max(np.diff(plan._own_decision(batch).cuts), default=60) >= 50
+
+    def fail_often():
+        for _ in range(9):
+            plan.current = Pass(batch, plan.own_decision(batch), 0)
+            shrink(plan, torch.OutOfMemoryError("on purpose"))
+
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        fail_often()
+    assert max(np.diff(plan.own_decision(batch).cuts), default=60) >= 50

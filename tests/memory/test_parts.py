@@ -126,7 +126,7 @@ def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_t
 def test_micro_batches_in_parts_count_their_images(monkeypatch):
     data = vision_pairs(8, SEED)
     plan = with_images("llava", "dpo", data).flat.plan
-    least = plan.needs.fixed + 0.7 * (plan.current.decision.expected - plan.needs.fixed)
+    least = plan.needs.fixed + 0.7 * (plan.current.decision.peak - plan.needs.fixed)
     whole = run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data)
     numbers, parts_of = [], Plan.parts
 

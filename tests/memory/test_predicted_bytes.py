@@ -17,11 +17,10 @@ from tests.helpers.tiny import conversations, following_rotary, lora, make_model
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.memory.account import CORRECTED, Pass
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
-from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.memory.plan import CORRECTED, Pass, Plan
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.model.flat_model import Decision, FlatModel
 from trl_paddingfree.model.routes import Route
@@ -158,11 +157,11 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
     def made(held):
         peak = SimpleNamespace(can_reset=True, held=held, current=held + 100)
         needs = MemoryNeeds(1000, [[1]], [[1]], [0], [0], (0, 0), [0])
-        return Plan(flat, Accelerator(cpu=True), peak, option=8, budget=8 * GIB, needs=needs, layers=[None])
+        return Plan(flat, Accelerator(cpu=True), peak, option=8, budget=8 * GIB, needs=needs)
 
     memory = made(held=1500)
     for _ in range(CORRECTED):
-        memory.current = Pass(batch, Decision(expected=memory.needs.fixed + 100), held=1500)
+        memory.current = Pass(batch, Decision(peak=memory.needs.fixed + 100), held=1500)
         memory.finish(has_stepped=True)
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
     memory.save(tmp_path, 0)
@@ -175,13 +174,13 @@ def test_counting_leaves_the_model_as_it_was(folder):
     trainer = budgeted("dpo", folder, preference_data(8, SEED), peft_config=lora(lora_dropout=0.5))
     base, weights = trainer.flat_base(trainer.model), [p.clone() for p in trainer.model.parameters()]
     base.eval()
-    recompute_first(trainer.flat.plan.layers, 1)
+    recompute_first(trainer.flat.trained.recomputable, 1)
     before = torch.get_rng_state()
     once, again = (count_kept_bytes(base, trainer.flat.route) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(vars(once).values(), vars(again).values(), strict=True))
     assert torch.equal(before, torch.get_rng_state())
     assert not any(module.training for module in base.modules())
-    assert [layer.gradient_checkpointing for layer in trainer.flat.plan.layers] == [True, False, False]
+    assert [layer.gradient_checkpointing for layer in trainer.flat.trained.recomputable] == [True, False, False]
     assert all(p.grad is None for p in trainer.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.model.parameters(), strict=True))
 

@@ -259,7 +259,7 @@ def test_packed_rows_above_a_budget_run_document_by_document(model_dir, limit):
     budget = {"max_tokens_per_micro_batch": 40}
     if limit == "memory":
         longest = int(trainer.item_lengths().max())
-        least = plan.least(FlatBatch.from_rows([[5] * longest], [[-100] + [5] * (longest - 1)]))
+        least = plan.least_bytes(FlatBatch.from_rows([[5] * longest], [[-100] + [5] * (longest - 1)]))
         budget, too_small = ({"memory_budget": share * least / GIB} for share in (1.0001, 0.999))
         with pytest.raises(ValueError, match=r"is less than example \d+ of the training data needs"):
             runs.make_trainer("sft", "flat", **arguments, **too_small)

@@ -147,6 +147,20 @@ def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> 
     return tuple(_before_block(cut, blocks) for cut in (cuts if step == 1 else [*cuts, total]))
 
 
+def sizes_to_try(segments: Segments, largest: int, least: int) -> list[int]:
+    """
+    Sizes of slices, from the `largest` down to the `least`, in tokens, of which one needs about the least memory. A
+    smaller one may need more: where it cuts completions, their keys stay; a size that a whole one fits into cuts none.
+
+    >>> sizes_to_try(Segments((3000, 700, 800), (-1, 0, 0), (0, 3000, 3000)), 1000, 128)
+    [1000, 914, 500, 250, 128]
+    """
+    longest = max(length for i, length in enumerate(segments.lengths) if i not in segments.parents)
+    sizes = {largest >> halvings for halvings in range(largest.bit_length())} | {longest * 8 // 7}
+    least = min(least, largest)
+    return sorted({size for size in sizes if least < size <= largest} | {least}, reverse=True)
+
+
 def _before_block(cut: int, blocks: np.ndarray | None) -> int:
     """Tokens of an image block see those that follow, so that a cut within one moves to its first token."""
     while blocks is not None and 0 < cut < len(blocks) and blocks[cut] >= 0 and blocks[cut] == blocks[cut - 1]:

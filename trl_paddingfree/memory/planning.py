@@ -86,4 +86,4 @@ def make_plan(
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers
     needs = needs_of(kept, fixed, head)
-    return Plan(flat_model, accelerator, device_memory, budget=budget, needs=needs, layers=layers, **given)
+    return Plan(flat_model, accelerator, device_memory, budget=budget, needs=needs, **given)

@@ -47,16 +47,16 @@ class Decision:
             Flat positions at which it is cut into slices, 0 and `T` among them; none, if it is computed whole.
         num_recomputed (`int`, *optional*):
             How many layers recompute their activations in the backward pass. By default, those that are set to.
-        expected (`int`, *optional*, defaults to `0`):
-            Bytes of memory at its peak; 0, if nobody has counted.
-        num_scored (`int`, *optional*):
+        peak (`int`, *optional*, defaults to `0`):
+            Bytes of memory that it is to need at its peak; 0, if nobody has counted.
+        scored_at_once (`int`, *optional*):
             How many scored tokens the head gets at a time. By default, all of them.
     """
 
     cuts: tuple[int, ...] = ()
     num_recomputed: int | None = None
-    expected: int = 0
-    num_scored: int | None = None
+    peak: int = 0
+    scored_at_once: int | None = None
 
     @property
     def num_slices(self) -> int:

@@ -99,7 +99,7 @@ def scored_in_rows(
     apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with apart, flat_backbone(flat_model, own, own.scored_of, decision=decision) as given:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
-        if (size := decision.num_scored) is None:
+        if (size := decision.scored_at_once) is None:
             outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
         else:
             outputs = _scored_by_and_by(flat_model, inputs, beside, size)

@@ -248,7 +248,7 @@ class FlatTrainer(PlannedTrainer):
             peak = self.largest_of_group(self.peak_memory.highest)
             logs |= self.counts.figures(self.accelerator, peak, self.flat.trained.repeats)
             if self.flat.plan is not None:
-                logs |= self.flat.plan.figures(self.accelerator)
+                logs |= self.flat.plan.figures()
         super().log(logs, *args, **kwargs)
 
     @when_flat

@@ -185,7 +185,7 @@ class CollatedTrainer(FlatTrainer):
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
             return  # lengths are not known before an example comes, and then it is refused
         lengths = self.item_lengths()
-        tokens, longest = example_tokens(lengths, plan.route.prefix_sharing), row_lengths(lengths).max(1)
+        tokens, longest = example_tokens(lengths, self.flat.trained.route.prefix_sharing), row_lengths(lengths).max(1)
         if plan.limit is not None and plan.why_whole:
             worst = int(tokens.argmax())
             refusals.refuse_oversized(plan.limit, tokens[worst], f"example {worst}", plan.why_whole)
@@ -199,10 +199,10 @@ class CollatedTrainer(FlatTrainer):
         if not self._adds_up:  # all of a micro-batch is computed beneath one loss
             largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
             batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
-            if plan.least(batch) > plan.budget:
+            if plan.least_bytes(batch) > plan.budget:
                 raise plan.too_small_for(batch, "a micro-batch of the largest examples")
         alone = [(i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone()]
-        least = [plan.least(batch) for _, batch in alone]
+        least = [plan.least_bytes(batch) for _, batch in alone]
         if max(least) > plan.budget:
             worst, batch = alone[int(np.argmax(least))]
             raise plan.too_small_for(batch, f"example {worst} of the training data")

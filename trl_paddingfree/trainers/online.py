@@ -178,10 +178,10 @@ class OnlineTrainer(FlatTrainer):
         rows = [[*row[:prompt], i + 1, *row[prompt + 1 :]] for i in range(number)]
         labels = [[IGNORE_INDEX] * prompt + each[prompt:] for each in rows]
         best, worst = (
-            FlatBatch.from_rows(rows, labels, prefix_sharing=plan.route.prefix_sharing and shares)
+            FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing and shares)
             for shares in (True, False)
         )
-        if plan.least(best) > plan.budget:
+        if plan.least_bytes(best) > plan.budget:
             raise plan.too_small_for(worst, f"a micro-batch of {number} rows, each {name}", "`max_completion_length`")
 
     def longest_row(self) -> tuple[int, str]:

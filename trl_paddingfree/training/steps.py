@@ -6,8 +6,8 @@ on others, is computed in slices beneath the loss, see [`~trl_paddingfree.model.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..flat.batch import Inputs
 from ..flat.counts import of_all_processes
 from ..memory.engine import adds_up_shards
 from ..memory.plan import Plan
-from ..model.restored import attributes_set, gradients_dropped
+from ..model.restored import attributes_set
+from .attempts import Attempt, figures_put_back, shrink
 
 # Methods by which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
@@ -124,61 +125,6 @@ class PartMetrics:
         self.metrics["num_tokens"] = [self.trainer._total_train_tokens]
 
 
-class Attempt:
-    """
-    What a forward and backward pass changes, as it was before: gradients of `parameters`, the random state of the CPU
-    and of `device`, and what `put_back` puts back.
-
-    No gradient is copied. One that the pass has added to is whole, because each parameter is added to once; it is kept,
-    and what a repeated pass computes for it is dropped.
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device, put_back: Callable[[], None]):
-        # PyTorch counts the changes of each tensor
-        self.versions = [(p, None if p.grad is None else p.grad._version) for p in parameters]
-        self.put_back, self.device = put_back, device
-        self.random = torch.get_rng_state()
-        self.on_device = None if device.type == "cpu" else torch.get_device_module(device)
-        self.device_random = None if self.on_device is None else self.on_device.get_rng_state(device)
-        self.whole: dict[torch.Tensor, torch.Tensor | None] = {}  # gradients that a failed pass has added to
-        self.dropping = ExitStack()
-
-    def undo(self) -> None:
-        """Have what failed computed again."""
-        self.put_back()
-        torch.set_rng_state(self.random)
-        if self.on_device is not None:
-            self.on_device.set_rng_state(self.device_random, self.device)
-            torch.accelerator.empty_cache()
-        for parameter, version in self.versions:
-            gradient = parameter.grad
-            if parameter not in self.whole and gradient is not None and gradient._version != version:
-                self.whole[parameter], parameter.grad = gradient, None
-                self.dropping.enter_context(gradients_dropped([parameter]))  # a second one might find no room
-
-    def finish(self) -> None:
-        """The pass has ended well: every gradient counts once."""
-        self.dropping.close()
-        for parameter, gradient in self.whole.items():
-            parameter.grad = gradient
-
-
-def figures_of(trainer: Any) -> Callable[[], None]:
-    """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
-    metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-    tokens, counted = trainer._total_train_tokens, [*trainer.counts.new]
-    state = {name: vars(trainer)[name] for name in trainer.changed_by_loss}
-
-    def put_back() -> None:
-        trainer._metrics["train"].clear()
-        # Copies: what is put back may have to be once more
-        trainer._metrics["train"].update({name: list(values) for name, values in metrics.items()})
-        trainer._total_train_tokens, trainer.counts.new = tokens, [*counted]
-        vars(trainer).update(state)
-
-    return put_back
-
-
 class TrainingSteps:
     """The training steps of a trainer under a [`~trl_paddingfree.memory.plan.Plan`]."""
 
@@ -213,20 +159,19 @@ class TrainingSteps:
         while True:
             try:
                 loss = self._run_pass(step, part, metrics)
-                break
             except RuntimeError as error:
-                self.plan.shrink(error)
+                shrink(self.plan, error)
+            else:
+                self.attempt.finish()
+                return loss
             # Here the error is gone, and with it all that its frames held
             self.is_again = True
             self.attempt.undo()
-        if self.is_again:
-            self.attempt.finish()
-        return loss
 
     def remember(self) -> None:
         """A pass begins, of which nothing is decided yet: what it changes from here on can be taken back."""
         self.plan.current = None
-        self.attempt = Attempt(self.parameters, self.trainer.accelerator.device, figures_of(self.trainer))
+        self.attempt = Attempt(self.parameters, self.trainer.accelerator.device, figures_put_back(self.trainer))
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""

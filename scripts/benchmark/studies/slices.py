@@ -108,7 +108,7 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
     methods = {
         "nothing": (Decision(), 0),
         "every layer": (Decision(), len(layers)),
-        "slices": (Decision(cuts, num_scored=size), 0),
+        "slices": (Decision(cuts, scored_at_once=size), 0),
     }
     found: dict[str, dict[str, int]] = {}
     for method, arguments in methods.items():
