@@ -26,7 +26,7 @@ from .tasks import PACKED, Method, Settings
 # Unscored and scored tokens of the batches by which the cost per unit of work is found
 PROBES = ((8, 1), (8, 9), (40, 1), (24, 9))
 # The gather of keys and values that shared prefixes need, and its gradient, as the profiler names them
-GATHER = ("GatherRows", "GatherRowsBackward")
+GATHER = ("Gather", "GatherBackward")
 # Operators that compute attention themselves: the one that users call only chooses one of them
 ATTENTION = re.compile(r"::_\w*(attention|attn)")
 LONGEST = 12  # operations that a profile lists

@@ -131,7 +131,7 @@ def test_a_batch_moves_and_pickles_as_one_thing():
     assert again.to_rows() == rows
     assert again.layout.segments == batch.layout.segments
     meta = batch.to("meta")
-    assert {meta.input_ids.device, meta.layout.kv_index.device, meta.layout.kv_rows.order.device} == {
+    assert {meta.input_ids.device, meta.layout.kv_index.device, meta.layout.kv_gather.order.device} == {
         torch.device("meta")
     }
 
@@ -166,22 +166,22 @@ def test_what_the_data_loader_has_pinned_is_not_pinned_again(monkeypatch):
 
 @pytest.mark.parametrize("branches", [2, 7])
 def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
-    from trl_paddingfree.flat.layout import GatherRows
+    from trl_paddingfree.flat.layout import Gather
 
     rows = [[1, 2, 3, 4, 10 + b, 5] for b in range(branches)]
     layout = FlatBatch.from_rows(rows, rows).layout
     states = torch.randn(layout.segments.num_tokens, 2, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(len(layout.kv_index), 2, 3, dtype=torch.float64)
     (expected,) = torch.autograd.grad((states[layout.kv_index] * weights).sum(), states)
-    (actual,) = torch.autograd.grad((GatherRows.apply(states, layout.kv_rows) * weights).sum(), states)
+    (actual,) = torch.autograd.grad((Gather.apply(states, layout.kv_gather) * weights).sum(), states)
     torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)  # the same float64 sums, in another order
 
 
 def test_the_gather_sums_bfloat16_gradients_in_float32():
-    from trl_paddingfree.flat.layout import GatherRows
+    from trl_paddingfree.flat.layout import Gather
 
     rows = [[1, 2, 10 + b] for b in range(1000)]
     layout = FlatBatch.from_rows(rows, rows).layout
     states = torch.zeros(layout.segments.num_tokens, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    GatherRows.apply(states, layout.kv_rows).sum().backward()
+    Gather.apply(states, layout.kv_gather).sum().backward()
     assert states.grad.float().max() == 1000  # bfloat16 cannot count past 256 in steps of one

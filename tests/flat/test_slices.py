@@ -26,7 +26,7 @@ def keys_of(slices):
     """The flat positions of the keys that each slice kept, and of those that it has."""
     kept, had = [], []
     for part in slices:
-        own = np.arange(part.first, part.last)
+        own = np.arange(part.start, part.stop)
         kept.append(own if part.keeps is None else own[part.keeps.numpy()])
         had.append(np.concatenate([*(kept[i] for i in part.reads), own]))
     return kept, had
@@ -53,16 +53,16 @@ def test_each_slice_sees_what_the_whole_sees(seed, with_reach):
     kept, had = keys_of(slices)
     for part, keys in zip(slices, had, strict=True):
         made = part.layout.segments
-        assert made.num_tokens == part.last - part.first + with_reach
+        assert made.num_tokens == part.stop - part.start + with_reach
         assert made.num_keys == len(keys) + with_reach
-        seen, expected = mask_of(part.layout), whole[part.first : part.last]
+        seen, expected = mask_of(part.layout), whole[part.start : part.stop]
         if with_reach:  # a row of its own, which nothing else sees
             assert np.flatnonzero(seen[-1]).tolist() == [len(keys)]
             assert not seen[:-1, -1].any()
             seen = seen[:-1, :-1]
         assert np.array_equal(seen, expected[:, keys])
         assert expected.sum() == seen.sum()  # there is no other that it sees
-        positions = segments.position_ids[part.first : part.last]
+        positions = segments.position_ids[part.start : part.stop]
         assert made.position_ids[: len(positions)].tolist() == positions.tolist()
     assert num_kept(segments, cuts) == sum(map(len, kept))
 
@@ -78,7 +78,7 @@ def test_nothing_is_kept_that_no_later_slice_reads(seed):
         assert whole[end:, keys].any(0).all()
     for part in slices:
         for number in part.reads:
-            assert whole[part.first : part.last, cuts[number] : cuts[number + 1]].any()
+            assert whole[part.start : part.stop, cuts[number] : cuts[number + 1]].any()
 
 
 @pytest.mark.parametrize("with_reach", [False, True])

@@ -155,7 +155,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
     batch = FlatBatch.from_rows([[5, 6]], [[5, 6]])
 
     def made(held):
-        peak = SimpleNamespace(can_reset=True, held=held, current=held + 100)
+        peak = SimpleNamespace(can_reset=True, held=held, peak=held + 100)
         needs = MemoryNeeds(1000, [[1]], [[1]], [0], [0], (0, 0), [0])
         return Plan(flat, Accelerator(cpu=True), peak, option=8, budget=8 * GIB, needs=needs)
 

@@ -24,7 +24,7 @@ from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments, share_prefixes
 from trl_paddingfree.model.attention import (
     ATTENTION,
-    GatherRows,
+    Gather,
     register_attention,
     takes_varlen,
     torch_varlen,
@@ -309,7 +309,7 @@ def test_gradients_of_shared_keys_add_up_in_float32():
     segments = Segments((2, *[1] * copies), (-1, *[0] * copies), (0, *[1] * copies))
     layout = FlatLayout.from_segments(segments)
     key = torch.ones(segments.num_tokens, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    GatherRows.apply(key, layout.kv_rows).sum().backward()
+    Gather.apply(key, layout.kv_gather).sum().backward()
     assert key.grad[0].item() == torch.tensor(copies + 1).bfloat16().item()
 
 

@@ -202,7 +202,7 @@ def test_states_that_do_not_go_on_are_caught_and_rows_are_tried_next(monkeypatch
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2", "qwen3_5_text"])
 def test_a_wrong_decay_shows_in_the_gradients_of_the_check(monkeypatch, model_type):
     """Gradients of the parameters that make the decay stop where a state goes on."""
-    model, gather = make(model_type), state_tree.GatherRows
+    model, gather = make(model_type), state_tree.Gather
     for name, parameter in model.named_parameters():
         if "A_log" in name:  # a state that lasts: what is forgotten has no gradient to lose
             parameter.data.fill_(-4.0)
@@ -212,7 +212,7 @@ def test_a_wrong_decay_shows_in_the_gradients_of_the_check(monkeypatch, model_ty
         def apply(states, rows):
             return gather.apply(states.detach() if len(rows.index) < 20 else states, rows)
 
-    monkeypatch.setattr(state_tree, "GatherRows", Detached)
+    monkeypatch.setattr(state_tree, "Gather", Detached)
     _, failed = prove(model, choose_route(model))
     assert [one.route.states for one in failed] == ["tree"]
     assert failed[0].gradients is not None

@@ -254,12 +254,12 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
         """One more pass, which is not trained on."""
         memory = trainer.flat.plan
         if memory is not None and torch.is_grad_enabled():
-            counter = SavedBytes(trainer.flat_base(trainer.model), memory.layers)
+            counter = SavedBytes(trainer.flat_base(trainer.model), trainer.flat.trained.recomputable)
             with counter.counting():
                 result = compute(trainer, *args)
             batch = memory.current.batch
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
-            saved = memory.needs.saved(load(batch, memory.route))[number]
+            saved = memory.needs.saved(load(batch, trainer.flat.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))
             del result
             trainer.counts.new = type(trainer.counts.new)()

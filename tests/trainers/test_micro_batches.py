@@ -190,7 +190,7 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
     trainer = plain.trainer
     trainer.flat.options.arrange_micro_batches = "tokens"
     with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
-        trainer.refuse_micro_batches()
+        trainer.refuse_options()
 
 
 def test_what_neither_collator_nor_configuration_has_is_left_out(model_dir):
@@ -286,9 +286,9 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
     trainer = run("dpo", "ours", **common).trainer
     with mock.patch.object(AcceleratorState, "deepspeed_plugin", plugin):
         with pytest.raises(ValueError, match="keeps the gradients of the last part"):
-            trainer.refuse_micro_batches()
+            trainer.refuse_options()
         trainer.args.gradient_accumulation_steps = 2
-        trainer.refuse_micro_batches()
+        trainer.refuse_options()
 
 
 def test_two_ways_to_arrange_at_once_are_refused(model_dir):

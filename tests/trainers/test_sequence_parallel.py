@@ -29,7 +29,7 @@ from trl_paddingfree.flat.pieces import Context
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.masks import FlatMask, StateExchange
+from trl_paddingfree.model.masks import FlatMask, OtherSlices
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import scored_sizes, slice_of
 from trl_paddingfree.model.state_layers import state_heads
@@ -404,7 +404,7 @@ def test_every_query_head_reads_its_key_head(heads, size):
         assert repeated == [head // (num_heads // num_keys) for head in queries]
 
 
-class Given(StateExchange):
+class Given(OtherSlices):
     """What slices get of a convolution, from all tokens: as messages would bring it."""
 
     def __init__(self, states, number, size):
@@ -445,7 +445,7 @@ def test_a_halo_brings_each_slice_what_its_convolution_reaches(draw, size):
     found = []
     for number in range(size):
         own = states[list(span_of(total, number, size))]
-        mask = FlatMask.carrying(whole, per_token=True, states=Given(states, number, size))
+        mask = FlatMask.carrying(whole, per_token=True, other_slices=Given(states, number, size))
         assert mask.shape == (1, len(own))
         found.append(convolved(mask, own)[: slice_sizes(total, size)[number]])
     rows = [states[whole.segments.path(i)] for i in range(len(whole.segments.lengths))]

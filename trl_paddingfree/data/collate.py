@@ -63,7 +63,7 @@ class FlatCollator(DataCollatorMixin):
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
     def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
-        """The flat batch of padded rows, with positions that tell of `reach` tokens; `images` are those of the rows."""
+        """The flat batch of padded rows; `reach` and `images` are those of [`~trl_paddingfree.FlatBatch.from_rows`]."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
         mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
@@ -80,10 +80,10 @@ class FlatCollator(DataCollatorMixin):
         rows = super().__call__(features, return_tensors)
         if not self.padding_free:
             return rows
-        on_host = self.on_host(rows, features)
-        return on_host.batch() if self.keeps_rows else on_host.with_flat()
+        made_of = self.collated_rows(rows, features)
+        return made_of.batch() if self.keeps_rows else made_of.with_flat()
 
-    def on_host(self, rows: Inputs, features: list[Example]) -> CollatedRows:
+    def collated_rows(self, rows: Inputs, features: list[Example]) -> CollatedRows:
         """What batches are made of: the rows of the `features` that the collator was given."""
         num_rows, per_example, num_features = len(rows["input_ids"]), self.rows_per_example, len(features)
         if per_example is None and isinstance(self, (DataCollatorForPreference, DataCollatorForReward)):
@@ -115,8 +115,6 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     >>> batch["flat_batch"].input_ids
     tensor([[ 1,  2,  3,  4,  5,  7,  8,  9,  3,  6,  8, 10, 11]])
     """
-
-    rows_per_example: ClassVar[int | None] = 2
 
 
 @dataclass
@@ -195,8 +193,6 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
     >>> batch["flat_batch"].input_ids
     tensor([[1, 2, 3, 4, 2, 5]])
     """
-
-    rows_per_example: ClassVar[int | None] = 2
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         return torch.full_like(rows["input_ids"], IGNORE_INDEX)  # the head reads rows, and scores no token

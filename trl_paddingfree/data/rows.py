@@ -1,11 +1,10 @@
 """Rows of a batch on the host, collated or generated, of which flat batches and their parts are made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_spans
@@ -49,17 +48,13 @@ class CollatedRows:
         """The flat batch of each example alone."""
         return [self.take([i]).with_flat()["flat_batch"] for i in range(self.num_items)]
 
-    def loads(self, load: Callable[[FlatBatch], np.ndarray]) -> list[np.ndarray]:
-        """The `load` of each example alone."""
-        return list(map(load, self.alone()))
-
     def with_flat(self, reach: int | None = None) -> Inputs:
-        """The batch of these rows, with positions that tell of `reach` tokens."""
+        """The batch of these rows; see [`~trl_paddingfree.FlatBatch.from_rows`] for `reach`."""
         return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach)}
 
-    def batch(self, reach: int | None = None) -> Inputs:
+    def batch(self) -> Inputs:
         """The batch of these rows, with them under `"rows"`."""
-        return {**self.with_flat(reach), "rows": self}
+        return {**self.with_flat(), "rows": self}
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class GeneratedRows:
         return cls(ids, mask, targets, lengths, options)
 
     def batch(self, reach: int | None = None) -> FlatBatch:
-        """The flat batch of the rows, with positions that tell of `reach` tokens."""
+        """The flat batch of the rows; see [`~trl_paddingfree.FlatBatch.from_rows`] for `reach`."""
         return FlatBatch.from_padded(self.input_ids, self.attention_mask, self.labels, reach=reach, **self.options)
 
 

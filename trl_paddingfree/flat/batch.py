@@ -33,7 +33,8 @@ class FlatBatch(HasTensors):
     The tokens to compute, their labels, and where each row's tokens lie.
 
     In every layout, a row is the flat tokens at `row_index[row, :length]`, and every scored token is followed by its
-    label in the same segment.
+    label in the same segment. (Where several processes compute slices of one batch, only the tokens of what
+    [`~trl_paddingfree.model.sequence.slice_of`] gives are those of a slice.)
 
     Args:
         input_ids, position_ids (`torch.Tensor` of shape `(1, T)`, int64):

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from .layout import FlatLayout, RowIndex, once_per_layout
+from .layout import FlatLayout, GatherIndex, once_per_layout
 
 # Padding, in query-key pairs, allowed when a segment joins another's call, and its share of the segment's own pairs.
 # On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
@@ -29,9 +29,9 @@ class AttentionCalls:
     segments: tuple[tuple[int, ...], ...]  # of each of the `C` calls
     queries: tuple[int, ...]  # `Q` of each call
     keys: tuple[int, ...]  # `L` of each call
-    query_rows: RowIndex | None  # flat position of each query row of all calls, `n * Q` for each
-    key_rows: RowIndex | None  # the same of each key row, `n * L` for each
-    answers: RowIndex | None  # of each of the `T` tokens, the query row of all calls that holds its output
+    query_rows: GatherIndex | None  # flat position of each query row of all calls, `n * Q` for each
+    key_rows: GatherIndex | None  # the same of each key row, `n * L` for each
+    answers: GatherIndex | None  # of each of the `T` tokens, the query row of all calls that holds its output
 
     @property
     def num_pairs(self) -> int:
@@ -49,16 +49,16 @@ class AttentionCalls:
         order, numbers = np.concatenate(calls), list(map(len, calls))
         query_slots, key_slots = np.repeat(queries, numbers), np.repeat(keys, numbers)
         is_ordered = (order[1:] > order[:-1]).all()
-        query_rows, key_rows, answers = None, layout.kv_rows, None
+        query_rows, key_rows, answers = None, layout.kv_gather, None
         if not is_ordered or (query_slots != lengths).any():
             index = _runs(np.array(segments.offsets)[order], lengths[order], query_slots)
-            query_rows = layout.row_index(index, segments.num_tokens)
+            query_rows = layout.gather_index(index, segments.num_tokens)
             firsts = np.cumsum(query_slots) - query_slots
-            answers = layout.row_index(_runs(firsts[np.argsort(order)], lengths, lengths), len(index))
+            answers = layout.gather_index(_runs(firsts[np.argsort(order)], lengths, lengths), len(index))
         if not is_ordered or (key_slots != key_lengths).any():
             index = _runs(segments.cu_seqlens_k[order], key_lengths[order], key_slots)
             kv_index = segments.kv_index
-            key_rows = layout.row_index(index if kv_index is None else kv_index[index], segments.num_keys)
+            key_rows = layout.gather_index(index if kv_index is None else kv_index[index], segments.num_keys)
         return AttentionCalls(tuple(map(tuple, calls)), tuple(queries), tuple(keys), query_rows, key_rows, answers)
 
 

@@ -32,7 +32,7 @@ def once_per_layout(
 
 
 @dataclass(frozen=True)
-class RowIndex(HasTensors):
+class GatherIndex(HasTensors):
     """The rows that copies are of, and how gradients of the copies add up. All int64."""
 
     index: torch.Tensor  # (S,): the row that each copy is of
@@ -41,7 +41,7 @@ class RowIndex(HasTensors):
     empty: torch.Tensor | None = None  # places of copies that are of no row; `None` if there are none
 
     @classmethod
-    def of(cls, index: np.ndarray, num_rows: int) -> "RowIndex":
+    def of(cls, index: np.ndarray, num_rows: int) -> "GatherIndex":
         """Derive the tensors, on the CPU. An index of -1 is of no row."""
         empty = np.flatnonzero(index < 0)
         order = np.argsort(index, kind="stable")[len(empty) :]
@@ -50,7 +50,7 @@ class RowIndex(HasTensors):
         return cls(torch.from_numpy(np.maximum(index, 0)), torch.from_numpy(order), offsets, places)
 
 
-class GatherRows(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """
     Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Places that are of no row hold zeros.
 
@@ -59,7 +59,7 @@ class GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+    def forward(ctx, states: torch.Tensor, rows: GatherIndex) -> torch.Tensor:
         ctx.rows, ctx.width = rows, prod(states.shape[1:])
         copies = states.index_select(0, rows.index)
         return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
@@ -79,7 +79,7 @@ class FlatLayout(HasTensors):
     cu_seqlens_q: torch.Tensor  # (N+1,) int32: boundaries of the query runs
     cu_seqlens_k: torch.Tensor  # (N+1,) int32: boundaries of the keys of each query run
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
-    kv_rows: RowIndex | None  # flat position of every key/value row; `None` when nothing is shared
+    kv_gather: GatherIndex | None  # flat position of every key/value row; `None` when nothing is shared
     blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
 
     @classmethod
@@ -93,14 +93,14 @@ class FlatLayout(HasTensors):
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=torch.from_numpy(segments.cu_seqlens_k) if segments.is_shared else cu_seqlens_q,
             seq_idx=torch.from_numpy(seq_idx)[None],
-            kv_rows=None if kv_index is None else RowIndex.of(kv_index, segments.num_keys),
+            kv_gather=None if kv_index is None else GatherIndex.of(kv_index, segments.num_keys),
             blocks=None if blocks is None or (blocks < 0).all() else torch.from_numpy(blocks),
         )
 
     @property
     def kv_index(self) -> torch.Tensor | None:
         """`(S,)` int64: flat position of every key/value row; `None` when nothing is shared."""
-        return None if self.kv_rows is None else self.kv_rows.index
+        return None if self.kv_gather is None else self.kv_gather.index
 
     @property
     def host_blocks(self) -> np.ndarray | None:
@@ -121,9 +121,9 @@ class FlatLayout(HasTensors):
         """`values` on the layout's device. The host does not wait for the copy."""
         return on_device(torch.from_numpy(values), self.device)
 
-    def row_index(self, index: np.ndarray, num_rows: int) -> RowIndex:
-        """A [`RowIndex`] on the layout's device, in one copy, which the host does not wait for."""
-        return RowIndex.of(index, num_rows).to(self.device, non_blocking=True)
+    def gather_index(self, index: np.ndarray, num_rows: int) -> GatherIndex:
+        """A [`GatherIndex`] on the layout's device, in one copy, which the host does not wait for."""
+        return GatherIndex.of(index, num_rows).to(self.device, non_blocking=True)
 
     def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
         """What `make` gives, made once per layout and `key`."""

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from .layout import FlatLayout, RowIndex, once_per_layout
+from .layout import FlatLayout, GatherIndex, once_per_layout
 from .segments import Segments, something_to_compute
 
 
@@ -27,7 +27,7 @@ class PieceCall:
     """Pieces of one level that are computed in one call."""
 
     shape: tuple[int, int]  # rows of the call, and tokens of each: `(n, L)`, padded on the right, or all as `(1, S)`
-    parents: RowIndex | None  # the piece of the level before that each continues; `None`: all start from nothing
+    parents: GatherIndex | None  # the piece of the level before that each continues; `None`: all start from nothing
     boundaries: torch.Tensor | None  # (n + 1,) int32: of pieces one after the other; `None` if each has a row
 
 
@@ -45,9 +45,9 @@ class Pieces:
     """
 
     levels: tuple[tuple[PieceCall, ...], ...]  # the calls of each level
-    slots: RowIndex  # the token in each of `S` slots, call by call; none, where a piece is padded
-    own: RowIndex  # the slot of each token
-    kept: RowIndex | None = None  # the pieces, in order, whose last states later slices continue; `None`: none
+    slots: GatherIndex  # the token in each of `S` slots, call by call; none, where a piece is padded
+    own: GatherIndex  # the slot of each token
+    kept: GatherIndex | None = None  # the pieces, in order, whose last states later slices continue; `None`: none
 
     @staticmethod
     @once_per_layout
@@ -73,9 +73,9 @@ class Pieces:
                 if step_cost is None:
                     rows = rows[rows >= 0][None]
                     boundaries = layout.tensor(np.concatenate([[0], lengths[members].cumsum()]).astype(np.int32))
-                starts = layout.row_index(place[parents[members]], earlier) if depth else None
+                starts = layout.gather_index(place[parents[members]], earlier) if depth else None
                 if not depth and part is not None and (part.continued[members] >= 0).any():
-                    starts = layout.row_index(part.continued[members], len(part.reads))
+                    starts = layout.gather_index(part.continued[members], len(part.reads))
                 calls.append(PieceCall(rows.shape, starts, boundaries))
                 slots.append(rows.ravel())
             levels.append(tuple(calls))
@@ -87,8 +87,8 @@ class Pieces:
         ends = None
         if part is not None and len(part.kept):  # among the pieces of all levels
             before = np.cumsum([0, *(np.count_nonzero(depths == depth) for depth in range(depths.max()))])
-            ends = layout.row_index((before[depths] + place)[part.kept], len(depths))
-        return Pieces(tuple(levels), layout.row_index(tokens, len(own)), layout.row_index(own, len(tokens)), ends)
+            ends = layout.gather_index((before[depths] + place)[part.kept], len(depths))
+        return Pieces(tuple(levels), layout.gather_index(tokens, len(own)), layout.gather_index(own, len(tokens)), ends)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def tokens_before(segments: Segments, size: int, span: range) -> np.ndarray:
 class Context:
     """The axis of [`with_context`], for states of a slice that are followed by those of [`tokens_before`] it."""
 
-    rows: RowIndex  # which of these states is in each place, or none
+    rows: GatherIndex  # which of these states is in each place, or none
     places: torch.Tensor  # (t,) int64: the place of each token of the slice
 
     @staticmethod
@@ -210,7 +210,7 @@ class Context:
         outside = (index >= 0) & (index < span.start)
         before = np.unique(index[outside])  # `tokens_before`
         index = np.where(outside, len(span) + np.searchsorted(before, index), index - span.start * (index >= 0))
-        return Context(layout.row_index(index, len(span) + len(before)), layout.tensor(places))
+        return Context(layout.gather_index(index, len(span) + len(before)), layout.tensor(places))
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class PathRows:
     """
 
     shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
-    slots: RowIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
+    slots: GatherIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
     own: torch.Tensor | None  # (T,) int64: the slot of each flat token, in the row of its own segment
 
     @staticmethod
@@ -242,7 +242,7 @@ class PathRows:
                 own[segments.offsets[i] : segments.offsets[i + 1]] = size + np.arange(segments.starts[i], lengths[i])
                 size += longest
         shapes = [(len(group), lengths[group[-1]]) for group in groups] if step_cost is not None else [(1, size)]
-        return PathRows(tuple(shapes), layout.row_index(np.concatenate(slots), total), layout.tensor(own))
+        return PathRows(tuple(shapes), layout.gather_index(np.concatenate(slots), total), layout.tensor(own))
 
 
 def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float) -> list[list[int]]:

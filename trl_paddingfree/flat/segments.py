@@ -183,12 +183,12 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return int(np.append(one[:n] != other[:n], True).argmax())
 
 
-def something_to_compute(first: int, last: int, total: int) -> range:
+def something_to_compute(start: int, stop: int, total: int) -> range:
     """
-    The flat tokens from `first` to before `last`. Where there are none, the first two of `total` stand in for some:
+    The flat tokens from `start` to before `stop`. Where there are none, the first two of `total` stand in for some:
     models need something to compute, and take a single token for a step of generation.
     """
-    return range(first, last) if first < last else range(min(2, total))
+    return range(start, stop) if start < stop else range(min(2, total))
 
 
 def adjacent_prefixes(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ Shape legend: see [`~trl_paddingfree.flat.segments`]. Two rows that share three 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 
@@ -36,6 +36,9 @@ class SegmentSlice(Segments):
     def __post_init__(self):
         """Runs continue keys, and no segments of this slice."""
 
+    def __getstate__(self) -> dict:
+        return {each.name: vars(self)[each.name] for each in fields(self)}
+
     @property
     def num_keys(self) -> int:
         return self.size_of_axis
@@ -54,7 +57,7 @@ class SegmentSlice(Segments):
 @dataclass(frozen=True)
 class Slice(HasTensors):
     """
-    Contiguous tokens of a flat axis, from `first` to before `last`, of which the first `num_tokens` count: none, where
+    Contiguous tokens of a flat axis, from `start` to before `stop`, of which the first `num_tokens` count: none, where
     others stand in for them.
 
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 3)))
@@ -63,8 +66,8 @@ class Slice(HasTensors):
     (None, (0,), [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8])
     """
 
-    first: int
-    last: int
+    start: int
+    stop: int
     layout: FlatLayout
     reads: tuple[int, ...]  # the earlier slices whose kept keys come before its own
     keeps: torch.Tensor | None  # (K,) int64: those of its tokens whose keys later slices read; `None`: all of them
@@ -81,15 +84,14 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     later = np.searchsorted(cuts, segments.last_readers, "right")
     blocks = layout.host_blocks
     kept: list[np.ndarray] = []  # of each slice, the flat positions whose keys later ones read
-    for number, (begin, end) in enumerate(pairwise(cuts)):
-        span = something_to_compute(begin, end, segments.num_tokens)
-        first, last = span.start, span.stop
-        runs = _runs(segments, first, last)
+    for number, (cut, next_cut) in enumerate(pairwise(cuts)):
+        span = something_to_compute(cut, next_cut, segments.num_tokens)
+        runs = _runs(segments, span)
         paths = [segments.path(i)[: segments.starts[i] + end - segments.offsets[i]] for i, _, end in runs]
         before = np.concatenate(paths)
-        before = np.unique(before[before < first])
+        before = np.unique(before[before < span.start])
         reads = tuple(i for i in range(number) if ((cuts[i] <= before) & (before < cuts[i + 1])).any())
-        axis = np.concatenate([*(kept[i] for i in reads), np.arange(first, last)])
+        axis = np.concatenate([*(kept[i] for i in reads), np.asarray(span)])
         lengths = [end - begin for _, begin, end in runs]
         starts = [segments.starts[i] + begin - segments.offsets[i] for i, begin, _ in runs]
         places = [np.searchsorted(axis, path) for path in paths]
@@ -97,18 +99,19 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
             lengths, starts, places = [*lengths, 1], [*starts, 0], [*places, np.array([len(axis)])]
         size = len(axis) + with_reach
         own = SegmentSlice(tuple(lengths), (-1,) * len(lengths), tuple(starts), tuple(places), size)
-        keeps = np.flatnonzero(later[begin:end] > number + 1)
-        kept.append(first + keeps)
+        keeps = np.flatnonzero(later[cut:next_cut] > number + 1)
+        kept.append(span.start + keeps)
         index = None if len(keeps) == own.num_tokens else torch.from_numpy(keeps)
         made = FlatLayout.from_segments(own, None if blocks is None else np.append(blocks[axis], [-1] * with_reach))
-        slices.append(Slice(first, last, made, reads, index, end - begin))
+        slices.append(Slice(span.start, span.stop, made, reads, index, next_cut - cut))
     return tuple(each.to(layout.device, non_blocking=True) for each in slices)
 
 
-def _runs(segments: Segments, first: int, last: int) -> list[tuple[int, int, int]]:
-    """Of each segment with tokens from `first` to before `last`: its number, and where on the flat axis these lie."""
-    spans = pairwise(segments.offsets)
-    cut = [(i, max(begin, first), min(end, last)) for i, (begin, end) in enumerate(spans)]
+def _runs(segments: Segments, span: range) -> list[tuple[int, int, int]]:
+    """Of each segment with tokens in a `span` of the flat axis: its number, and from where to before where they lie."""
+    cut = [
+        (i, max(start, span.start), min(stop, span.stop)) for i, (start, stop) in enumerate(pairwise(segments.offsets))
+    ]
     return [run for run in cut if run[1] < run[2]]
 
 

@@ -70,7 +70,7 @@ class FlatVisionCollator(FlatCollator):
         # A subclass may have changed which examples there are, and in which order
         return {**self.rows(examples), _EXAMPLES: examples}
 
-    def on_host(self, rows: Inputs, features: list[Example]) -> "CollatedImageRows":
+    def collated_rows(self, rows: Inputs, features: list[Example]) -> "CollatedImageRows":
         if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
             raise ValueError(
                 f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "

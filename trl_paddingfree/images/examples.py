@@ -165,7 +165,7 @@ class ImageProbe:
         """The flat batch of some examples, with all tokens scored."""
         examples = [self.examples[name] for name in names]
         collator = replace(self.collator, prefix_sharing=prefix_sharing)
-        return collator.on_host(_scoring_all(collator.rows(examples)), examples).with_flat()
+        return collator.collated_rows(_scoring_all(collator.rows(examples)), examples).with_flat()
 
 
 def _scoring_all(rows: Inputs) -> Inputs:

@@ -50,12 +50,12 @@ class PeakMemory:
 
     @property
     def highest(self) -> int:
-        """Bytes, since the process began."""
-        return max(self.before, self.current)
+        """Bytes at the peak since the process began."""
+        return max(self.before, self.peak)
 
     @property
-    def current(self) -> int:
-        """Bytes, since the last reset."""
+    def peak(self) -> int:
+        """Bytes at the peak since [`PeakMemory.begin`]."""
         if self.can_reset:
             return torch.accelerator.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024

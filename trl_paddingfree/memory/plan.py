@@ -256,7 +256,7 @@ class Plan:
         self.observed += 1
         uncorrected = (made.decision.peak - needs.fixed) / needs.correction
         # What holds memory beside the models may have come since the plan was made
-        held, peak = made.held, self.device_memory.current
+        held, peak = made.held, self.device_memory.peak
         if group is not None:
             held, peak = group.largest([held, peak]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))

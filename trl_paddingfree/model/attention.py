@@ -19,20 +19,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .. import upstream
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
-from ..flat.layout import Attention, FlatLayout, GatherRows, RowIndex, once_per_layout
+from ..flat.layout import Attention, FlatLayout, Gather, GatherIndex, once_per_layout
 from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, segment_mask
 
 
-def _in_rows(states: torch.Tensor, rows: RowIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`(1, heads, T, D)` states as `(S, heads, D)`: of `rows`, or all. To `dtype` first: fewer bytes to gather."""
     # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
     states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
-    return states if rows is None else GatherRows.apply(states, rows)
+    return states if rows is None else Gather.apply(states, rows)
 
 
 def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None):
     """States as varlen kernels read them, of a dtype: queries of all tokens, keys and values of all paths."""
-    query, key, value = _in_rows(query, None, dtype), *(_in_rows(x, layout.kv_rows, dtype) for x in (key, value))
+    query, key, value = _gathered(query, None, dtype), *(_gathered(x, layout.kv_gather, dtype) for x in (key, value))
     if value.size(-1) != query.size(-1):  # MLA: the kernels want values as wide as queries
         value = pad(value, [0, query.size(-1) - value.size(-1)])
     return query, key, value
@@ -40,9 +40,9 @@ def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | Non
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
     """The model's own attention function, in [`AttentionCalls`] of like segments: exact on every device and dtype."""
-    attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
+    attend = upstream.attention_function(previous, module)
     window, outputs, calls = kwargs.pop("sliding_window", None), [], AttentionCalls.of(layout)
-    query, key, value = _in_rows(query, calls.query_rows), *(_in_rows(x, calls.key_rows) for x in (key, value))
+    query, key, value = _gathered(query, calls.query_rows), *(_gathered(x, calls.key_rows) for x in (key, value))
     numbers = list(map(len, calls.segments))
     lengths, key_lengths = (list(map(mul, numbers, longest)) for longest in (calls.queries, calls.keys))
     # The gradient of a split is one concatenation, that of a slice as long as the flat axis
@@ -55,7 +55,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
             q = q.contiguous()
         outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
     output = torch.cat(outputs)
-    return (output if calls.answers is None else GatherRows.apply(output, calls.answers))[None], None
+    return (output if calls.answers is None else Gather.apply(output, calls.answers))[None], None
 
 
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
@@ -124,9 +124,11 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     states = _flat_states(query, key, value, layout, sdpa_dtype(query))
-    cu_q, cu_k, *longest, _ = boundaries(layout).values()
-    cu_k = cu_k.view_as(cu_k)  # for boundaries that are one tensor, PyTorch takes cuDNN: a plan for each shape, kept
-    output = torch_varlen()(*states, cu_q, cu_k, *longest, kwargs.get("scaling"), kwargs.get("sliding_window"))
+    # For boundaries that are one tensor, PyTorch takes cuDNN: a plan for each shape, kept
+    cu_seqlens_k = layout.cu_seqlens_k.view_as(layout.cu_seqlens_k)
+    longest = layout.segments.max_seqlen_q, layout.segments.max_seqlen_k
+    scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
+    output = torch_varlen()(*states, layout.cu_seqlens_q, cu_seqlens_k, *longest, scaling, window)
     return output[None, ..., : value.size(-1)], None
 
 
@@ -137,7 +139,7 @@ ATTENTION: dict[BackendName, Attention] = {
 }
 
 
-def _scaled_in_rows(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
+def _scaled_gathered(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
     """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
     held = vars(module)
     if held["use_rope"] or max(query.size(2), layout.segments.max_seqlen_k) < held["floor_scale"]:
@@ -159,10 +161,10 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
         layout = attention_mask.flat_layout
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
         if vars(module).get("attn_temperature_tuning"):  # Llama 4
-            query = _scaled_in_rows(query, module, layout)
+            query = _scaled_gathered(query, module, layout)
         call = partial(attend, layout, previous)
-        for exchange in attention_mask.exchanges:
-            call = partial(exchange, call, layout)
+        for around in attention_mask.around_attention:
+            call = partial(around, call, layout)
         return call(module, query, key, value, **kwargs)
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..flat.layout import FlatLayout, RowIndex, once_per_layout
+from ..flat.layout import FlatLayout, GatherIndex, once_per_layout
 from ..flat.pieces import tokens_before
 from ..flat.segments import something_to_compute
 from ..flat.slices import cut_by_number
@@ -103,7 +103,7 @@ def of_heads(states: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
 class Halo:
     """The tokens that processes send each other for a convolution, in the order of the flat axis."""
 
-    rows: RowIndex  # those of the own slice that go to each process, one process after the other
+    rows: GatherIndex  # those of the own slice that go to each process, one process after the other
     sent: list[int]
     received: list[int]
     is_needed: bool  # whether any process needs any
@@ -117,5 +117,5 @@ class Halo:
         wanted = [tokens_before(layout.segments, reach, span_of(total, i, size)) for i in range(size)]
         held = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
         received = np.diff(np.searchsorted(wanted[number], ends)).tolist()
-        rows = layout.row_index(np.concatenate(held), len(span))
+        rows = layout.gather_index(np.concatenate(held), len(span))
         return Halo(rows, list(map(len, held)), received, any(map(len, wanted)))

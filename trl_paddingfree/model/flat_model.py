@@ -22,7 +22,7 @@ from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
-from .masks import ATTENTION_BACKENDS, Exchange
+from .masks import ATTENTION_BACKENDS, AroundAttention
 from .restored import attributes_set, mark_of
 from .routes import Route
 from .sequence import SequenceGroup
@@ -97,7 +97,7 @@ class FlatModel:
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
         self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
         self.counts = BatchCounts()  # of these calls so far
-        self.exchanges: tuple[Exchange, ...] = ()  # what goes around attention
+        self.around_attention: tuple[AroundAttention, ...] = ()  # what goes around attention
         self.decide: Callable[[FlatBatch], Decision] | None = None  # by a budget, if there is one
 
     def __getstate__(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ class FlatModel:
             **vars(self),
             "flattener": None,
             "group": None,
-            "exchanges": (),
+            "around_attention": (),
             "decide": None,
             "edits": EditsFound(),
         }
@@ -120,7 +120,7 @@ class FlatModel:
     def divide_among(self, group: SequenceGroup | None) -> None:
         """Have the processes of a group, if there is one, compute slices of each batch."""
         self.group = group
-        self.exchanges = () if group is None else (group.attend,)
+        self.around_attention = () if group is None else (group.attend,)
 
     @classmethod
     def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
@@ -154,7 +154,7 @@ class FlatModel:
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
         @torch.compiler.disable(recursive=False)
         def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
-            return vars(self)[ATTRIBUTE]._called(depth, args, kwargs)
+            return vars(self)[ATTRIBUTE]._answer(depth, args, kwargs)
 
         forward.depth = depth  # type: ignore[attr-defined]
         model.forward = types.MethodType(forward, model)
@@ -164,7 +164,7 @@ class FlatModel:
         """Whether the model's forward is ours, or has it inside."""
         return mark_of(self.model, "depth") == len(self.forwards) - 1
 
-    def _called(self, depth: int, args: tuple, kwargs: Inputs) -> object:
+    def _answer(self, depth: int, args: tuple, kwargs: Inputs) -> object:
         """Our forward, as it was put on with `depth` others beneath."""
         batch = kwargs.pop("flat_batch", None)
         if depth < len(self.forwards) - 1:  # beneath a head that TRL has added since, which has computed the batch
@@ -215,7 +215,7 @@ class FlatModel:
             places = on_device(places, batch.row_index.device)
         index = batch.row_index[tuple(places)]
         given: Inputs = images if batch.images is None else batch.images.arguments(images)
-        with flat_backbone(self, batch, lambda hidden: hidden[:, index.to(hidden.device)]):
+        with flat_backbone(self, batch, self.begin_pass(batch), lambda hidden: hidden[:, index.to(hidden.device)]):
             return self.model.base_model(**given, **flat_inputs(self, batch)).last_hidden_state
 
     def begin_pass(self, batch: FlatBatch) -> Decision:
@@ -266,5 +266,5 @@ def keys_noted(model: PreTrainedModel) -> Iterator[list[int]]:
         found.append(key.nbytes + value.nbytes)
         return attend(module, query, key, value, **kwargs)
 
-    with attributes_set([(flat, "exchanges", (note, *flat.exchanges))]):
+    with attributes_set([(flat, "around_attention", (note, *flat.around_attention))]):
         yield found

@@ -94,21 +94,20 @@ def scored_in_rows(
     """
     group, model = flat_model.group, flat_model.model
     decision = flat_model.begin_pass(batch)
-    turns = decision.cuts
-    own = batch if group is None else group.slice(batch, model.config.get_text_config(), turns)
+    own = batch if group is None else group.slice(batch, model.config.get_text_config(), decision.cuts)
     apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
-    with apart, flat_backbone(flat_model, own, own.scored_of, decision=decision) as given:
+    with apart, flat_backbone(flat_model, own, decision, own.scored_of) as answers:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
         if (size := decision.scored_at_once) is None:
             outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
         else:
-            outputs = _scored_by_and_by(flat_model, inputs, beside, size)
+            outputs = _scored_in_chunks(flat_model, inputs, beside, size)
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
     if group is not None:
-        values = group.gather_scored(values, batch, turns)
+        values = group.gather_scored(values, batch, decision.cuts)
     aux_loss = outputs.aux_loss
     if aux_loss is not None and group is not None:  # that of routers is one of all tokens
-        routers = tuple(group.gather_tokens(x, batch.layout, turns) for x in given[0]["router_logits"])
+        routers = tuple(group.gather_tokens(x, batch.layout, decision.cuts) for x in answers[0]["router_logits"])
         aux_loss = upstream.router_loss(model, routers, batch.token_rows)
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
     in_rows = {name: batch.scored_to_rows(x) * label_mask for name, x in values.items()}
@@ -120,7 +119,7 @@ def scored_in_rows(
     return replace(outputs, **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
 
 
-def _scored_by_and_by(flat_model: "FlatModel", inputs: Inputs, beside: Inputs, size: int) -> "FusedCausalLMOutput":
+def _scored_in_chunks(flat_model: "FlatModel", inputs: Inputs, beside: Inputs, size: int) -> "FusedCausalLMOutput":
     """What TRL's head says of all scored tokens, given `size` of them at a time: it works on as many logits at once."""
     model, labels = flat_model.model, inputs["shift_labels"]
     inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}
@@ -156,7 +155,8 @@ def _model_output(
 ) -> ModelOutput:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
     arguments = beside if labels is None else {**beside, "labels": labels}
-    with flat_backbone(flat_model, batch, None if labels is None else batch.tokens_to_rows, calls_decoder=True):
+    decision, for_head = flat_model.begin_pass(batch), None if labels is None else batch.tokens_to_rows
+    with flat_backbone(flat_model, batch, decision, for_head, calls_decoder=True):
         outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
     if labels is None:
         logits = batch.tokens_to_rows(outputs.logits)
@@ -182,26 +182,25 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
     def read(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    with flat_backbone(flat_model, batch, read, swaps_inputs=True):
+    with flat_backbone(flat_model, batch, flat_model.begin_pass(batch), read, swaps_inputs=True):
         return flat_model.forwards[-1](**beside, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
-def computing(flat_model: "FlatModel", batch: FlatBatch, decision: "Decision | None" = None) -> Iterator[Inputs]:
+def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decision") -> Iterator[Inputs]:
     """
-    Within this context, a backbone computes a batch, in a pass that begins, or of which the `decision` is known. Gives
-    what it is told of the layout, in place of a mask.
+    Within this context, a backbone computes a batch, as was decided when the pass began. Gives the arguments that tell
+    it of the layout, in place of a mask.
     """
-    decision = decision or flat_model.begin_pass(batch)
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
-    told = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
-    told["use_cache"] = False
-    if "attention_mask" not in told:
+    arguments = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
+    arguments["use_cache"] = False
+    if "attention_mask" not in arguments:
         config = model.config.get_text_config()
-        told["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
-    if exchanges := flat_model.exchanges:
-        carrying = lambda x: FlatMask.carrying(x.flat_layout, x.ndim == 2, exchanges, flat_model.group)  # noqa: E731
-        told["attention_mask"] = map_masks(carrying, told["attention_mask"])
+        arguments["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
+    if around := flat_model.around_attention:
+        carrying = lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, around, flat_model.group)  # noqa: E731
+        arguments["attention_mask"] = map_masks(carrying, arguments["attention_mask"])
 
     def give_boundaries(module, args, kwargs):
         return args, {**kwargs, **boundaries(layout)}
@@ -219,9 +218,9 @@ def computing(flat_model: "FlatModel", batch: FlatBatch, decision: "Decision | N
             if architecture.takes_images(model):  # a vision tower has boundaries of its own, and would take these
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))
             else:
-                told |= boundaries(layout)
+                arguments |= boundaries(layout)
         try:
-            yield told
+            yield arguments
         except (IndexError, RuntimeError, ValueError) as error:
             if (explained := _explained(model, batch, error)) is error:
                 raise
@@ -232,44 +231,44 @@ def computing(flat_model: "FlatModel", batch: FlatBatch, decision: "Decision | N
 def flat_backbone(
     flat_model: "FlatModel",
     batch: FlatBatch,
+    decision: "Decision",
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     swaps_inputs: bool = False,
     calls_decoder: bool = False,
-    decision: "Decision | None" = None,
 ) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone is told of the layout and returns only what the head needs: what
     `for_head` makes of the hidden states `(1, T, H)`, or all of them. Gives a list with what the backbones return.
 
     With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
-    `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone. `decision` is
-    that of a pass that has begun.
+    `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
     """
     model = flat_model.model
     swapped = {"input_ids": batch.input_ids, "position_ids": batch.position_ids} if swaps_inputs else {}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
     backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
-    given: list[BaseModelOutput] = []
+    answers: list[BaseModelOutput] = []
 
     def give_head(module, args, outputs):
-        if for_head is not None and not given:  # not again, where one of the backbones is within another
+        # Once: a backbone may lie within another, and `_scored_in_chunks` calls it again for each chunk
+        if for_head is not None and not answers:
             outputs.last_hidden_state = for_head(outputs.last_hidden_state)
-        given.append(outputs)
+        answers.append(outputs)
         return outputs
 
-    with computing(flat_model, batch, decision) as told, ExitStack() as hooks:
+    with layout_arguments(flat_model, batch, decision) as arguments, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
             if swaps_inputs:  # some heads hand `input_ids` on by its place
                 names = inspect.signature(module.forward).parameters
                 args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
-            return args, {**kwargs, **told, **swapped}
+            return args, {**kwargs, **arguments, **swapped}
 
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
             hooks.enter_context(backbone.register_forward_hook(give_head))
-        yield given
-    if not given:
+        yield answers
+    if not answers:
         raise ValueError(
             f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
             "its layers of the flat batch: call it with `fused_lm_head=True`, or set `padding_free=False`."

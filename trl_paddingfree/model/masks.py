@@ -30,8 +30,8 @@ _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 _CAUSAL_IN_FULL = ("gemma4_text",)
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# Attention around attention: of a function that computes it, the layout, the layer, and states
-Exchange = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+# What goes around attention: attention of a function that computes it, the layout, the layer, and states
+AroundAttention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # A recurrence along the whole tree, of inputs by weights; or along a slice of one that is cut, by its number, from the
 # states that it is given. Its outputs, and the states that later slices read
 Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -39,7 +39,7 @@ Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 
-class StateExchange(Protocol):
+class OtherSlices(Protocol):
     """
     What layers with a state need of other slices of the flat axis, asked by the two functions of theirs that look along
     it: convolutions and scans. All else they compute for the tokens of their slice alone.
@@ -72,27 +72,27 @@ class FlatMask(torch.Tensor):
     """
 
     flat_layout: FlatLayout
-    exchanges: tuple[Exchange, ...]
-    states: StateExchange | None
+    around_attention: tuple[AroundAttention, ...]
+    other_slices: OtherSlices | None
 
     @classmethod
     def carrying(
         cls,
         layout: FlatLayout,
         per_token: bool = False,
-        exchanges: tuple[Exchange, ...] = (),
-        states: StateExchange | None = None,
+        around_attention: tuple[AroundAttention, ...] = (),
+        other_slices: OtherSlices | None = None,
     ) -> "FlatMask":
         """
-        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it. Attention goes
-        through the `exchanges`, the first of which is next to the backend; layers with a state ask `states`.
+        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it. The first of
+        what goes `around_attention` is next to the backend; layers with a state ask `other_slices`.
         """
         shape: tuple[int, ...] = (1, 1, 1, 1)
         if per_token:
             total = layout.segments.num_tokens
-            shape = (1, total if states is None else len(states.span(total)))
+            shape = (1, total if other_slices is None else len(other_slices.span(total)))
         mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
-        mask.flat_layout, mask.exchanges, mask.states = layout, exchanges, states
+        mask.flat_layout, mask.around_attention, mask.other_slices = layout, around_attention, other_slices
         return mask
 
     @classmethod
@@ -107,7 +107,7 @@ class FlatMask(torch.Tensor):
                     f"the model computes with its attention mask ({func.__name__}): it needs a dense one"
                 )
             result.flat_layout = masks[0].flat_layout.to(result.device)
-            result.exchanges, result.states = masks[0].exchanges, masks[0].states
+            result.around_attention, result.other_slices = masks[0].around_attention, masks[0].other_slices
         return result
 
 

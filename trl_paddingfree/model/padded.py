@@ -18,7 +18,7 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .architecture import TYPE_ROWS, takes_images
 from .flat_model import FlatModel
-from .forward import computing, flat_forward, flat_inputs, is_pooled
+from .forward import flat_forward, flat_inputs, is_pooled, layout_arguments
 from .restored import attributes_set
 
 logger = logging.get_logger(__name__)
@@ -108,8 +108,8 @@ class PaddedCalls:
                 return forward(*args, **kwargs)
             as_tuple = given.get("return_dict", self.flat.model.config.return_dict) is False
             beside = {**_beside(given), **({"return_dict": True} if as_tuple else {})}
-            with computing(self.flat, batch) as told:
-                outputs = forward(**{**beside, **flat_inputs(self.flat, batch), **told})
+            with layout_arguments(self.flat, batch, self.flat.begin_pass(batch)) as arguments:
+                outputs = forward(**{**beside, **flat_inputs(self.flat, batch), **arguments})
         values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
         return tuple(values.values()) if as_tuple else type(outputs)(**values)
 

@@ -23,12 +23,13 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..flat.layout import Attention, FlatLayout, GatherRows
+from ..flat.layout import Attention, FlatLayout, Gather
 from ..flat.pieces import Context
 from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, even_cuts, head_shares, of_heads, slice_sizes, span_of
 from .masks import Scan
+from .restored import random_state_restored
 
 # What attention is given of each token beside its states, and does not need: the layout has it
 _OF_TOKENS = ("position_ids",)
@@ -40,29 +41,30 @@ def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
     return tuple(np.bincount(owners[batch.scored], minlength=size).tolist())
 
 
-def spans_of(total: int, number: int, size: int, turns: tuple[int, ...] = ()) -> list[range]:
+def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> list[range]:
     """
-    The flat tokens that process `number` of `size` computes: its slice of all, or where these are computed in turns,
-    which are cut at these positions, its slice of each turn.
+    The flat tokens that process `number` of `size` computes: its slice of all, or of each of the slices that are
+    computed one after another, if all are cut at these positions.
     """
     spans = []
-    for first, last in pairwise(turns or (0, total)):
-        turn = something_to_compute(first, last, total)
-        own = span_of(len(turn), number, size)
-        spans.append(range(turn.start + own.start, turn.start + own.stop))
+    for start, stop in pairwise(cuts or (0, total)):
+        together = something_to_compute(start, stop, total)
+        own = span_of(len(together), number, size)
+        spans.append(range(together.start + own.start, together.start + own.stop))
     return spans
 
 
-def owners_of(total: int, size: int, turns: tuple[int, ...] = ()) -> np.ndarray:
+def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
     """`(T,)` int64: the process of `size` that computes each flat token."""
-    sizes = [slice_sizes(last - first, size) for first, last in pairwise(turns or (0, total))]
-    return np.concatenate([np.repeat(np.arange(size), of_turn) for of_turn in sizes])
+    sizes = [slice_sizes(stop - start, size) for start, stop in pairwise(cuts or (0, total))]
+    return np.concatenate([np.repeat(np.arange(size), of_slice) for of_slice in sizes])
 
 
-def slice_of(batch: FlatBatch, number: int, size: int, turns: tuple[int, ...] = ()) -> FlatBatch:
+def slice_of(batch: FlatBatch, number: int, size: int, cuts: tuple[int, ...] = ()) -> FlatBatch:
     """
-    Slice `number` of `size` of a batch, which may be computed in turns: its tokens and labels, with the rows and the
-    layout of the whole.
+    Slice `number` of `size` of a batch, or of each of its slices in time if there are `cuts`. `input_ids`,
+    `position_ids`, `token_rows`, `shift_labels` and `scored_index` are those of its tokens; all else, the rows and the
+    layout among them, stays that of the whole.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
     tokens has the first two, and one without scored tokens a label of -100: models need something to compute.
@@ -74,8 +76,8 @@ def slice_of(batch: FlatBatch, number: int, size: int, turns: tuple[int, ...] = 
     [[[3, 4]], [[5]]]
     """
     total, layout = batch.layout.segments.num_tokens, batch.layout
-    index = np.concatenate(spans_of(total, number, size, turns))
-    owners = owners_of(total, size, turns)
+    index = np.concatenate(spans_of(total, number, size, cuts))
+    owners = owners_of(total, size, cuts)
     local = np.zeros(total, dtype=np.int64)
     local[index[::-1]] = np.arange(len(index))[::-1]  # of a token that is there twice, the first
     scored = np.flatnonzero(owners[batch.scored] == number)
@@ -101,17 +103,17 @@ class SequenceGroup:
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def slice(self, batch: FlatBatch, config: PreTrainedConfig, turns: tuple[int, ...] = ()) -> FlatBatch:
+    def slice(self, batch: FlatBatch, config: PreTrainedConfig, cuts: tuple[int, ...] = ()) -> FlatBatch:
         """
-        What this process computes of a batch, whole or in turns. Refuses rows whose rotary frequencies would follow
-        its slice.
+        What this process computes of a batch, see [`slice_of`]. Refuses rows whose rotary frequencies would follow its
+        slice, and batches that are not the same on all processes.
         """
         width = batch.row_index.size(1)
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        batch.layout.derived("the same on all processes", lambda: self._refuse_different(batch))
-        return slice_of(batch, self.rank, self.size, turns)
+        batch.layout.derived("the same on all processes", lambda: self._refuse_different(batch))  # asked once
+        return slice_of(batch, self.rank, self.size, cuts)
 
     def _refuse_different(self, batch: FlatBatch) -> None:
         """Refuse batches that are not the same on all processes of the group, before their slices are exchanged."""
@@ -135,7 +137,7 @@ class SequenceGroup:
             "`sequence_parallel_size=1`."
         )
 
-    # --- what slices exchange: see `Exchange` and `StateExchange` ----------------------------------------------------
+    # --- what slices exchange: see `AroundAttention` and `OtherSlices` ------------------------------------------------
 
     def span(self, num_tokens: int) -> range:
         return span_of(num_tokens, self.rank, self.size)
@@ -158,7 +160,7 @@ class SequenceGroup:
         halo = Halo.of(layout, size, self.rank, self.size)
         if halo.is_needed:
             sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
-            before = Exchanged.apply(GatherRows.apply(states, halo.rows).flatten(), sent, got, self.group)
+            before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
             states = torch.cat([states, before.view(-1, states.size(1))])
         return states, Context.of(layout, size, self.span(layout.segments.num_tokens))
 
@@ -234,20 +236,20 @@ class SequenceGroup:
     # --- values of all slices ---------------------------------------------------------------------------------------
 
     def gather_scored(
-        self, values: dict[str, torch.Tensor], batch: FlatBatch, turns: tuple[int, ...] = ()
+        self, values: dict[str, torch.Tensor], batch: FlatBatch, cuts: tuple[int, ...] = ()
     ) -> dict[str, torch.Tensor]:
         """Values `(1, P)` of the scored tokens of a batch, of those `(1, p)` of each slice, in one message."""
         dtype = reduce(torch.promote_types, [x.dtype for x in values.values()])
         stacked = torch.stack([x[0].to(dtype) for x in values.values()], 1)
-        owners = owners_of(batch.layout.segments.num_tokens, self.size, turns)[batch.scored]
+        owners = owners_of(batch.layout.segments.num_tokens, self.size, cuts)[batch.scored]
         found = self._gathered(stacked, owners, batch.layout).unbind(1)
         gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, found, strict=True)}
         return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
 
-    def gather_tokens(self, states: torch.Tensor, layout: FlatLayout, turns: tuple[int, ...] = ()) -> torch.Tensor:
+    def gather_tokens(self, states: torch.Tensor, layout: FlatLayout, cuts: tuple[int, ...] = ()) -> torch.Tensor:
         """`(T, ...)`: states of all tokens, of those `(t, ...)` of each slice."""
         total = layout.segments.num_tokens
-        owners, index = owners_of(total, self.size, turns), np.concatenate(spans_of(total, self.rank, self.size, turns))
+        owners, index = owners_of(total, self.size, cuts), np.concatenate(spans_of(total, self.rank, self.size, cuts))
         own = np.flatnonzero(owners[index] == self.rank)  # without tokens that stand in for none
         if len(own) < len(index):
             states = states.index_select(0, layout.tensor(own))
@@ -285,9 +287,7 @@ class SequenceGroup:
     @contextmanager
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
         """Within this context, processes draw numbers of their own: one seed for all would drop alike in each slice."""
-        devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-        kind = next(iter(devices)).type if devices else "cuda"
         seed = int(torch.randint(2**62, ()))  # of the CPU, whose state is one for the whole group
-        with torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind):
+        with random_state_restored(model):
             torch.manual_seed(seed + self.rank)
             yield

@@ -26,7 +26,7 @@ from ..flat.pieces import Context, states_of_slices, tails_of_slices, tokens_bef
 from ..flat.segments import something_to_compute
 from ..flat.slices import Slice, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_reach
-from .masks import Exchange, FlatMask, Scan, map_masks
+from .masks import AroundAttention, FlatMask, Scan, map_masks
 from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
 
@@ -42,19 +42,29 @@ class KeptKeys:
     def __init__(self, earlier: Sequence[Tensors]):
         self.earlier = earlier  # of each earlier slice: keys and values `(1, heads, K, D)` of each call of attention
         self.kept: list[torch.Tensor] = []
-        self.calls: dict[int, list[int]] = {}  # of each layer, by what its copies share
+        # Places of each layer's calls among those kept: by `_modules`, which a layer shares with its copies, of which
+        # `SequenceGroup` gives attention one
+        self.calls: dict[int, list[int]] = {}
         self.is_complete = False  # whether the decoder has answered: layers that recompute call attention again
 
     def attend(
-        self, part: Slice, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs
+        self,
+        current: Slice,
+        attend: Attention,
+        layout: FlatLayout,
+        module: torch.nn.Module,
+        query,
+        key,
+        value,
+        **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of a slice, by a function of `module` and states, over the keys that its layout wants."""
         place = self._place(module)
         if not self.is_complete:
-            keeps = None if part.keeps is None else part.keeps.to(key.device)  # that of the layer
+            keeps = None if current.keeps is None else current.keeps.to(key.device)  # that of the layer
             self.kept += [x if keeps is None else x.index_select(2, keeps) for x in (key, value)]
-        before = [self.earlier[number][place : place + 2] for number in part.reads]
-        key, value = (torch.cat([*given, x], 2) for given, x in zip(_columns(before), (key, value), strict=True))
+        earlier = [self.earlier[number] for number in current.reads]
+        key, value = (torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate((key, value)))
         return attend(module, query, key, value, **kwargs)
 
     def _place(self, module: torch.nn.Module) -> int:
@@ -75,7 +85,7 @@ class KeptKeys:
 class KeptStates:
     """
     What layers with a state need of earlier slices, and later ones of this: a [`~trl_paddingfree.model.masks.
-    StateExchange`] in time. `keys` keeps it, beside the keys and values of attention, in the order of calls.
+    OtherSlices`] in time. `keys` keeps it, beside the keys and values of attention, in the order of calls.
     """
 
     keys: KeptKeys
@@ -122,11 +132,6 @@ class KeptStates:
         return found
 
 
-def _columns(pairs: list[Tensors]) -> list[list[torch.Tensor]]:
-    """First entries and second entries of pairs."""
-    return [[pair[i] for pair in pairs] for i in (0, 1)]
-
-
 @contextmanager
 def in_slices(
     model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None = None
@@ -136,13 +141,13 @@ def in_slices(
     together with the other processes of a `group`, of whose tokens the batch has those of this one.
     """
     decoder = decoder_of(model)
-    forward = partial(_forward, model, batch, cuts, group, decoder.forward)
+    forward = partial(_decoder_in_slices, model, batch, cuts, group, decoder.forward)
     update_wrapper(forward, decoder.forward)  # of its signature
     with attributes_set([(decoder, "forward", forward)]):
         yield
 
 
-def _forward(
+def _decoder_in_slices(
     model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None, forward: Callable,
     *args: Any, **kwargs: Any,
 ) -> BaseModelOutput:  # fmt: skip
@@ -153,20 +158,16 @@ def _forward(
     slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
-    spans, sizes = [range(part.first, part.last) for part in slices], [part.num_tokens for part in slices]
-    if group is not None:
-        sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
-        spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    spans, sizes = _spans(slices, cuts, group)
     layers = checkpointing_layers(decoder_of(model))
-    # By the devices of its arguments, what is checkpointed finds the random states to come back to
-    devices = {p.device for p in decoder_of(model).parameters()}
-    places = tuple(torch.empty(0, device=device) for device in devices)
+    # `checkpoint` keeps the random states of the devices of its arguments, and the first slice is given no tensors
+    on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder_of(model).parameters()})
     kept: list[Tensors] = []
     outputs: list[BaseModelOutput] = []
 
-    def compute(number: int, places: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
-        part, keys, total = slices[number], KeptKeys(earlier), batch.input_ids.size(1)
-        own = {name: _of_slice(name, value, spans[number], total, reach) for name, value in kwargs.items()}
+    def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
+        keys, own_total = KeptKeys(earlier), batch.input_ids.size(1)  # tokens of this process
+        own = {name: _of_slice(name, value, spans[number], own_total, reach) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
         mask = map_masks(partial(_mask_of_slice, cuts, number, reach, keys), masks)
@@ -174,7 +175,7 @@ def _forward(
         # a whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
         fixed: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
-            share = (part.layout.segments.num_tokens if group is None else len(spans[number])) / total
+            share = (slices[number].layout.segments.num_tokens if group is None else len(spans[number])) / own_total
             fixed.append((embeddings, NOISE, noise * math.sqrt(share)))
         with attributes_set(fixed):
             try:
@@ -182,18 +183,28 @@ def _forward(
             finally:
                 keys.is_complete = True
 
-    for number, part in enumerate(slices):
-        earlier = [states if i in part.reads else () for i, states in enumerate(kept)]
+    for number, current in enumerate(slices):
+        earlier = [states if i in current.reads else () for i, states in enumerate(kept)]
         is_last = number + 1 == len(slices)
         if is_last or not torch.is_grad_enabled():
-            output, states = compute(number, places, *earlier)
+            output, states = compute(number, on_devices, *earlier)
         else:
-            output, states = checkpoint(compute, number, places, *earlier, use_reentrant=False)
+            output, states = checkpoint(compute, number, on_devices, *earlier, use_reentrant=False)
         outputs.append(output)
         kept.append(states)
         if not torch.is_grad_enabled():  # with gradients, autograd keeps them
             kept = [x if any(i in later.reads for later in slices[number + 1 :]) else () for i, x in enumerate(kept)]
     return _joined(sizes, outputs)
+
+
+def _spans(
+    slices: Sequence[Slice], cuts: tuple[int, ...], group: SequenceGroup | None
+) -> tuple[list[range], list[int]]:
+    """Of each slice, the tokens of this process's batch that it computes, and how many of these count."""
+    if group is None:
+        return [range(each.start, each.stop) for each in slices], [each.num_tokens for each in slices]
+    sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)], sizes
 
 
 def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
@@ -227,10 +238,10 @@ def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None)
 
 def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: KeptKeys, mask: FlatMask) -> FlatMask:
     if mask.ndim == 2:  # of layers with a state, which ask for what they need of the whole
-        return FlatMask.carrying(mask.flat_layout, per_token=True, states=KeptStates(keys, cuts, number))
-    part = slices_of(mask.flat_layout, cuts, reach is not None)[number]
-    exchanges: tuple[Exchange, ...] = (partial(keys.attend, part), *mask.exchanges)
-    return FlatMask.carrying(part.layout, exchanges=exchanges)
+        return FlatMask.carrying(mask.flat_layout, per_token=True, other_slices=KeptStates(keys, cuts, number))
+    current = slices_of(mask.flat_layout, cuts, reach is not None)[number]
+    around_attention: tuple[AroundAttention, ...] = (partial(keys.attend, current), *mask.around_attention)
+    return FlatMask.carrying(current.layout, around_attention=around_attention)
 
 
 def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import Inputs
-from ..flat.layout import FlatLayout, GatherRows, once_per_layout
+from ..flat.layout import FlatLayout, Gather, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
 from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
@@ -281,7 +281,7 @@ def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
     states = value.as_subclass(torch.Tensor).squeeze(0)
     if rows.slots is None:
         return [states[None]]
-    parts = GatherRows.apply(states, rows.slots).split([*map(prod, rows.shapes)])
+    parts = Gather.apply(states, rows.slots).split([*map(prod, rows.shapes)])
     return [part.unflatten(0, shape) for part, shape in zip(parts, rows.shapes, strict=True)]
 
 

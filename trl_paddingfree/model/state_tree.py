@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
-from ..flat.layout import FlatLayout, GatherRows
+from ..flat.layout import FlatLayout, Gather
 from ..flat.pieces import Context, PieceCall, Pieces
 from .masks import FlatMask
 
@@ -77,11 +77,11 @@ def _convolve(
 ) -> torch.Tensor:  # fmt: skip
     """A causal convolution of `(1, C, T)`: each segment with what precedes it, as far as the kernel reaches."""
     rows, size = states.squeeze(0).T, weight.size(-1) - 1
-    if mask.states is None:
+    if mask.other_slices is None:
         context = Context.of(mask.flat_layout, size, range(len(rows)))
     else:
-        rows, context = mask.states.context(mask.flat_layout, rows, size)
-    axis = GatherRows.apply(rows, context.rows).T
+        rows, context = mask.other_slices.context(mask.flat_layout, rows, size)
+    axis = Gather.apply(rows, context.rows).T
     axis = axis if has_kernel else axis.contiguous()  # PyTorch's own convolution takes twice as long otherwise
     return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, context.places)
 
@@ -223,7 +223,7 @@ def _scan(
 ) -> torch.Tensor:  # fmt: skip
     """
     A recurrence of `inputs (1, T, heads, ...)` along the tree, by a `call` that is given its `weights (heads, ...)`
-    before all else; or that of a slice, see [`~trl_paddingfree.model.masks.StateExchange`]. The pieces of a level are
+    before all else; or that of a slice, see [`~trl_paddingfree.model.masks.OtherSlices`]. The pieces of a level are
     rows of like length, or with `joins_pieces` one after the other in one row.
     """
     layout = mask.flat_layout
@@ -235,7 +235,9 @@ def _scan(
         pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)
         return _by_levels(pieces, inputs, partial(call, *weights), padding, carried)
 
-    return scan(inputs, weights)[0] if mask.states is None else mask.states.scan(layout, scan, inputs, weights)
+    if mask.other_slices is None:
+        return scan(inputs, weights)[0]
+    return mask.other_slices.scan(layout, scan, inputs, weights)
 
 
 def _by_levels(
@@ -252,7 +254,7 @@ def _by_levels(
     """
     rows = []
     for place, x in enumerate(inputs):
-        states, value = GatherRows.apply(x.squeeze(0), pieces.slots), (padding or {}).get(place)
+        states, value = Gather.apply(x.squeeze(0), pieces.slots), (padding or {}).get(place)
         if value is not None and pieces.slots.empty is not None:
             states = states.index_fill(0, pieces.slots.empty, value)
         rows.append(states.split([prod(piece.shape) for level in pieces.levels for piece in level]))
@@ -261,7 +263,7 @@ def _by_levels(
     for depth, level in enumerate(pieces.levels):
         ends, goes_on = [], depth + 1 < len(pieces.levels) or pieces.kept is not None
         for piece, of_piece in zip(level, parts, strict=False):
-            initial = None if piece.parents is None else GatherRows.apply(finals, piece.parents)
+            initial = None if piece.parents is None else Gather.apply(finals, piece.parents)
             cut = [x.unflatten(0, piece.shape) for x in of_piece]
             output, final = call(piece, cut, initial, goes_on)
             outputs.append(output.flatten(0, 1))
@@ -269,5 +271,5 @@ def _by_levels(
         if goes_on:
             finals = torch.cat(ends)
             of_levels.append(finals)
-    kept = None if pieces.kept is None else GatherRows.apply(torch.cat(of_levels), pieces.kept)
-    return GatherRows.apply(torch.cat(outputs), pieces.own)[None], kept
+    kept = None if pieces.kept is None else Gather.apply(torch.cat(of_levels), pieces.kept)
+    return Gather.apply(torch.cat(outputs), pieces.own)[None], kept

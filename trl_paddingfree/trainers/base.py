@@ -108,10 +108,10 @@ class FlatTrainer(PlannedTrainer):
             refusals.refuse_images(arguments)
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
-        # TRL may be done with the reference
+        # TRL drops the reference once its log-probabilities are precomputed
         self.flat.models = [each for each in self.flat.models if each.model in bases]
         self.refuse_data(given_datasets(arguments))
-        self.refuse_micro_batches()
+        self.refuse_options()
         refusals.refuse_lost_router_loss(self.flat.options, self.args, self.of_routers())
         self.plan_if_placed()
 
@@ -140,7 +140,7 @@ class FlatTrainer(PlannedTrainer):
         """Options under which an example's loss depends on which others share its micro-batch."""
         return self.of_routers()
 
-    def refuse_micro_batches(self) -> None:
+    def refuse_options(self) -> None:
         """Refuse options that move examples between micro-batches where that would change the loss."""
         raise NotImplementedError
 
@@ -177,8 +177,9 @@ class FlatTrainer(PlannedTrainer):
         if self.flat_base(model) is self.flat_base(self.model):
             flat.check.awaits_weights = False
             models += self.flat_models()[1:]
-        planned, proven = flat.trained.route, flat.check.prove_all(models)
-        if planned.prefix_sharing and not proven.prefix_sharing:
+        chosen = flat.trained.route
+        proven = flat.check.prove_all(models)
+        if chosen.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.flat_base(model)).__name__} cannot share prefixes, which was found out after the first "
                 "batches had been laid out: set `prefix_sharing=False`."
@@ -228,7 +229,8 @@ class FlatTrainer(PlannedTrainer):
     def method(self) -> str:
         """How batches are computed, in words: a training step that computes them otherwise is an error."""
         if self.flat.route is None:
-            return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"  # TRL packs
+            # A trainer that pads has TRL's own `padding_free` only where TRL packs
+            return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 

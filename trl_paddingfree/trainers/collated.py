@@ -118,7 +118,7 @@ class CollatedTrainer(FlatTrainer):
         """The same of the largest item, where a budget divides examples. By default, it does not."""
         return self.example_lengths()
 
-    def refuse_micro_batches(self) -> None:
+    def refuse_options(self) -> None:
         options, limits = self.flat.options, self.rotary_limits()
         if options.arrange_micro_batches != "none":
             reached = [(kind, length) for kind, length in limits.items() if self.exceeds(length)]
@@ -214,15 +214,15 @@ class CollatedTrainer(FlatTrainer):
         batch, parts = inputs["flat_batch"], [whole]
         is_alone = self.accelerator.num_processes == 1
         if plan is not None and self._adds_up and not (is_alone and plan.is_whole(batch)):
-            parts = self._weighted_parts(whole)
+            parts = self._divide(whole)
         counts = [part.inputs["flat_batch"].counts for part in parts]
         self.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
-    def _weighted_parts(self, whole: Part) -> list[Part]:
+    def _divide(self, whole: Part) -> list[Part]:
         """The parts of a micro-batch whose losses add up."""
         # Those with images come last: DDP waits in the last part for gradients of all weights, the tower's too
-        batches = sorted(self._batches(whole.inputs), key=lambda part: part["flat_batch"].images is not None)
+        batches = sorted(self._divided(whole.inputs), key=lambda part: part["flat_batch"].images is not None)
         is_mixed, accelerator = len({part["flat_batch"].images is None for part in batches}) > 1, self.accelerator
         most, is_mixed = of_all_processes([len(batches), is_mixed], accelerator).amax(0).tolist()
         # Where each backward pass is one of all processes, those with fewer parts repeat one
@@ -233,7 +233,7 @@ class CollatedTrainer(FlatTrainer):
             return [whole]
         return weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))
 
-    def _batches(self, inputs: Inputs) -> list[Inputs]:
+    def _divided(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which one is divided by its budget; itself if it fits."""
         whole, plan = inputs["flat_batch"], self.flat.plan
         assert plan is not None
@@ -242,7 +242,7 @@ class CollatedTrainer(FlatTrainer):
             return [inputs]
         self._refuse_edits_of_whole(inputs)
         reach = self.reach_of(whole)
-        parts = [rows.take(items).with_flat(reach) for items in plan.parts(rows.loads(plan.load))]
+        parts = [rows.take(items).with_flat(reach) for items in plan.parts(list(map(plan.load, rows.alone())))]
         # transformers moves tensors, and the data loader has moved flat batches before there were parts
         device = self.args.device
         return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]

@@ -52,7 +52,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     task = DPO
     trl_trainer, trl_config = DPOTrainer, DPOConfig
     config_class = PaddingFreeDPOConfig
-    takes_slices = True
+    takes_sequence_parallel = True
 
     def coupled_by(self) -> list[str]:
         coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch

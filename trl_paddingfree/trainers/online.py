@@ -200,7 +200,7 @@ class OnlineTrainer(FlatTrainer):
 
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
-    def refuse_micro_batches(self) -> None:
+    def refuse_options(self) -> None:
         options = self.flat.options
         if options.arrange_micro_batches == "tokens":
             raise ValueError(

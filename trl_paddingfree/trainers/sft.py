@@ -54,7 +54,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     task = SFT
     trl_trainer, trl_config = SFTTrainer, SFTConfig
     config_class = PaddingFreeSFTConfig
-    takes_slices = True
+    takes_sequence_parallel = True
 
     def _flat_collator(self) -> FlatCollator:
         collator = super()._flat_collator()

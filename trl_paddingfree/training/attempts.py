@@ -62,7 +62,7 @@ class Attempt:
             parameter.grad = gradient
 
 
-def figures_put_back(trainer: Any) -> Callable[[], None]:
+def figures_restorer(trainer: Any) -> Callable[[], None]:
     """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
     tokens, counted = trainer._total_train_tokens, [*trainer.counts.new]

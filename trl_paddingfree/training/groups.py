@@ -26,7 +26,7 @@ _DIFFERENT, _SAME = "dp_replicate", "tp"
 class GroupedTrainer(ResumableTrainer):
     """A trainer whose processes form groups of `sequence_parallel_size`, each of which computes one batch together."""
 
-    takes_slices: ClassVar[bool] = False  # whether groups may compute the batches of this trainer
+    takes_sequence_parallel: ClassVar[bool] = False  # whether groups may compute the batches of this trainer
     trl_trainer: type
     group: SequenceGroup | None = None
 
@@ -41,7 +41,7 @@ class GroupedTrainer(ResumableTrainer):
         if size == 1:
             return
         option = f"`{OPTION}={size}`"
-        if not self.takes_slices or pads:
+        if not self.takes_sequence_parallel or pads:
             what = "padded rows" if pads else f"{self.trl_trainer.__name__}'s batches"
             raise ValueError(
                 f"{option}: DPO and SFT compute slices of flat batches, and no other trainer. Leave it out for {what}."

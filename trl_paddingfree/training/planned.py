@@ -54,11 +54,11 @@ class PlannedTrainer(GroupedTrainer):
             )
         flat.plan = plan = self._plan()
         flat.steps = TrainingSteps(self, plan)
-        for each in flat.models:  # others may have layers that the one which is trained has not
+        for each in flat.models:  # a teacher, or a reference, may be another architecture
             if not why_not_in_slices(each.model, each.route, each.group):
                 each.decide = plan.decide
         flat.check.prove_slices([model, *self.flat_models()[1:]])
-        flat.trained.decide = plan.decide  # of layers that recompute, too
+        flat.trained.decide = plan.decide  # in slices or not: the plan also says which layers recompute
         if flat.resumed_from is not None:
             plan.restore(flat.resumed_from, self.args.process_index)
         if not plan.has_shrunk:  # which makes it smaller than the data was measured by

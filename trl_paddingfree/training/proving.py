@@ -43,7 +43,7 @@ class _FailedElsewhereError(UnprovenModelError):
 
 class StartUpCheck:
     """
-    Plans and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
+    Chooses and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
     and its `args` (whether training recomputes). `images` are examples with some, if there are any.
     """
 
@@ -71,7 +71,7 @@ class StartUpCheck:
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()
 
     def install(self, models: Sequence[torch.nn.Module]) -> list[FlatModel]:
-        """Have models, the trained one first, compute flat batches: by proven routes, or by plans before weights."""
+        """Have models, the trained one first, compute flat batches: by proven routes, before weights by chosen ones."""
         self.trained, *_ = bases = [self._base(model) for model in models]
         for base in bases:
             if (flat := FlatModel.of(base)) is not None and flat.padded is not None:
@@ -82,7 +82,7 @@ class StartUpCheck:
             self.prove_all(models)
             return [flat for base in bases if (flat := FlatModel.of(base))]
         self.awaits_weights = True  # the engine shards and places them when training starts
-        return [self._installed(self._base(model), self.plan(model)) for model in models]
+        return [self._installed(self._base(model), self.first_route(model)) for model in models]
 
     def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
         flat = FlatModel.install(base, route)
@@ -103,7 +103,7 @@ class StartUpCheck:
         self.seen.add(base)
         return True
 
-    def plan(self, model: torch.nn.Module) -> Route:
+    def first_route(self, model: torch.nn.Module) -> Route:
         """The route to try first."""
         base = self._base(model)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
@@ -155,7 +155,7 @@ class StartUpCheck:
                 logger.warning(f"Slices within the budget: {found} ({result}).")
 
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
-        routes = [self.plan(model) for model in models]
+        routes = list(map(self.first_route, models))
         for model, route in zip(models, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
             if self.options.prefix_sharing and reason:

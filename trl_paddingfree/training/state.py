@@ -35,7 +35,7 @@ class FlatState:
 
     @property
     def route(self) -> Route | None:
-        """How batches are computed: planned, and from the check on proven. `None` before the models are there."""
+        """How batches are computed: chosen, and from the check on proven. `None` before the models are there."""
         return self.trained.route if self.models else None
 
 

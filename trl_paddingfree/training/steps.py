@@ -20,7 +20,7 @@ from ..flat.counts import of_all_processes
 from ..memory.engine import adds_up_shards
 from ..memory.plan import Plan
 from ..model.restored import attributes_set
-from .attempts import Attempt, figures_put_back, shrink
+from .attempts import Attempt, figures_restorer, shrink
 
 # Methods by which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
@@ -41,22 +41,22 @@ class Part:
 
 
 def weighted_parts(
-    batches: Sequence[Inputs], count: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
+    batches: Sequence[Inputs], part_sizes: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
 ) -> list[Part]:
     """
-    The batches of the `whole`, a micro-batch, with their weights; `count` gives their sizes, see [`Part`].
+    The batches of the `whole`, a micro-batch, with their weights, by the [`part_sizes`] of the trainer.
 
     `num_wanted` is how many parts there have to be: where processes gather weights, or reduce gradients, in each pass,
     those with fewer parts than others repeat one for nothing.
     """
-    sizes, last = [count(batch) for batch in batches], num_wanted - 1
+    sizes, last = list(map(part_sizes, batches)), num_wanted - 1
     total = max(sum(size["loss"] for size in sizes), 1)
     weights = [1.0 if whole.is_normalized else size["loss"] / total for size in sizes]
     for _ in range(len(batches), num_wanted):
         nothing = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
         batches, sizes, weights = [*batches, nothing], [*sizes, dict.fromkeys(sizes[-1], 0)], [*weights, 0.0]
     return [
-        Part(batch, size, weight, i == last, whole.is_normalized)
+        Part(batch, size, weight, i == last)
         for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
     ]
 
@@ -171,7 +171,7 @@ class TrainingSteps:
     def remember(self) -> None:
         """A pass begins, of which nothing is decided yet: what it changes from here on can be taken back."""
         self.plan.current = None
-        self.attempt = Attempt(self.parameters, self.trainer.accelerator.device, figures_put_back(self.trainer))
+        self.attempt = Attempt(self.parameters, self.trainer.accelerator.device, figures_restorer(self.trainer))
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
