@@ -40,7 +40,8 @@ def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | Non
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
     """The model's own attention function, in [`AttentionCalls`] of like segments: exact on every device and dtype."""
-    attend = upstream.attention_function(previous, module)
+    # Eager functions have no public name
+    attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
     window, outputs, calls = kwargs.pop("sliding_window", None), [], AttentionCalls.of(layout)
     query, key, value = _gathered(query, calls.query_rows), *(_gathered(x, calls.key_rows) for x in (key, value))
     numbers = list(map(len, calls.segments))
