@@ -11,8 +11,8 @@ Of a model that does not train, the answers on these rows are compared, and noth
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,9 +34,15 @@ from .probe import (
     root_mean_square,
     rounding_unit,
     row_inputs,
-    undisturbed,
 )
-from .training import as_in_training, frozen_layers_tried, refuse_broken_slices, small_parameters, watched_embeddings
+from .training import (
+    as_in_training,
+    as_it_answers,
+    frozen_layers_tried,
+    refuse_broken_slices,
+    small_parameters,
+    watched_embeddings,
+)
 
 # Length of the rows: together more than 256 flat tokens
 _LENGTH = 104
@@ -93,13 +99,6 @@ class GradientResult:
             return f"in training, {self.failure}"
         figures = [] if self.skipped else [f"{self.worst} {self.error:.1e}, allowed {self.tolerance:.1e}"]
         return "; ".join([*figures, *self.not_compared])
-
-
-@contextmanager
-def as_it_answers(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards all is as before."""
-    with undisturbed(model), buffers_restored(model.modules()):
-        yield
 
 
 class RowsInTraining:
@@ -172,7 +171,7 @@ class RowsInTraining:
             with buffers_restored(self.model.modules()):  # "dynamic" frequencies follow the width
                 width = len(self.rows[0]) + 5  # another width is another draw of the noise
                 padded = self.answers(row_inputs(self.model, self.rows, width)).double().cpu()
-            noise = _relative(padded[:, : self.log_probs.size(1)], self.log_probs)
+            noise = relative(padded[:, : self.log_probs.size(1)], self.log_probs)
             # One draw may come out as nothing, where kernels sum up both widths alike
             return min(max(NOISE_FACTOR * max(noise, self.unit), _LEAST_MISTAKE), self.tolerance)
         if error <= self.tolerance:
@@ -182,7 +181,7 @@ class RowsInTraining:
             inputs = row_inputs(self.model, [self.rows[row] for row in rows])
             _, (embedded, *found) = self.differentiate(inputs, rows, of=(0, 1))
             if embedded is not None and self.embedded is not None:
-                moved += [_relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
+                moved += [relative(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
             found_small.append(found)
         noise = float(np.max([*moved, _of_parameters(found_small, self.small) or 0.0]))
         return max(self.tolerance, min(NOISE_FACTOR * noise, MOST_NOISE))
@@ -214,7 +213,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
     errors, notes, draws = dict[str, float](), list(reference.notes), False
     if not reference.trains:
-        errors["answers on long rows"] = _relative(reference.differentiate(inputs)[0], reference.log_probs)
+        errors["answers on long rows"] = relative(reference.differentiate(inputs)[0], reference.log_probs)
     else:
         answers, small = [], []
         for rows in _GROUPS:
@@ -226,7 +225,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
             if failure := _wrong_tokens(flat[0], reference.embedded, batch, rows):
                 return GradientResult(failure=failure)
             for row in rows:
-                errors[f"gradients of row {row}"] = _relative(flat[0][batch.row_index[row]], reference.embedded[row])
+                errors[f"gradients of row {row}"] = relative(flat[0][batch.row_index[row]], reference.embedded[row])
             answers.append(log_probs)
             small.append(found)
         if (of_parameters := _of_parameters(small, reference.small)) is not None:
@@ -258,8 +257,9 @@ def off_by(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> l
     return [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in zip(found, expected, strict=True)]
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far `a` is from `b`, relative to it."""
+    return float((a - b).norm()) / max(float(b.norm()), 1e-300)
 
 
 def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, batch: FlatBatch, rows: tuple[int, ...]) -> str:

@@ -19,9 +19,9 @@ from ..model import architecture
 from ..model.flat_model import Decision, FlatModel
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set
-from .gradients import MOST_NOISE, as_it_answers, off_by
+from .gradients import MOST_NOISE, off_by, relative
 from .probe import HALF_DIGITS_FACTOR, NOISE_FACTOR, Call, long_rows, narrowed, rounding_unit, row_inputs
-from .training import as_in_training, small_parameters, watched_embeddings
+from .training import as_in_training, as_it_answers, small_parameters, watched_embeddings
 
 # Tokens of a row, and of a slice: so many that cuts lie within prefixes and within what follows them
 _LENGTH, _SIZE = 104, 45
@@ -77,19 +77,19 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
     errors, has_same_tokens = off_by(sliced.small, whole.small), True
     if whole.embedded is not None and sliced.embedded is not None:
         has_same_tokens = torch.equal(*((x != 0).any(-1) for x in (sliced.embedded, whole.embedded)))
-        errors.append(_relative(sliced.embedded, whole.embedded))
+        errors.append(relative(sliced.embedded, whole.embedded))
     largest = float(np.max(errors)) if errors else float("nan")  # Python's `max` may leave out what is `nan`
     if errors and not largest <= of_gradients:  # arithmetic that rounds more (4-bit weights, many layers of bfloat16)
         of_rows = float(np.max(off_by(padded.small, whole.small), initial=0.0))
         of_gradients = max(of_gradients, min(NOISE_FACTOR * of_rows, max(half, MOST_NOISE)))
     # A pooled head gives one number a row, so few that what they vary by is as often missed
     least = unit * (NOISE_FACTOR if flat.is_pooled else 1)
-    noise = NOISE_FACTOR * max(_relative(padded.answers, whole.answers), least)
+    noise = NOISE_FACTOR * max(relative(padded.answers, whole.answers), least)
     if vars(model).get("is_quantized"):  # kernels of few tokens, which slices have, round by more than those of many
         noise = half
     return SlicesResult(
         num_slices=len(cuts) - 1,
-        error=_relative(sliced.answers, whole.answers),
+        error=relative(sliced.answers, whole.answers),
         tolerance=min(noise, half),
         gradients=largest,
         of_gradients=of_gradients,
@@ -125,7 +125,3 @@ def _answered(flat: FlatModel, inputs: Inputs, decision: Decision, call: Call | 
         of_tokens = [x[:, :n] for x, n in zip(of_tokens, spans, strict=True)]
     at_embeddings = torch.cat(of_tokens, 1).double() if of_tokens else None
     return _Pass(answers.detach().double(), at_embeddings, [x.double() for x in small])
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm()) / max(float(b.norm()), 1e-300)

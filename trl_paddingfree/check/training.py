@@ -1,4 +1,4 @@
-"""A model as training will have it, for a moment, and afterwards bit for bit as it was."""
+"""A model as training will have it, or as it answers, for a moment, and afterwards bit for bit as it was."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .. import upstream
 from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
-from .probe import Call, set_where
+from .probe import Call, set_where, undisturbed
 
 Output: TypeAlias = torch.Tensor | tuple  # of a layer
 
@@ -44,6 +44,13 @@ def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator
         _without_dropout(modules),
         moved_off_zero(modules),
     ):
+        yield
+
+
+@contextmanager
+def as_it_answers(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode without gradients. Afterwards all is as before."""
+    with undisturbed(model), buffers_restored(model.modules()):
         yield
 
 

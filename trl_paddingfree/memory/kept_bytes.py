@@ -78,10 +78,9 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None, sco
 def joined_load(one: np.ndarray, other: np.ndarray, route: Route) -> np.ndarray:
     """The load of a batch of the rows of two, which share nothing."""
     both = one + other
-    squares = {"feature_pairs": "features"} if route.backend in ATTENTION_BACKENDS else {
-        "feature_pairs": "features", "pairs": "tokens"
-    }  # fmt: skip
-    for pairs, of in squares.items():
+    squares = [("feature_pairs", "features")]
+    squares += [] if route.backend in ATTENTION_BACKENDS else [("pairs", "tokens")]
+    for pairs, of in squares:
         both[LOADS.index(pairs)] = both[LOADS.index(of)] ** 2
     both[LOADS.index("constant")] = 1
     return both

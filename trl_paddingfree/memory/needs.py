@@ -85,9 +85,8 @@ class MemoryNeeds:
         many `scored` tokens at a time, by default all.
         """
         layers, working = np.asarray(self.kept).sum(0), np.dot(slices, self.working)
-        working[-1] = max(
-            working[-1], self._head(whole, scored)
-        )  # the last is there as the backward pass of the head begins
+        # The last slice is there as the backward pass of the head begins
+        working[-1] = max(working[-1], self._head(whole, scored))
         of_images = np.array([name in OF_IMAGES for name in LOADS[: len(whole)]])  # the tower comes before all slices
         outside = np.dot(self.outside, whole) + np.dot(layers, whole * of_images)
         bytes_needed = (slices @ layers + working).max() + 2 * self.of_keys * num_kept + outside

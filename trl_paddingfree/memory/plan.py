@@ -87,8 +87,7 @@ class Plan:
         if self.is_sharded:
             decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
-            if self.limit is not None and batch.counts.computed > self.limit:
-                self._refuse_if_unsliceable(batch)
+            self.refuse_oversized(batch.counts.computed)
             if decision.peak > self.budget and not self.has_shrunk:
                 raise self.too_small_for(batch)
             self.current = Pass(batch, decision, self.device_memory.begin() if self.corrects else 0)
@@ -134,7 +133,6 @@ class Plan:
         if number == 1:
             assert self.needs is not None
             return Decision((), layers, int(self.needs.peaks(self.load(batch))[layers]))
-        self._refuse_if_unsliceable(batch)
         whole = None if self.needs is None else self.load(batch)
         return self._in_slices(batch, whole, cut_by_number(batch.counts.computed, number, batch.layout.host_blocks))
 
@@ -217,14 +215,12 @@ class Plan:
             f"gradients, the optimizer and what others hold. Raise it to at least {least:.3f}, or lower {lower}."
         )
 
-    def _refuse_if_unsliceable(self, batch: FlatBatch) -> None:
-        """Refuse a batch above its budget, of a model that cannot compute slices."""
-        if self.why_whole:
-            above = self.limit is not None and batch.counts.computed > self.limit
-            budget = f"max_tokens_per_micro_batch={self.limit}" if above else f"memory_budget={self.option}"
+    def refuse_oversized(self, tokens: int, name: str = "a micro-batch") -> None:
+        """Refuse more tokens than the limit, of a model that cannot compute slices."""
+        if self.why_whole and self.limit is not None and tokens > self.limit:
             raise ValueError(
-                f"`{budget}` is less than a micro-batch of {batch.counts.computed} tokens needs, and it cannot be "
-                f"computed in slices: {self.why_whole}. Raise it, or lower `per_device_train_batch_size` or "
+                f"`max_tokens_per_micro_batch={self.limit}` is less than {name} needs ({tokens} tokens), and it cannot "
+                f"be computed in slices: {self.why_whole}. Raise it, or lower `per_device_train_batch_size` or "
                 "`max_length`."
             )
 

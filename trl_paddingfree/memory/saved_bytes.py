@@ -66,11 +66,8 @@ class SavedBytes:
         """Within this context, what is saved is counted."""
         with ExitStack() as stack:
             for i, layer in enumerate(self.layers):
-                enter = partial(self._enter, i)
-                handle = layer.register_forward_pre_hook(enter, with_kwargs=True)
-                stack.callback(handle.remove)
-                handle = layer.register_forward_hook(lambda *_: self._leave())
-                stack.callback(handle.remove)
+                stack.enter_context(layer.register_forward_pre_hook(partial(self._enter, i), with_kwargs=True))
+                stack.enter_context(layer.register_forward_hook(lambda *_: self._leave()))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse))
             yield
 

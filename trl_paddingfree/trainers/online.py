@@ -27,7 +27,7 @@ from ..memory.plan import Plan
 from ..model.architecture import takes_images
 from ..model.flat_model import FlatModel
 from ..training.configs import Arguments
-from ..training.refusals import refuse_oversized, refuse_to_move, refuse_untried
+from ..training.refusals import refuse_to_move, refuse_untried
 from ..training.state import when_flat
 from .base import FlatTrainer
 
@@ -169,8 +169,7 @@ class OnlineTrainer(FlatTrainer):
             return
         prompt, name = self.longest_row()
         row = [0] * (prompt + self.max_completion_length)
-        if plan.limit is not None and plan.why_whole:
-            refuse_oversized(plan.limit, len(row), name, plan.why_whole)
+        plan.refuse_oversized(len(row), name)
         if plan.needs is None:
             return
         # Other completions of one prompt, at best, and of as many prompts, at worst

@@ -263,15 +263,6 @@ def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds:
             )
 
 
-def refuse_oversized(limit: int, tokens: int, example: str, reason: str) -> None:
-    """Refuse an example of more `tokens` than a `limit`, of a model that cannot compute it in slices for a `reason`."""
-    if tokens > limit:
-        raise ValueError(
-            f"`max_tokens_per_micro_batch={limit}` is less than {example} needs ({tokens} tokens), and it cannot be "
-            f"computed in slices: {reason}. Raise it, or leave it out."
-        )
-
-
 def refuse_unseen(options: PaddingFreeOptions) -> None:
     """Refuse options that look ahead in data with images, whose lengths are known once they are processed."""
     if options.arrange_micro_batches != "none":
