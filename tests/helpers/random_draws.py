@@ -10,19 +10,8 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
 MODEL_TYPES = [
-    *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3"),
-    *(
-        "falcon",
-        "opt",
-        "starcoder2",
-        "cohere2",
-        "gpt_oss",
-        "llama4_text",
-        "stablelm",
-        "granite",
-        "qwen3_moe",
-        "smollm3",
-    ),
+    *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3", "falcon"),
+    *("opt", "starcoder2", "cohere2", "gpt_oss", "llama4_text", "stablelm", "granite", "qwen3_moe", "smollm3"),
 ]
 # Layers that carry state, beside attention or alone
 HYBRIDS = ["qwen3_next", "falcon_h1", "lfm2", "mamba2", "zamba2"]
