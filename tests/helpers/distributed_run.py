@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +25,7 @@ from trl_paddingfree.model.slices import Decision
 from trl_paddingfree.trainers import TRAINERS
 from trl_paddingfree.training import planned
 
-
-def from_disk(dataset: Dataset, folder: str) -> Dataset:
-    """A data set as one from a file."""
-    if not os.path.exists(folder):
-        dataset.save_to_disk(folder)
-    return load_from_disk(folder)
+TIMEOUT = 120  # seconds for importing, and for each run
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -71,28 +67,18 @@ def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
 
 
 def run(task: str, model: str, output: str, options: dict) -> None:
-    """
-    Train. With `seconds` among the options, the process says where it hangs, and ends, if it takes longer; with
-    `refused`, the run has to fail, and what each process says of it is written down.
-    """
-    settings = dict(options)
-    seconds, refused = settings.pop("seconds", None), settings.pop("refused", False)
-    if seconds is not None:
-        faulthandler.dump_traceback_later(seconds, exit=True)
+    """Train. With `refused` among the options the run has to fail, and what each process says of it is written down."""
+    settings, said = dict(options), None
+    refused = settings.pop("refused", False)
     try:
+        train(task, model, output, settings)
+    except Exception as error:
         if not refused:
-            return train(task, model, output, settings)
-        try:
-            train(task, model, output, settings)
-            said = None
-        except Exception as error:
-            said = str(error)
-        with open(f"{output}.{torch.distributed.get_rank()}", "w") as file:
-            json.dump(said, file)
-        with open(output, "w") as file:  # by all of them: none may come before another has trained
-            json.dump({"log": []}, file)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+            raise
+        said = str(error)
+    if refused:
+        Path(f"{output}.{torch.distributed.get_rank()}").write_text(json.dumps(said))
+        Path(output).write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
 
 
 def train(task: str, model: str, output: str, settings: dict) -> None:
@@ -126,7 +112,10 @@ def train(task: str, model: str, output: str, settings: dict) -> None:
         if on_disk:  # where TRL shares what one process has computed
             with args.main_process_first():
                 for name in arguments.keys() & {"train_dataset", "eval_dataset"}:
-                    arguments[name] = from_disk(arguments[name], os.path.join(folder, name))
+                    saved = os.path.join(folder, name)
+                    if not os.path.exists(saved):
+                        arguments[name].save_to_disk(saved)
+                    arguments[name] = load_from_disk(saved)
         if streams:
             arguments["train_dataset"] = arguments["train_dataset"].to_iterable_dataset(num_shards=4)
         return TRAINERS[task](args=args, **arguments)
@@ -147,18 +136,17 @@ def train(task: str, model: str, output: str, settings: dict) -> None:
     trainer.accelerator.no_sync = lambda *a, **k: without_sync.append(trainer.state.global_step) or no_sync(*a, **k)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
-    with open(f"{output}.{trainer.accelerator.process_index}", "w") as file:
-        json.dump(decisions, file)
+    Path(f"{output}.{trainer.accelerator.process_index}").write_text(json.dumps(decisions))
     if trainer.accelerator.is_main_process:
-        with open(output, "w") as file:
-            engine = trainer.accelerator.distributed_type.value
-            result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
-            json.dump({**result, "without_sync": without_sync}, file)
+        engine = trainer.accelerator.distributed_type.value
+        result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
+        Path(output).write_text(json.dumps({**result, "without_sync": without_sync}))
     trainer.accelerator.wait_for_everyone()
 
 
 def main(runs: str) -> None:
     for arguments in json.loads(runs):
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # of a process that hangs
         run(*arguments)
         AcceleratorState._reset_state()  # the next run may want another engine's settings; the processes stay
     if torch.distributed.is_initialized():
