@@ -53,15 +53,7 @@ _ALWAYS = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_p
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """
-    The configuration of a tiny model.
-
-    Args:
-        model_type (`str`):
-            Name of the architecture in transformers.
-        **overrides:
-            Values that go before the tiny ones.
-    """
+    """The configuration of a tiny model of an architecture; `overrides` go before the tiny values."""
     if model_type not in CONFIG_MAPPING and is_older(TESTED["transformers"][1]):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     if model_type == "recurrent_gemma" and is_older("5.23"):

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 WORDS = [f"w{i}" for i in range(60)]
 # Weights are larger than usual, so that a wrong context shows in the loss
@@ -46,11 +41,11 @@ def word_level(words: list[str], special: Sequence[str] = (), **options: Any) ->
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", **options)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """A word-level tokenizer with a chat template."""
     special = ["<pad>", "<|im_start|>", "<|im_end|>", "<eos>", "<unk>"]
     words = [*special, "system", "user", "assistant", "tool", *WORDS]
-    return word_level(words, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
+    return word_level(words, eos_token="<|im_end|>", chat_template=chat_template)
 
 
 def make_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):
@@ -158,9 +153,7 @@ DATA: dict[str, Callable[[int, int], Dataset]] = {
     "sft": prompt_completions,
     "reward": preference_data,
     "kto": unpaired,
-    "grpo": prompts,
-    "rloo": prompts,
-    "distillation": prompts,
+    **dict.fromkeys(("grpo", "rloo", "distillation"), prompts),
 }
 
 

@@ -203,15 +203,7 @@ def _make_processor(kind: str) -> ProcessorMixin:
 
 
 def make_vision(kind: str, seed: int = 0) -> tuple[Any, Any]:
-    """
-    A tiny model with random weights, and its processor.
-
-    Args:
-        kind (`str`):
-            One of [`ARCHITECTURES`].
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-    """
+    """A tiny model of one of [`ARCHITECTURES`], with random weights, and its processor."""
     architecture = ARCHITECTURES[kind]
     sizes = {**_TEXT, **architecture.text}
     config = AutoConfig.for_model(kind, **architecture.config, vision_config=architecture.tower, text_config=sizes)
