@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
@@ -37,21 +38,14 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
-# Runs before may have watched
-NOT_WATCHED = planned.make_plan, Plan.decide
-
-
-def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
+def watch_decisions(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[tuple[list[int], list[int]]]:
     """
-    Have a memory budget hold `budget` tokens, one for each layer that keeps its activations.
-
-    Returns:
-        `list[tuple[list[int], list[int]]]`: For each pass that trains, how many slices and recomputing layers this
-        process alone would have, and how many there are. Filled while training.
+    Have a memory budget hold `budget` tokens, one for each layer that keeps its activations. Gives a list that is
+    filled while training: for each pass that trains, how many slices and recomputing layers this process alone would
+    have, and how many there are.
     """
     decisions: list[tuple[list[int], list[int]]] = []
-    made, decide = NOT_WATCHED
-    plans.LEAST_SLICE = 8  # rows of tiny models are short
+    make, decide = planned.make_plan, Plan.decide
 
     def watch(plan: Plan, batch: FlatBatch) -> Decision:
         decision = decide(plan, batch)
@@ -61,8 +55,9 @@ def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
             decisions.append((one, all_do))
         return decision
 
-    planned.make_plan = lambda *args, **kwargs: in_tokens(made(*args, **kwargs), budget)  # type: ignore[attr-defined]
-    Plan.decide = watch  # type: ignore[method-assign]
+    monkeypatch.setattr(plans, "LEAST_SLICE", 8)  # rows of tiny models are short
+    monkeypatch.setattr(planned, "make_plan", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), budget))
+    monkeypatch.setattr(Plan, "decide", watch)
     return decisions
 
 
@@ -71,7 +66,8 @@ def run(task: str, model: str, output: str, options: dict) -> None:
     settings, said = dict(options), None
     refused = settings.pop("refused", False)
     try:
-        train(task, model, output, settings)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            train(task, model, output, settings, monkeypatch)
     except Exception as error:
         if not refused:
             raise
@@ -81,13 +77,12 @@ def run(task: str, model: str, output: str, options: dict) -> None:
         Path(output).write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
 
 
-def train(task: str, model: str, output: str, settings: dict) -> None:
+def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, peft = os.path.dirname(output), settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
     tokens_in_memory = settings.pop("tokens_in_memory", None)
-    planned.make_plan, Plan.decide = NOT_WATCHED  # type: ignore[method-assign]
-    decisions = watch_decisions(tokens_in_memory) if tokens_in_memory else []
+    decisions = watch_decisions(monkeypatch, tokens_in_memory) if tokens_in_memory else []
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     streams, differs = settings.pop("streams", False), settings.pop("differs", False)
     data = {"dpo": preference_data, "sft": conversations}[task]
