@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from trl import GRPOTrainer
 
 from trl_paddingfree.quickstart import side_by_side
@@ -80,16 +80,6 @@ class Compared(NamedTuple):
     ours: Run
 
 
-class _Gradients(TrainerCallback):
-    """Keeps the gradients of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-
-
 def make_trainer(
     task: str,
     layout: str,
@@ -113,18 +103,15 @@ def make_trainer(
     return side_by_side.make_trainer(trainer_class or default_class, config, options, **arguments)
 
 
-def train(trainer: Any, with_gradients: bool = False, **resumed: Any) -> Run:
+def train(trainer: Any, **resumed: Any) -> Run:
     """Have a trainer train that [`make_trainer`] made."""
-    gradients = _Gradients()
-    if with_gradients:
-        trainer.add_callback(gradients)
     with ties_broken():
         trainer.train(**resumed)
     weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return Run(trainer.state.log_history, weights, trainer, gradients=gradients.steps)
+    return Run(trainer.state.log_history, weights, trainer)
 
 
-def run(task: str, layout: str, with_gradients: bool = False, **given: Any) -> Run:
+def run(task: str, layout: str, **given: Any) -> Run:
     """
     Train, with TRL's defaults except for [`OPTIONS`] and those of the task.
 
@@ -134,8 +121,6 @@ def run(task: str, layout: str, with_gradients: bool = False, **given: Any) -> R
         layout (`str`):
             `"padded"` for TRL's trainer; for ours `"flat"`, `"shared"` (with shared prefixes), or `"ours"` for its own
             default.
-        with_gradients (`bool`, *optional*, defaults to `False`):
-            Whether to keep the gradients of each optimizer step.
         steps (`int`, *optional*):
             Number of optimizer steps.
         trainer_class, config_class (`type`, *optional*):
@@ -143,7 +128,7 @@ def run(task: str, layout: str, with_gradients: bool = False, **given: Any) -> R
         **given:
             Arguments of the trainer and fields of its configuration, which are told apart by their names.
     """
-    trained = train(make_trainer(task, layout, **given), with_gradients)
+    trained = train(make_trainer(task, layout, **given))
     if layout in LAYOUTS:
         assert trained.trainer.flat.route.prefix_sharing == (layout == "shared")
         assert trained.trainer.total_counts().computed

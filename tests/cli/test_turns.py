@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from tests.helpers.thinking import thinking_conversations, thinking_tokenizer
-from tests.helpers.tiny import make_model
+from tests.helpers.thinking import TEMPLATE, thinking_conversations
+from tests.helpers.tiny import make_model, make_tokenizer
 from trl_paddingfree import split_turns
 from trl_paddingfree.cli import train as script
 from trl_paddingfree.cli.main import main
@@ -19,7 +19,7 @@ BATCH_SIZE = 4
 def conversation_files(tmp_path):
     """Conversations, a test split, and a folder with a model, as arguments of the script."""
     make_model().save_pretrained(tmp_path / "model")
-    thinking_tokenizer().save_pretrained(tmp_path / "model")
+    make_tokenizer(TEMPLATE).save_pretrained(tmp_path / "model")
     thinking_conversations(12, SEED).to_json(tmp_path / "train.jsonl")
     return str(tmp_path / "train.jsonl"), str(tmp_path / "model")
 

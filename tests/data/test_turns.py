@@ -8,8 +8,8 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from trl import SFTConfig, SFTTrainer
 
-from tests.helpers.thinking import TAG, thinking_conversations, thinking_tokenizer
-from tests.helpers.tiny import conversations, make_model
+from tests.helpers.thinking import TAG, TEMPLATE, thinking_conversations
+from tests.helpers.tiny import conversations, make_model, make_tokenizer
 from tests.runs import TOLERANCE, assert_same, compare, run
 from trl_paddingfree import split_turns
 from trl_paddingfree.trainers.sft import SFT
@@ -154,7 +154,7 @@ def test_what_cannot_be_cut_is_refused_by_name(case, streaming):
 
 
 def test_rows_are_what_inference_renders_and_the_turn_with_its_own_thinking():
-    tokenizer, data = thinking_tokenizer(), thinking_conversations(8, SEED)
+    tokenizer, data = make_tokenizer(TEMPLATE), thinking_conversations(8, SEED)
     rows, expected = prepared(split_turns(data), tokenizer), []
     for conversation in data["messages"]:
         for turn, message in enumerate(conversation):
@@ -179,7 +179,7 @@ def test_rows_are_what_inference_renders_and_the_turn_with_its_own_thinking():
 
 
 def test_thinking_stays_between_the_tool_calls_of_one_answer():
-    tokenizer = thinking_tokenizer()
+    tokenizer = make_tokenizer(TEMPLATE)
     said = [*messages("ua"), {"role": "user", "content": "w9"}]
     said += [{"role": "assistant", "content": None, "tool_calls": CALL}, {"role": "tool", "content": "w7"}]
     said += [{"role": "assistant", "content": "w8"}]
@@ -195,7 +195,7 @@ def test_thinking_stays_between_the_tool_calls_of_one_answer():
 
 def test_turns_with_thinking_train_as_with_padding():
     """What a turn is learnt with and what it is remembered as lie side by side in a batch, and part ways."""
-    tokenizer, data = thinking_tokenizer(), split_turns(thinking_conversations(8, SEED))
+    tokenizer, data = make_tokenizer(TEMPLATE), split_turns(thinking_conversations(8, SEED))
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 6, "max_length": 48}
     ours = compare(
         "sft", lambda: {"model": make_model(), "processing_class": tokenizer}, data, ("shared",), **options

@@ -18,7 +18,8 @@ NOT_BUILT = ("dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assist
 # Sizes by name, for whichever configuration has the name. Windows and chunks are shorter than the rows that the
 # start-up check tries, weights larger than usual, so that a wrong context shows in the figures.
 _NAMES: dict[Any, str] = {
-    96: """vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size""",
+    96: """vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size
+        encoder_hash_byte_group_vocab""",
     32: """hidden_size d_model n_embd emb_dim embedding_size embed_dim lru_width attention_hidden_size dim_model_base
         vision_output_dim output_hidden_size input_embedding_size output_embedding_size projector_hidden_size
         hidden_size_global adapter_in_dim adapter_input_size""",
@@ -32,15 +33,15 @@ _NAMES: dict[Any, str] = {
         attention_chunk_size sliding_window_size attention_window_size mamba_d_state ssm_state_size state_size
         mamba_chunk_size chunk_size v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim
         linear_value_head_dim index_head_dim indexer_head_dim hidden_size_per_layer_input local_attention rotary_dim
-        floor_scale""",
+        floor_scale linear_head_dim keep_window_size shape_vocab_size pronunciation_vocab_size""",
     4: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
         num_encoder_attention_heads num_decoder_attention_heads num_experts n_routed_experts num_local_experts
         moe_num_experts mamba_n_heads mamba_num_heads indexer_head_num linear_num_value_heads
-        swa_num_attention_heads mamba_dt_rank time_step_rank zero_expert_num""",
+        swa_num_attention_heads mamba_dt_rank time_step_rank zero_expert_num index_block_size""",
     2: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers depth
         num_decoder_layers num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k top_k_experts
         num_experts_per_token linear_num_key_heads num_query_groups swa_num_key_value_heads index_topk vision_depth
-        num_blocks num_global_layers""",
+        num_blocks num_global_layers index_topk_blocks""",
     1: """n_shared_experts n_group topk_group num_group num_expert_group n_groups mamba_n_groups mamba_ngroups
         first_k_dense_replace num_mem_blocks num_nextn_predict_layers""",
     512: """max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length""",
@@ -52,15 +53,7 @@ _ALWAYS = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_p
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """
-    The configuration of a tiny model.
-
-    Args:
-        model_type (`str`):
-            Name of the architecture in transformers.
-        **overrides:
-            Values that go before the tiny ones.
-    """
+    """The configuration of a tiny model of an architecture; `overrides` go before the tiny values."""
     if model_type not in CONFIG_MAPPING and is_older(TESTED["transformers"][1]):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     if model_type == "recurrent_gemma" and is_older("5.23"):
@@ -113,13 +106,8 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 
 # What differs from the sizes above, by the type of the configuration: shapes that depend on each other, and options
 # without which the model has nothing to get wrong
-_ZAMBA = {
-    "attention_hidden_size": 64,
-    "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
-}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "blt": {"encoder_hash_byte_group_vocab": 96},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -134,13 +122,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("num_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads"), 4),
         **dict.fromkeys(("swa_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16),
     },
-    "doge": {"keep_window_size": 8},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {
@@ -149,12 +135,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_scale": 10.0,  # queries of layers without rotary positions grow every `floor_scale` tokens
     },
     "mamba2": {"head_dim": 16},
-    "minimax_m3_vl_text": {
-        "index_n_heads": 2,
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
-        "layer_types": ["full_attention", "minimax_m3_sparse"],
-    },
+    "minimax_m3_vl_text": {"index_n_heads": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -164,9 +145,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 32]},
-    "roc_bert": {"shape_vocab_size": 8, "pronunciation_vocab_size": 8},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {**_ZAMBA, "num_hidden_layers": 4, "attention_head_dim": 16},
+    "zamba": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 4,
+    },
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }

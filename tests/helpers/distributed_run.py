@@ -5,8 +5,10 @@ import json
 import os
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
@@ -24,12 +26,7 @@ from trl_paddingfree.model.flat_model import Decision
 from trl_paddingfree.trainers import TRAINERS
 from trl_paddingfree.training import planned
 
-
-def from_disk(dataset: Dataset, folder: str) -> Dataset:
-    """A data set as one from a file."""
-    if not os.path.exists(folder):
-        dataset.save_to_disk(folder)
-    return load_from_disk(folder)
+TIMEOUT = 120  # seconds for importing, and for each run
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -41,21 +38,14 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
-# Runs before may have watched
-NOT_WATCHED = planned.make_plan, Plan.decide
-
-
-def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
+def watch_decisions(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[tuple[list[int], list[int]]]:
     """
-    Have a memory budget hold `budget` tokens, one for each layer that keeps its activations.
-
-    Returns:
-        `list[tuple[list[int], list[int]]]`: For each pass that trains, how many slices and recomputing layers this
-        process alone would have, and how many there are. Filled while training.
+    Have a memory budget hold `budget` tokens, one for each layer that keeps its activations. Gives a list that is
+    filled while training: for each pass that trains, how many slices and recomputing layers this process alone would
+    have, and how many there are.
     """
     decisions: list[tuple[list[int], list[int]]] = []
-    made, decide = NOT_WATCHED
-    plans.LEAST_SLICE = 8  # rows of tiny models are short
+    make, decide = planned.make_plan, Plan.decide
 
     def watch(plan: Plan, batch: FlatBatch) -> Decision:
         decision = decide(plan, batch)
@@ -65,43 +55,34 @@ def watch_decisions(budget: int) -> list[tuple[list[int], list[int]]]:
             decisions.append((one, all_do))
         return decision
 
-    planned.make_plan = lambda *args, **kwargs: in_tokens(made(*args, **kwargs), budget)  # type: ignore[attr-defined]
-    Plan.decide = watch  # type: ignore[method-assign]
+    monkeypatch.setattr(plans, "LEAST_SLICE", 8)  # rows of tiny models are short
+    monkeypatch.setattr(planned, "make_plan", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), budget))
+    monkeypatch.setattr(Plan, "decide", watch)
     return decisions
 
 
 def run(task: str, model: str, output: str, options: dict) -> None:
-    """
-    Train. With `seconds` among the options, the process says where it hangs, and ends, if it takes longer; with
-    `refused`, the run has to fail, and what each process says of it is written down.
-    """
-    settings = dict(options)
-    seconds, refused = settings.pop("seconds", None), settings.pop("refused", False)
-    if seconds is not None:
-        faulthandler.dump_traceback_later(seconds, exit=True)
+    """Train. With `refused` among the options the run has to fail, and what each process says of it is written down."""
+    settings, said = dict(options), None
+    refused = settings.pop("refused", False)
     try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            train(task, model, output, settings, monkeypatch)
+    except Exception as error:
         if not refused:
-            return train(task, model, output, settings)
-        try:
-            train(task, model, output, settings)
-            said = None
-        except Exception as error:
-            said = str(error)
-        with open(f"{output}.{torch.distributed.get_rank()}", "w") as file:
-            json.dump(said, file)
-        with open(output, "w") as file:  # by all of them: none may come before another has trained
-            json.dump({"log": []}, file)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+            raise
+        said = str(error)
+    if refused:
+        Path(f"{output}.{torch.distributed.get_rank()}").write_text(json.dumps(said))
+        Path(output).write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
 
 
-def train(task: str, model: str, output: str, settings: dict) -> None:
+def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, peft = os.path.dirname(output), settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
     tokens_in_memory = settings.pop("tokens_in_memory", None)
-    planned.make_plan, Plan.decide = NOT_WATCHED  # type: ignore[method-assign]
-    decisions = watch_decisions(tokens_in_memory) if tokens_in_memory else []
+    decisions = watch_decisions(monkeypatch, tokens_in_memory) if tokens_in_memory else []
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     streams, differs = settings.pop("streams", False), settings.pop("differs", False)
     data = {"dpo": preference_data, "sft": conversations}[task]
@@ -126,7 +107,10 @@ def train(task: str, model: str, output: str, settings: dict) -> None:
         if on_disk:  # where TRL shares what one process has computed
             with args.main_process_first():
                 for name in arguments.keys() & {"train_dataset", "eval_dataset"}:
-                    arguments[name] = from_disk(arguments[name], os.path.join(folder, name))
+                    saved = os.path.join(folder, name)
+                    if not os.path.exists(saved):
+                        arguments[name].save_to_disk(saved)
+                    arguments[name] = load_from_disk(saved)
         if streams:
             arguments["train_dataset"] = arguments["train_dataset"].to_iterable_dataset(num_shards=4)
         return TRAINERS[task](args=args, **arguments)
@@ -147,18 +131,17 @@ def train(task: str, model: str, output: str, settings: dict) -> None:
     trainer.accelerator.no_sync = lambda *a, **k: without_sync.append(trainer.state.global_step) or no_sync(*a, **k)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
-    with open(f"{output}.{trainer.accelerator.process_index}", "w") as file:
-        json.dump(decisions, file)
+    Path(f"{output}.{trainer.accelerator.process_index}").write_text(json.dumps(decisions))
     if trainer.accelerator.is_main_process:
-        with open(output, "w") as file:
-            engine = trainer.accelerator.distributed_type.value
-            result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
-            json.dump({**result, "without_sync": without_sync}, file)
+        engine = trainer.accelerator.distributed_type.value
+        result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
+        Path(output).write_text(json.dumps({**result, "without_sync": without_sync}))
     trainer.accelerator.wait_for_everyone()
 
 
 def main(runs: str) -> None:
     for arguments in json.loads(runs):
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # of a process that hangs
         run(*arguments)
         AcceleratorState._reset_state()  # the next run may want another engine's settings; the processes stay
     if torch.distributed.is_initialized():

@@ -10,41 +10,19 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers import distributed_run
+from tests.helpers.distributed_run import TIMEOUT
+from tests.helpers.pages import ROOT
 from tests.runs import PER_MICRO_BATCH, TOLERANCE
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT = 120  # seconds for importing, and for each run
-
-FSDP = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: {layer}
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_reshard_after_forward: true
-mixed_precision: 'no'
-use_cpu: true
-"""
-ZERO = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  zero_stage: {stage}
-  offload_optimizer_device: none
-  offload_param_device: none
-  zero3_init_flag: false
-  zero3_save_16bit_model: true
-mixed_precision: 'no'
-"""
+# The configurations that users are given, on CPUs and in float32
+FSDP = "fsdp2.yaml --fsdp_transformer_layer_cls_to_wrap {}DecoderLayer --mixed_precision no"
 ENGINES = {
-    "fsdp": FSDP.format(layer="LlamaDecoderLayer"),
-    "fsdp-lfm2": FSDP.format(layer="Lfm2DecoderLayer"),
-    "fsdp-qwen3_5": FSDP.format(layer="Qwen3_5DecoderLayer"),
-    "fsdp-kept": FSDP.format(layer="LlamaDecoderLayer").replace("forward: true", "forward: false"),
-    "fsdp-bf16": FSDP.format(layer="LlamaDecoderLayer").replace("mixed_precision: 'no'", "mixed_precision: bf16"),
-    **{f"zero{stage}": ZERO.format(stage=stage) for stage in (1, 2, 3)},
+    "fsdp": FSDP.format("Llama"),
+    "fsdp-lfm2": FSDP.format("Lfm2"),
+    "fsdp-qwen3_5": FSDP.format("Qwen3_5"),
+    "fsdp-kept": f"{FSDP} --fsdp_reshard_after_forward false".format("Llama"),
+    "fsdp-bf16": FSDP.format("Llama").replace("precision no", "precision bf16"),
+    **{f"zero{stage}": f"zero{stage}.yaml --mixed_precision no --zero3_init_flag false" for stage in (1, 2, 3)},
 }
 
 
@@ -55,10 +33,10 @@ def command(ranks, *runs, engine=None):
         output.mkdir(exist_ok=True)
     run = ["-m", "tests.helpers.distributed_run", json.dumps(arguments)]
     if engine:
-        config = runs[0][2] / "accelerate.yaml"
-        config.write_text(ENGINES[engine])
-        launch = ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(ranks)]
-        return [sys.executable, "-m", *launch, "--main_process_port", "0", *run]
+        config, *options = ENGINES[engine].split()
+        options += ["--num_processes", str(ranks), "--main_process_port", "0"]
+        launch = ["accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}"]
+        return [sys.executable, "-m", *launch, *options, *run]
     if ranks > 1:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         return [sys.executable, "-m", *torchrun, *run]

@@ -4,20 +4,15 @@ import os
 from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import torch
 from transformers.utils import is_torchvision_available
 
-from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, reward_model, score, unpaired
-from tests.helpers.versions import is_older
+from tests.helpers.tiny import arguments, make_model, reward_model
 from tests.helpers.vision import on_images
 from tests.runs import make_trainer, run
-from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import LOADS, load
+from trl_paddingfree.memory.kept_bytes import LOADS
 from trl_paddingfree.memory.needs import MemoryNeeds
-from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recomputable_layers
-from trl_paddingfree.model.flat_model import Decision
 from trl_paddingfree.trainers.base import FlatTrainer
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
@@ -41,28 +36,10 @@ def with_images(kind, task, train_dataset, lora=False, **given):
     return run(task, "shared", **on_images(kind, task, lora), **options).trainer
 
 
-def generating():
-    """What the online trainers train."""
-    model = make_model(num_hidden_layers=LAYERS)
-    return {"model": model, "processing_class": make_tokenizer(), "reward_funcs": score}
-
-
-def generating_with_dropout():
-    """The same with adapters."""
-    return {**generating(), "peft_config": lora(lora_dropout=0.3)}
-
-
-def rewarding():
-    """What the trainer of reward models trains."""
-    return {"model": reward_model(num_hidden_layers=LAYERS), "processing_class": make_tokenizer()}
-
-
-def adapted():
-    """Adapters, for KTO."""
-    return {"model": make_model(num_hidden_layers=LAYERS), "processing_class": make_tokenizer(), "peft_config": lora()}
-
-
-HEADS = {"reward": (rewarding, preference_data), "kto": (adapted, unpaired)}
+def layered(task):
+    """Arguments of the trainer of a task, but for data: a model of so many layers, and adapters for KTO."""
+    make = reward_model if task == "reward" else make_model
+    return arguments(task, adapters=task == "kto", model=make(num_hidden_layers=LAYERS))
 
 
 def ready(trainer):
@@ -72,40 +49,6 @@ def ready(trainer):
         trainer.flat_base(trainer.model).gradient_checkpointing_enable(kwargs)
     trainer.current_gradient_accumulation_steps = 1
     return trainer
-
-
-def counted(trainer, batch, number):
-    """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
-    memory, base = trainer.flat.plan, trainer.flat_base(trainer.model)
-    counter = SavedBytes(base, memory.flat_model.recomputable)
-    batch = {name: value for name, value in batch.items() if name != "rows"}
-    trainer.flat.trained.decide = lambda _: Decision((), number)
-    trainer.model.train()
-    with counter.counting():
-        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-    assert loss.requires_grad
-    kept = sum(counter.total(i) for i in (-1, *range(number, len(memory.flat_model.recomputable))))
-    # A checkpoint keeps the input of its layer. Before transformers 5.23, hooks of the layer run within the checkpoint:
-    # there the input is counted outside of all layers
-    return kept if is_older("5.23") else kept + sum(counter.inputs[:number])
-
-
-def assert_predicted(trainer):
-    memory = ready(trainer).flat.plan
-    for batch in trainer.get_train_dataloader():
-        saved = memory.needs.saved(load(batch["flat_batch"], memory.flat_model.route))
-        for number in (0, 1, len(memory.flat_model.recomputable)):
-            assert saved[number] == pytest.approx(counted(trainer, batch, number), rel=TOLERANCE), number
-
-
-def between(trainer, number):
-    """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
-    memory = trainer.flat.plan
-    peaks = [
-        memory.needs.peaks(load(batch["flat_batch"], memory.flat_model.route))
-        for batch in trainer.get_train_dataloader()
-    ]
-    return max(int(peak[number]) for peak in peaks) / GIB
 
 
 def in_tokens(plan, number):
@@ -121,16 +64,6 @@ def in_tokens(plan, number):
 def most_slices(passes):
     """The most slices in which a batch was computed."""
     return max(each.decision.num_slices for each in passes)
-
-
-def step(trainer, batch, number=None):
-    """Loss and gradients of one training step, with dropout from the same state."""
-    if number is not None:
-        trainer.flat.trained.decide = lambda _: Decision((), number)
-    torch.manual_seed(SEED)
-    trainer.model.zero_grad()
-    loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
-    return [loss, *(p.grad for p in trainer.model.parameters() if p.requires_grad)]
 
 
 @contextmanager

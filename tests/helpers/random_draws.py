@@ -10,19 +10,8 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
 MODEL_TYPES = [
-    *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3"),
-    *(
-        "falcon",
-        "opt",
-        "starcoder2",
-        "cohere2",
-        "gpt_oss",
-        "llama4_text",
-        "stablelm",
-        "granite",
-        "qwen3_moe",
-        "smollm3",
-    ),
+    *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3", "falcon"),
+    *("opt", "starcoder2", "cohere2", "gpt_oss", "llama4_text", "stablelm", "granite", "qwen3_moe", "smollm3"),
 ]
 # Layers that carry state, beside attention or alone
 HYBRIDS = ["qwen3_next", "falcon_h1", "lfm2", "mamba2", "zamba2"]
@@ -54,6 +43,7 @@ def draw(seed: int) -> dict[str, Any]:
     data["pad_is_eos"] = rng.random() < 0.3
     # The first makes steps in proportion to gradients, and TRL's own whole steps, also of what is only rounding
     options["adam_epsilon"] = random.Random(f"Adam {seed}").choice([1e-2, 1e-8])
+    model["reference"] = _reference(rng, model["type"], REFERENCES if task in ("dpo", "kto") else ["itself", "lora"])
     specific = _SPECIFIC[task](rng, model, options, data)
     drawn = {"seed": seed, "task": task, "model": model, "data": data, "ours": _our_options(rng, task, model["type"])}
     if model["type"] == "llama4_text":
@@ -99,10 +89,9 @@ def _our_options(rng: random.Random, task: str, model_type: str) -> dict[str, An
     return {**ours, "max_tokens_per_micro_batch": rng.choice([None, None, 12, 40])}
 
 
-def _reference(rng: random.Random, model: dict, references: list[str]) -> str:
-    return rng.choice(
-        [name for name in references if model["type"] not in NO_ADAPTER or not name.endswith(("lora", "adapter"))]
-    )
+def _reference(rng: random.Random, model_type: str, references: list[str]) -> str:
+    has_none = model_type in NO_ADAPTER
+    return rng.choice([name for name in references if not (has_none and name.endswith(("lora", "adapter")))])
 
 
 def _lengths(rng: random.Random) -> dict[str, Any]:
@@ -113,7 +102,6 @@ def _lengths(rng: random.Random) -> dict[str, Any]:
 
 
 def _dpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
-    model["reference"] = _reference(rng, model, REFERENCES)
     losses = rng.sample(LOSSES, rng.choice([1, 1, 1, 2, 3]))
     specific: dict[str, Any] = {
         "loss_type": losses,
@@ -133,7 +121,6 @@ def _dpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
 
 
 def _sft_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
-    model["reference"] = _reference(rng, model, ["itself", "lora"])
     data["format"] = rng.choice(["messages", "prompt", "text", "input_ids"])
     data["conversational"] = data["format"] in ("messages", "input_ids") or data["conversational"]
     options["label_smoothing_factor"] = rng.choice([0.0, 0.0, 0.0, 0.1])
@@ -153,7 +140,6 @@ def _sft_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
 
 
 def _reward_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
-    model["reference"] = _reference(rng, model, ["itself", "lora"])
     # A common shift of all rewards has no gradient: Adam would make steps of its rounding. Larger steps than these
     # diverge where rewards are pulled to zero, and rounding with them
     options |= {"optim": "sgd", "learning_rate": 0.02}
@@ -164,7 +150,6 @@ def _reward_options(rng: random.Random, model: dict, options: dict, data: dict) 
 
 
 def _kto_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
-    model["reference"] = _reference(rng, model, REFERENCES)
     loss_type = rng.choice(["kto", "apo_zero_unpaired"])
     if loss_type == "kto":  # which compares the rows of a batch, as they lie in the data
         options["train_sampling_strategy"] = "sequential"
@@ -180,7 +165,6 @@ def _kto_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
 
 
 def _online_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
-    model["reference"] = _reference(rng, model, ["itself", "lora"])
     generations = rng.choice([2, 2, 4])
     options["per_device_train_batch_size"] = generations * rng.choice([1, 1, 2])
     if "per_device_eval_batch_size" in options:
@@ -214,7 +198,6 @@ def _rloo_options(rng: random.Random, model: dict, options: dict, data: dict) ->
 
 
 def _distillation_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
-    model["reference"] = _reference(rng, model, ["itself", "lora"])
     model["teacher"] = rng.choice([model["type"], "llama", "gpt_neox"])
     return {
         "beta": rng.choice([0.0, 0.0, 0.3, 1.0]),

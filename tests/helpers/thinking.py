@@ -3,9 +3,8 @@
 import random
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.tiny import make_tokenizer, text
+from tests.helpers.tiny import text
 
 # Stands before and after what is thought: a token that no text has
 TAG = "<eos>"
@@ -26,13 +25,6 @@ TEMPLATE = (
 )
 
 
-def thinking_tokenizer() -> PreTrainedTokenizerFast:
-    """The tests' tokenizer with that template."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
 def thinking_conversations(n: int, seed: int) -> Dataset:
     """Conversations of one to four questions, with thinking before every answer; some end without an answer."""
     rng, rows = random.Random(seed), []
@@ -40,8 +32,7 @@ def thinking_conversations(n: int, seed: int) -> Dataset:
         messages = [{"role": "system", "content": text(rng, 1, 6)}] * (i % 2)
         for _ in range(rng.randint(1, 4)):
             messages.append({"role": "user", "content": text(rng, 1, 9)})
-            messages.append(
-                {"role": "assistant", "content": text(rng, 1, 9), "reasoning_content": text(rng, 1, 12)},
-            )
+            answer = {"content": text(rng, 1, 9), "reasoning_content": text(rng, 1, 12)}
+            messages.append({"role": "assistant", **answer})
         rows.append({"messages": messages + [{"role": "user", "content": text(rng, 1, 5)}] * (i % 3 == 2)})
     return Dataset.from_list(rows)

@@ -7,14 +7,21 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 WORDS = [f"w{i}" for i in range(60)]
+# Weights are larger than usual, so that a wrong context shows in the loss
+SIZES: dict[str, Any] = {
+    "vocab_size": 69,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
 # Blocks of generation end with a token: one that ended with a space would be taken to reach to the end of the text
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|> {{ message['role'] }} "
@@ -34,28 +41,17 @@ def word_level(words: list[str], special: Sequence[str] = (), **options: Any) ->
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", **options)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """A word-level tokenizer with a chat template."""
     special = ["<pad>", "<|im_start|>", "<|im_end|>", "<eos>", "<unk>"]
     words = [*special, "system", "user", "assistant", "tool", *WORDS]
-    return word_level(words, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
+    return word_level(words, eos_token="<|im_end|>", chat_template=chat_template)
 
 
 def make_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):
-    """A random model of a few layers. Weights are larger than usual, so that a wrong context shows in the loss."""
+    """A random model of a few layers."""
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 69,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-    }
-    config = AutoConfig.for_model(model_type, **{**sizes, **overrides})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **overrides})
     return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
@@ -89,9 +85,9 @@ def following_rotary(limit: int, kind: str) -> dict[str, Any]:
     return {"rope_parameters": {**common, **factors}}
 
 
-def text(rng: random.Random, low: int, high: int) -> str:
+def text(rng: random.Random, low: int, high: int, words: Sequence[str] = WORDS) -> str:
     """Some words; possibly none."""
-    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+    return " ".join(rng.choice(words) for _ in range(rng.randint(low, high)))
 
 
 def preference_data(n: int, seed: int, conversational: bool = True) -> Dataset:
@@ -157,24 +153,28 @@ DATA: dict[str, Callable[[int, int], Dataset]] = {
     "sft": prompt_completions,
     "reward": preference_data,
     "kto": unpaired,
-    "grpo": prompts,
-    "rloo": prompts,
-    "distillation": prompts,
+    **dict.fromkeys(("grpo", "rloo", "distillation"), prompts),
 }
 
 
-def arguments(task: str, adapters: bool = True, model: Any = None) -> dict[str, Any]:
-    """Fresh arguments of the trainer of a task, but for data."""
-    made: dict[str, Any] = {"processing_class": make_tokenizer()}
+def arguments(
+    task: str,
+    adapters: bool = True,
+    model: Any = None,
+    processor: Any = None,
+    make: Callable[[int], Any] = lambda seed: make_model(seed=seed),
+) -> dict[str, Any]:
+    """Fresh arguments of the trainer of a task, but for data; `make` makes a reference or a teacher."""
+    made: dict[str, Any] = {"processing_class": processor or make_tokenizer()}
     made["model"] = model or (reward_model() if task == "reward" else make_model())
     torch.manual_seed(1)
     if adapters:
         head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if task == "reward" else {}
         made["peft_config"] = lora(**head)
     elif task in ("dpo", "kto"):
-        made["ref_model"] = make_model(seed=1)
+        made["ref_model"] = make(1)
     if task in ("grpo", "rloo"):
         made["reward_funcs"] = score
     if task == "distillation":
-        made["teacher_model"] = make_model(seed=1)
+        made["teacher_model"] = make(1)
     return made

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from peft import LoraConfig
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 
-from tests.helpers.tiny import score, word_level
+from tests.helpers.tiny import SIZES, arguments, text, word_level
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 WORDS = [f"w{i}" for i in range(40)]
@@ -33,247 +35,148 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(**named: str) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer whose special tokens need no spaces around them."""
-    return word_level([*VOCABULARY], SPECIAL, eos_token=END, extra_special_tokens=named)
-
-
-def text_sizes(**more: Any) -> dict[str, Any]:
-    """The text model of every architecture. Weights are larger than usual, so that a wrong context shows."""
-    return {
-        "vocab_size": len(VOCABULARY),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 1024,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-    } | more
-
-
-TOWER = {
+# What processors call them
+_NAMES = {
+    **dict.fromkeys(("image_token", "context_image_token"), IMAGE),
+    "video_token": VIDEO,
+    "audio_token": "[IMG_BREAK]",
+    **dict.fromkeys(("boi_token", "vision_start_token", "start_image_token"), OPEN),
+    **dict.fromkeys(("eoi_token", "vision_end_token", "end_image_token"), CLOSE),
+    **dict.fromkeys(("boa_token", "eoa_token"), "[IMG_END]"),
+}
+# The text model of every architecture
+_TEXT = {**SIZES, "vocab_size": len(VOCABULARY), "head_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
+_TOWER = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "initializer_range": 0.2,
 }
-CLIP = {"model_type": "clip_vision_model", **TOWER, "image_size": 16, "patch_size": 8, "projection_dim": 16}
-SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "image_size": 16, "patch_size": 4, "vision_use_head": False}
-_QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3, "initializer_range": 0.2}
+_SIGLIP = {"model_type": "siglip_vision_model", **_TOWER, "image_size": 16, "patch_size": 4, "vision_use_head": False}
+_QWEN_TOWER = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "in_channels": 3,
+    "initializer_range": 0.2,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size"), 32),
+}
 # The numbers of rotary frequencies of time, height and width: half of the head size together
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_QWEN_TOKENS = {
-    "image_token_id": IMAGE_ID,
-    "video_token_id": VOCABULARY[VIDEO],
-    "vision_start_token_id": VOCABULARY[OPEN],
-    "vision_end_token_id": VOCABULARY[CLOSE],
-}
-_NAMED = {"image_token": IMAGE, "video_token": VIDEO, "boi_token": OPEN, "eoi_token": CLOSE}
+_INTERLEAVED = {**_SECTIONS, "mrope_interleaved": True}
+_IDS = {"image_token_id": IMAGE_ID, "video_token_id": VOCABULARY[VIDEO]}
+_QWEN_IDS = {**_IDS, "vision_start_token_id": VOCABULARY[OPEN], "vision_end_token_id": VOCABULARY[CLOSE]}
 _SMALL = {"height": 16, "width": 16}
-_PINPOINTS = [[16, 32], [32, 16]]
-Made = tuple[dict[str, Any], Callable[[Any], Any]]
+_PINPOINTS = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
+_MERGED = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}}
+_WINDOW_AND_NONE = ["sliding_attention", "full_attention"]
 
 
-def _pick(name: str) -> Any:
-    """An image processor, in plain PIL where there is no torchvision."""
-    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil")
+@dataclass(frozen=True)
+class Architecture:
+    """What is special to an architecture."""
+
+    tower: dict[str, Any]  # configuration of its vision model
+    config: dict[str, Any]  # its own
+    text: dict[str, Any]  # that of its text model, beside the sizes of all
+    images: dict[str, Any]  # options of its image processor
+    options: dict[str, Any] = field(default_factory=dict)  # of its processor
+    placeholder: str = IMAGE  # what stands for an image in a prompt, before the processor expands it
 
 
-def _llava(kind: str) -> Made:
-    sizes = {"size": _SMALL, "crop_size": _SMALL}
-    options: dict[str, Any] = {"patch_size": 8, "vision_feature_select_strategy": "default"}
-    config: dict[str, Any] = {"vision_config": CLIP, "image_token_index": IMAGE_ID, "image_seq_length": 4}
-    if kind == "llava_next":
-        sizes |= {"size": {"shortest_edge": 16}, "image_grid_pinpoints": _PINPOINTS}
-        config["image_grid_pinpoints"] = _PINPOINTS
-    name = "Llava" if kind == "llava" else "LlavaNext"
-
-    def processor(template):
-        images = _pick(f"{name}ImageProcessor")(**sizes)
-        cls = getattr(transformers, f"{name}Processor")
-        return cls(images, make_tokenizer(), num_additional_image_tokens=1, chat_template=template, **options)
-
-    return {**config, "text_config": text_sizes(model_type="llama")}, processor
+def _qwen(tower: dict[str, Any], config: dict[str, Any] = _QWEN_IDS, **text: Any) -> Architecture:
+    return Architecture({**_QWEN_TOWER, **tower}, config, text, _MERGED, placeholder=f"{OPEN}{IMAGE}{CLOSE}")
 
 
-def _llava_onevision() -> Made:
-    config = {"vision_config": SIGLIP, "image_token_index": IMAGE_ID, "video_token_index": VOCABULARY[VIDEO]}
-    config |= {"image_grid_pinpoints": _PINPOINTS, "text_config": text_sizes(model_type="qwen2")}
-
-    def processor(template):
-        images = transformers.LlavaOnevisionImageProcessor(size=_SMALL, image_grid_pinpoints=_PINPOINTS)
-        return transformers.LlavaOnevisionProcessor(
-            images,
-            make_tokenizer(),
-            transformers.LlavaOnevisionVideoProcessor(),
-            num_image_tokens=16,
-            vision_feature_select_strategy="full",
-            chat_template=template,
-        )
-
-    return config, processor
-
-
-def _idefics3(kind: str) -> Made:
-    tower = {**TOWER, "image_size": 16, "patch_size": 4}
-    config = {"vision_config": tower, "image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0}
-    name = "Idefics3" if kind == "idefics3" else "SmolVLM"
-
-    def processor(template):
-        images = _pick(f"{name}ImageProcessor")(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-        cls = getattr(transformers, f"{name}Processor")
-        more = () if kind == "idefics3" else (transformers.SmolVLMVideoProcessor(),)
-        return cls(images, make_tokenizer(), *more, image_seq_len=4, chat_template=template)
-
-    return {**config, "text_config": text_sizes(model_type="llama")}, processor
-
-
-def _internvl() -> Made:
-    tower = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
-    config = {"vision_config": tower, "image_token_id": IMAGE_ID, "image_seq_length": 4, "downsample_ratio": 0.5}
-
-    def processor(template):
-        named = {"start_image_token": OPEN, "end_image_token": CLOSE, "context_image_token": IMAGE}
-        images = transformers.GotOcr2ImageProcessor(size=_SMALL, crop_to_patches=True, min_patches=1, max_patches=3)
-        return transformers.InternVLProcessor(
-            images,
-            make_tokenizer(**named, video_token=VIDEO),
-            transformers.InternVLVideoProcessor(),
-            image_seq_length=4,
-            chat_template=template,
-        )
-
-    return {**config, "text_config": text_sizes(model_type="qwen2")}, processor
-
-
-def _mistral3() -> Made:
-    tower = {"model_type": "pixtral", **TOWER, "image_size": 32, "patch_size": 4, "head_dim": 16}
-    config = {"vision_config": tower, "image_token_index": IMAGE_ID, "spatial_merge_size": 2}
-
-    def processor(template):
-        images = transformers.PixtralImageProcessor(size={"longest_edge": 32}, patch_size=8)
-        return transformers.PixtralProcessor(
-            images, make_tokenizer(), patch_size=4, spatial_merge_size=2, image_token=IMAGE, chat_template=template
-        )
-
-    return {**config, "text_config": text_sizes(model_type="mistral")}, processor
-
-
-def _gemma3() -> Made:
-    kinds = ["sliding_attention", "full_attention"]
-    config = {
-        "vision_config": SIGLIP,
-        "image_token_index": IMAGE_ID,
-        "boi_token_index": VOCABULARY[OPEN],
-        "eoi_token_index": VOCABULARY[CLOSE],
-        "mm_tokens_per_image": 4,
+_LLAVA = Architecture(
+    tower={"model_type": "clip_vision_model", **_TOWER, "image_size": 16, "patch_size": 8, "projection_dim": 16},
+    config={"image_token_index": IMAGE_ID, "image_seq_length": 4},
+    text={"model_type": "llama"},
+    images={"size": _SMALL, "crop_size": _SMALL},
+    options={"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+)
+_IDEFICS3 = Architecture(
+    tower={**_TOWER, "image_size": 16, "patch_size": 4},
+    config={"image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": 0},
+    text={"model_type": "llama"},
+    images={"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
+    options={"image_seq_len": 4},
+)
+ARCHITECTURES = {
+    "qwen2_vl": _qwen({"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 1}, rope_parameters=_SECTIONS),
+    "qwen2_5_vl": _qwen({"window_size": 16, "fullatt_block_indexes": [1]}, rope_parameters=_SECTIONS),
+    "qwen3_vl": _qwen(
+        {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        rope_parameters=_INTERLEAVED,
+        num_hidden_layers=3,
+    ),
+    "qwen3_5": _qwen(
+        {"num_position_embeddings": 64},
+        rope_parameters=_INTERLEAVED,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "glm4v": _qwen({"image_size": 16}, _IDS, rope_parameters=_SECTIONS),
+    "llava": _LLAVA,
+    "llava_next": replace(
+        _LLAVA,
+        config={**_LLAVA.config, **_PINPOINTS},
+        images={"size": {"shortest_edge": 16}, "crop_size": _SMALL, **_PINPOINTS},
+    ),
+    "llava_onevision": Architecture(
+        tower=_SIGLIP,
+        config={"image_token_index": IMAGE_ID, "video_token_index": VOCABULARY[VIDEO], **_PINPOINTS},
+        text={"model_type": "qwen2"},
+        images={"size": _SMALL, **_PINPOINTS},
+        options={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
+    "internvl": Architecture(
+        tower={**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+        config={"image_token_id": IMAGE_ID, "image_seq_length": 4, "downsample_ratio": 0.5},
+        text={"model_type": "qwen2"},
+        images={"size": _SMALL, "crop_to_patches": True, "min_patches": 1, "max_patches": 3},
+        options={"image_seq_length": 4},
+    ),
+    "mistral3": Architecture(
+        tower={"model_type": "pixtral", **_TOWER, "image_size": 32, "patch_size": 4, "head_dim": 16},
+        config={"image_token_index": IMAGE_ID, "spatial_merge_size": 2},
+        text={"model_type": "mistral"},
+        images={"size": {"longest_edge": 32}, "patch_size": 8},
+        options={"patch_size": 4, "spatial_merge_size": 2, "image_token": IMAGE},
+    ),
+    "gemma3": Architecture(
+        tower=_SIGLIP,
+        config={
+            "image_token_index": IMAGE_ID,
+            "boi_token_index": VOCABULARY[OPEN],
+            "eoi_token_index": VOCABULARY[CLOSE],
+            "mm_tokens_per_image": 4,
+        },
         # A window that is longer than an image and shorter than a row
-        "text_config": text_sizes(layer_types=kinds, sliding_window=8, query_pre_attn_scalar=8),
-    }
-
-    def processor(template):
-        images = _pick("Gemma3ImageProcessor")(size=_SMALL)
-        return transformers.Gemma3Processor(
-            images, make_tokenizer(**_NAMED), image_seq_length=4, chat_template=template
-        )
-
-    return config, processor
-
-
-def _gemma4() -> Made:
-    kinds = ["sliding_attention", "full_attention"]
-    options = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(VOCABULARY)}
-    config = {
-        "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3},
-        "text_config": text_sizes(
-            layer_types=kinds, sliding_window=16, use_bidirectional_attention="vision", global_head_dim=8, **options
-        ),
-        "audio_config": None,
-        "image_token_id": IMAGE_ID,
-        "video_token_id": VOCABULARY[VIDEO],
-        "audio_token_id": VOCABULARY["[IMG_BREAK]"],
-    }
-
-    def processor(template):
-        images = transformers.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70)
-        return transformers.Gemma4Processor(
-            transformers.Gemma4AudioFeatureExtractor(),
-            images,
-            make_tokenizer(**_NAMED, audio_token="[IMG_BREAK]", boa_token="[IMG_END]", eoa_token="[IMG_END]"),
-            transformers.Gemma4VideoProcessor(),
-            chat_template=template,
-        )
-
-    return config, processor
-
-
-def _qwen(kind: str) -> Made:
-    tower, more = dict(_QWEN_TOWER), {}
-    if kind == "qwen2_vl":
-        tower |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 1}
-    else:
-        tower |= {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32}
-    if kind == "qwen2_5_vl":
-        tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
-    if kind == "qwen3_vl":
-        tower |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-        more = {"num_hidden_layers": 3}
-    if kind == "qwen3_5":
-        tower |= {"num_position_embeddings": 64}
-        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-        more = {"layer_types": ["linear_attention", "full_attention"], **heads}
-    sections = {**_SECTIONS, "mrope_interleaved": True} if kind.startswith("qwen3") else _SECTIONS
-    config = {"vision_config": tower, **_QWEN_TOKENS, "text_config": text_sizes(rope_parameters=sections, **more)}
-    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(kind, "Qwen3VL")
-
-    def processor(template):
-        images = transformers.Qwen2VLImageProcessor(
-            patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
-        )
-        video = transformers.Qwen3VLVideoProcessor if name == "Qwen3VL" else transformers.Qwen2VLVideoProcessor
-        cls = getattr(transformers, f"{name}Processor")
-        named = {"vision_start_token": OPEN, "vision_end_token": CLOSE}
-        return cls(images, make_tokenizer(**_NAMED, **named), video(), chat_template=template)
-
-    return config, processor
-
-
-def _glm4v() -> Made:
-    tower = {**_QWEN_TOWER, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "image_size": 16}
-    config = {"vision_config": tower, "image_token_id": IMAGE_ID, "video_token_id": VOCABULARY[VIDEO]}
-
-    def processor(template):
-        images = transformers.Glm4vImageProcessor(
-            patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
-        )
-        video = transformers.Glm4vVideoProcessor()
-        return transformers.Glm4vProcessor(images, make_tokenizer(**_NAMED), video, chat_template=template)
-
-    return {**config, "text_config": text_sizes(rope_parameters=_SECTIONS)}, processor
-
-
-ARCHITECTURES: dict[str, Callable[[], Made]] = {
-    "qwen2_vl": lambda: _qwen("qwen2_vl"),
-    "qwen2_5_vl": lambda: _qwen("qwen2_5_vl"),
-    "qwen3_vl": lambda: _qwen("qwen3_vl"),
-    "qwen3_5": lambda: _qwen("qwen3_5"),
-    "glm4v": _glm4v,
-    "llava": lambda: _llava("llava"),
-    "llava_next": lambda: _llava("llava_next"),
-    "llava_onevision": _llava_onevision,
-    "idefics3": lambda: _idefics3("idefics3"),
-    "smolvlm": lambda: _idefics3("smolvlm"),
-    "internvl": _internvl,
-    "mistral3": _mistral3,
-    "gemma3": _gemma3,
-    "gemma4": _gemma4,
+        text={"layer_types": _WINDOW_AND_NONE, "sliding_window": 8, "query_pre_attn_scalar": 8},
+        images={"size": _SMALL},
+        options={"image_seq_length": 4},
+        placeholder=OPEN,
+    ),
+    "gemma4": Architecture(
+        tower={**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3},
+        config={**_IDS, "audio_config": None, "audio_token_id": VOCABULARY["[IMG_BREAK]"]},
+        text={
+            "layer_types": _WINDOW_AND_NONE,
+            "sliding_window": 16,
+            "use_bidirectional_attention": "vision",
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": len(VOCABULARY),
+        },
+        images={"patch_size": 4, "max_soft_tokens": 70},
+    ),
 }
 needs_torchvision = pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
 # These are built in plain PIL
@@ -281,57 +184,46 @@ WITHOUT_TORCHVISION = ("llava", "llava_next", "idefics3", "gemma3")
 BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kind in WITHOUT_TORCHVISION]
 # A sample of each run of the tests; `-m models` takes all
 SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
-# What stands for an image in a prompt, before the processor expands it
-_PLACEHOLDERS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), f"{OPEN}{IMAGE}{CLOSE}")
-_PLACEHOLDERS |= {"gemma3": OPEN}
 
 
-def placeholder(kind: str) -> str:
-    """What stands for an image in a prompt."""
-    return _PLACEHOLDERS.get(kind, IMAGE)
+def _make_processor(kind: str) -> ProcessorMixin:
+    architecture, backend = ARCHITECTURES[kind], "torchvision" if is_torchvision_available() else "pil"
+    cls = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])
+    images = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[kind][backend])
+    parts: dict[str, Callable[[], Any]] = {
+        "image_processor": lambda: images(**architecture.images),
+        "tokenizer": lambda: word_level([*VOCABULARY], SPECIAL, eos_token=END, extra_special_tokens=_NAMES),
+        # Nothing has videos or sounds
+        "video_processor": lambda: transformers.Qwen2VLVideoProcessor(),
+        "feature_extractor": lambda: transformers.Gemma4AudioFeatureExtractor(),
+    }
+    template = CHAT_TEMPLATE.replace("PLACEHOLDER", architecture.placeholder)
+    made = {name: parts[name]() for name in cls.get_attributes()}
+    return cls(**made, chat_template=template, **architecture.options)
 
 
-def make_vision(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **text_options: Any) -> tuple[Any, Any]:
-    """
-    A tiny model with random weights, and its processor.
-
-    Args:
-        kind (`str`):
-            One of [`ARCHITECTURES`].
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-            Dtype of the weights.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights.
-        **text_options:
-            What goes before the sizes of the text model.
-    """
-    config, processor = ARCHITECTURES[kind]()
-    config["text_config"] |= text_options
+def make_vision(kind: str, seed: int = 0) -> tuple[Any, Any]:
+    """A tiny model of one of [`ARCHITECTURES`], with random weights, and its processor."""
+    architecture = ARCHITECTURES[kind]
+    sizes = {**_TEXT, **architecture.text}
+    config = AutoConfig.for_model(kind, **architecture.config, vision_config=architecture.tower, text_config=sizes)
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config)).to(dtype)
+    model = AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():  # some towers start at zero, or so small that nothing would show
         if parameter.dim() > 1 and parameter.std() < 0.1:
             torch.nn.init.normal_(parameter, std=0.2)
-    return model, processor(CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder(kind)))
+    return model, _make_processor(kind)
 
 
-def on_images(kind: str, task: str, lora: bool = False, seed: int = SEED) -> dict[str, Any]:
+def on_images(kind: str, task: str, lora: bool = False) -> dict[str, Any]:
     """What trains a tiny model on images: adapters on every linear layer, the tower's included, or all weights."""
-    model, processor = make_vision(kind, seed=seed)
-    arguments = {"model": model, "processing_class": processor}
+    model, processor = make_vision(kind, SEED)
+    given = arguments(task, lora, model, processor, lambda seed: make_vision(kind, SEED + seed)[0])
     if task in ("grpo", "rloo", "distillation"):
         processor.tokenizer.padding_side = "left"  # as TRL loads it; on the right, padded TRL fails or is wrong
-    if task in ("grpo", "rloo"):
-        arguments["reward_funcs"] = score
-    elif task == "distillation":
-        arguments["teacher_model"] = make_vision(kind, seed=seed + 1)[0]
     else:
-        arguments["max_length"] = None
-    if lora:
-        arguments["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    elif task in ("dpo", "kto"):
-        arguments["ref_model"] = make_vision(kind, seed=seed + 1)[0]
-    return arguments
+        given["max_length"] = None
+    return given
 
 
 def picture(rng: random.Random) -> Image.Image:
@@ -341,16 +233,12 @@ def picture(rng: random.Random) -> Image.Image:
     return Image.fromarray(values)
 
 
-def _words(rng: random.Random, most: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most)))
-
-
 def vision_pairs(n: int, seed: int, most_images: int = 2) -> Dataset:
     """Preference pairs with no image, one or two; some prompts, and some images, are there twice."""
     rng, rows = random.Random(seed), []
     for i in range(n):
         images = [picture(rng) for _ in range((1, most_images, 0, 1)[i % 4])]
-        prompt = _words(rng, 8)
+        prompt = text(rng, 1, 8, WORDS)
         if i % 4 == 3:  # the prompt of another row: with its image, or with another one
             prompt = rows[-3]["prompt"][0]["content"]
             images = rows[-3]["images"] if i % 8 == 3 else [picture(rng) for _ in rows[-3]["images"]]
@@ -358,8 +246,8 @@ def vision_pairs(n: int, seed: int, most_images: int = 2) -> Dataset:
             {
                 "images": images,
                 "prompt": [{"role": "user", "content": prompt}],
-                "chosen": [{"role": "assistant", "content": _words(rng, 12)}],
-                "rejected": [{"role": "assistant", "content": _words(rng, 6)}],
+                "chosen": [{"role": "assistant", "content": text(rng, 1, 12, WORDS)}],
+                "rejected": [{"role": "assistant", "content": text(rng, 1, 6, WORDS)}],
             }
         )
     return Dataset.from_list(rows)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.memory import budgeted, fail_once_planned, failing, generating, in_tokens
+from tests.helpers.memory import budgeted, fail_once_planned, failing, in_tokens, layered
 from tests.helpers.tiny import lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
 from trl_paddingfree import FlatBatch
@@ -54,7 +54,7 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
 def test_a_failed_allocation_generates_nothing_again(data, where, splits, monkeypatch, caplog):
     options = {"gradient_accumulation_steps": 2, "use_adaptive_entropy": True, "entropy_target": 4.0}
     options["train_dataset"] = data
-    expected = run("grpo", "shared", **generating(), **options)
+    expected = run("grpo", "shared", **layered("grpo"), **options)
     # In the second micro-batch, when there are gradients already; or in the third, for which rows have been generated
     prepare = {} if splits else {"prepare": without_head}
     fail_once_planned(monkeypatch, {1} if where == "backward" else {2}, where == "backward", **prepare)
@@ -65,7 +65,7 @@ def test_a_failed_allocation_generates_nothing_again(data, where, splits, monkey
         return score(completions)
 
     counted.__name__ = score.__name__
-    result = run("grpo", "shared", **{**generating(), "reward_funcs": counted}, **options, memory_budget=8)
+    result = run("grpo", "shared", **{**layered("grpo"), "reward_funcs": counted}, **options, memory_budget=8)
     assert sum("An allocation failed" in message for message in caplog.messages) == 1
     assert len(generated) == 2  # nothing is generated again
     assert_same(expected, result)

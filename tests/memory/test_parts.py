@@ -10,7 +10,7 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import is_torchvision_available
 
-from tests.helpers.memory import LAYERS, generating, generating_with_dropout, most_slices, with_images
+from tests.helpers.memory import LAYERS, layered, most_slices, with_images
 from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
 from tests.helpers.versions import is_older
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
@@ -63,10 +63,10 @@ def test_losses_that_couple_examples_run_in_slices_beneath_the_loss(
 )
 def test_slices_have_the_loss_of_the_whole(data, options, reentrant, passes, hold_tokens):
     options = {"train_dataset": data, **options}
-    whole = run("grpo", "shared", **generating(), **options)
+    whole = run("grpo", "shared", **layered("grpo"), **options)
     options["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
     hold_tokens(30)
-    parts = run("grpo", "shared", **generating(), **options, memory_budget=8)
+    parts = run("grpo", "shared", **layered("grpo"), **options, memory_budget=8)
     assert most_slices(passes) > 1
     assert_same(whole, parts)
 
@@ -74,7 +74,7 @@ def test_slices_have_the_loss_of_the_whole(data, options, reentrant, passes, hol
 @pytest.mark.parametrize(("task", "loss_type"), [("grpo", "bnpo"), ("rloo", None)], ids=["grpo", "rloo"])
 def test_a_limit_of_tokens_makes_slices_with_the_loss_of_padded_trl(data, task, loss_type, passes):
     def make():
-        return {**generating(), "peft_config": lora()}
+        return {**layered("grpo"), "peft_config": lora()}
 
     options = {} if loss_type is None else {"loss_type": loss_type}
     options |= {"num_iterations": 2, "gradient_checkpointing_kwargs": {"use_reentrant": task == "rloo"}}
@@ -86,9 +86,9 @@ def test_a_limit_of_tokens_makes_slices_with_the_loss_of_padded_trl(data, task, 
 def test_slices_compute_a_prompt_once(data, passes):
     words = " ".join(["word"] * 40)
     long = data.map(lambda row: {"prompt": [{"role": "user", "content": f"{words} {row['prompt'][0]['content']}"}]})
-    whole = run("grpo", "shared", **generating(), train_dataset=long, steps=1).trainer.total_counts()
+    whole = run("grpo", "shared", **layered("grpo"), train_dataset=long, steps=1).trainer.total_counts()
     most = {"max_tokens_per_micro_batch": int(0.4 * whole.computed)}
-    parts = run("grpo", "shared", **generating(), train_dataset=long, steps=1, **most).trainer.total_counts()
+    parts = run("grpo", "shared", **layered("grpo"), train_dataset=long, steps=1, **most).trainer.total_counts()
     assert parts == whole
     assert most_slices(passes) == 3
 
@@ -96,7 +96,7 @@ def test_slices_compute_a_prompt_once(data, passes):
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_slices_have_the_frequencies_of_the_whole(data, kind, passes):
     def make():
-        return {**generating(), "model": make_model(**following_rotary(24, kind))}
+        return {**layered("grpo"), "model": make_model(**following_rotary(24, kind))}
 
     compare("grpo", make, data, ("flat",), ours={"max_tokens_per_micro_batch": 30})
     assert most_slices(passes) > 1
@@ -104,10 +104,11 @@ def test_slices_have_the_frequencies_of_the_whole(data, kind, passes):
 
 def test_slices_are_computed_again_as_they_were(data, passes, monkeypatch):
     options = {"train_dataset": data, "max_tokens_per_micro_batch": 30, "steps": 1}
+    options["peft_config"] = lora(lora_dropout=0.3)
     runs = []
     for compute in (checkpoint, lambda function, *args, use_reentrant: function(*args)):
         monkeypatch.setattr(slices, "checkpoint", compute)
-        runs.append(run("rloo", "shared", **generating_with_dropout(), **options))
+        runs.append(run("rloo", "shared", **layered("rloo"), **options))
     assert most_slices(passes) > 1
     assert_same(*runs, tolerance=0, ignored=())
 
@@ -116,7 +117,7 @@ def test_slices_are_computed_again_as_they_were(data, passes, monkeypatch):
 def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_tokens):
     def make():
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
-        return {**generating(), "model": make_model("mixtral", output_router_logits=True, **sizes)}
+        return {**layered("grpo"), "model": make_model("mixtral", output_router_logits=True, **sizes)}
 
     hold_tokens(30)
     compare("grpo", make, data, ("flat",), ours={"memory_budget": 8})

@@ -6,7 +6,7 @@ import re
 import pytest
 from datasets import concatenate_datasets
 
-from tests.helpers.memory import budgeted, generating, with_images
+from tests.helpers.memory import budgeted, layered, with_images
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import run
@@ -71,17 +71,17 @@ def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budg
 def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data):
     def least(**options):
         with pytest.raises(ValueError, match=r"`max_completion_length=\d+` needs: .* at least [\d.]+") as error:
-            run("grpo", "shared", **generating(), train_dataset=data, memory_budget=0.0001, **options)
+            run("grpo", "shared", **layered("grpo"), train_dataset=data, memory_budget=0.0001, **options)
         return float(re.search(r"at least ([\d.]+), or", str(error.value))[1])
 
     assert least(max_completion_length=1000) > least()
-    run("grpo", "shared", **generating(), train_dataset=data, memory_budget=least(), steps=1)
+    run("grpo", "shared", **layered("grpo"), train_dataset=data, memory_budget=least(), steps=1)
 
 
 def test_the_memory_that_vllm_leaves_is_not_guessed(data):
     options = {"use_vllm": True, "vllm_mode": "colocate", "memory_budget": "auto"}
     with pytest.raises(ValueError, match="does not know what vLLM leaves"):
-        run("grpo", "shared", **generating(), train_dataset=data, **options)
+        run("grpo", "shared", **layered("grpo"), train_dataset=data, **options)
 
 
 def test_a_budget_wants_to_see_images():

@@ -14,29 +14,13 @@ differs is what differs on CUDA:
 - Random numbers come from a generator of the device within [`own_generator`], and else from the CPU's.
 
 `install` turns it on, before models are loaded; `switched_off` has trainers choose the CPU for a while. Operators that
-no CPU computes need a stand-in, see [`computes`]. Left out are quantized weights, loss scaling and compiled code.
+no CPU computes need a stand-in in `operators`. Left out are quantized weights, loss scaling and compiled code.
 
 It is a tensor subclass that wraps, and PyTorch's python backend for the key PrivateUse1.
 """
 
-from .generator import own_generator
+from .backend import own_generator
 from .installed import install, switched_off, why_off
 from .memory import memory
 from .names import DEVICE, LOWEST, NAME
-from .operators import computes
 from .waits import WAITS, arrive, counted_waits
-
-__all__ = [
-    "DEVICE",
-    "LOWEST",
-    "NAME",
-    "WAITS",
-    "arrive",
-    "computes",
-    "counted_waits",
-    "install",
-    "memory",
-    "own_generator",
-    "switched_off",
-    "why_off",
-]

@@ -1,14 +1,13 @@
-"""What PyTorch asks of a device: its module, the guard of its C++ code, and autograd's engine."""
+"""What PyTorch asks of a device: its module, with a generator, the guard of its C++ code, and autograd's engine."""
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.variable import ImperativeEngine
 from torch.utils import backend_registration
-
-from . import generator
 
 
 class Backend(backend_registration._DummyBackendModule):
@@ -16,6 +15,7 @@ class Backend(backend_registration._DummyBackendModule):
 
     _initialized = True
     is_on = False
+    own_state: torch.Tensor | None = None  # of the device's own generator, if it has one
 
     def is_available(self) -> bool:
         return self.is_on
@@ -30,16 +30,44 @@ class Backend(backend_registration._DummyBackendModule):
         return nullcontext()
 
     def manual_seed_all(self, seed: int) -> None:
-        generator.seed_all(seed)
+        if self.own_state is not None:
+            self.own_state = torch.Generator().manual_seed(seed).get_state()
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return generator.get_state()
+        return torch.get_rng_state() if self.own_state is None else self.own_state.clone()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        generator.set_state(state)
+        if self.own_state is None:
+            torch.set_rng_state(state)
+        else:
+            self.own_state = state.clone()
 
 
 BACKEND = Backend()
+
+
+@contextmanager
+def own_generator() -> Iterator[None]:
+    """Within this context, the device has a generator of its own, as CUDA does, and values are not the CPU's."""
+    BACKEND.own_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        BACKEND.own_state = None
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Within this context, the CPU draws from the device's own generator, if it has one."""
+    if BACKEND.own_state is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=()):
+        torch.set_rng_state(BACKEND.own_state)
+        yield
+        BACKEND.own_state = torch.get_rng_state()
+
+
 _lost: list[BaseException] = []  # errors that C++ was on its way to hand to Python
 
 

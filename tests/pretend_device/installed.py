@@ -17,7 +17,7 @@ from .functions import copies_to_device, makes_pinned, moves_parameters
 from .memory import is_pinned, memory, pin
 from .names import DEVICE, LOWEST, NAME
 from .operators import run
-from .waits import Event, Stream, wait
+from .waits import Stream, wait
 
 
 def why_off() -> str:
@@ -50,7 +50,6 @@ def install() -> None:
         "memory_allocated": lambda *_: memory.allocated,
         "max_memory_allocated": lambda *_: memory.peak,
         "memory_reserved": lambda *_: memory.allocated,
-        "max_memory_reserved": lambda *_: memory.peak,
         "reset_peak_memory_stats": memory.reset_peak,
         "get_memory_info": lambda *_: (memory.total - memory.allocated, memory.total),
         "empty_cache": lambda: None,
@@ -62,7 +61,6 @@ def install() -> None:
     Variable._execution_engine = Engine()
     # Storages have no place on it: tensors that are saved from it come back to it by themselves
     torch.serialization.register_package(5, lambda obj: None, lambda obj, place: obj if NAME in place else None)
-    torch.Event = Event  # type: ignore[misc, assignment]
     torch.nn.Module.to = moves_parameters(torch.nn.Module.to)  # type: ignore[method-assign]
     torch.nn.Module.cpu = lambda module: module.to("cpu")  # type: ignore[method-assign]
     _have_trainers_choose_it()

@@ -11,21 +11,11 @@ from .names import NAME
 
 @dataclass
 class Memory:
-    """
-    The device's memory, in bytes.
+    """The device's memory, in bytes."""
 
-    Args:
-        total (`int`):
-            How much there is. An allocation beyond it fails.
-        allocated (`int`):
-            What live tensors take.
-        peak (`int`):
-            The most that they took, since it was reset.
-    """
-
-    total: int = 16 * 2**30
-    allocated: int = 0
-    peak: int = 0
+    total: int = 16 * 2**30  # an allocation beyond it fails
+    allocated: int = 0  # what live tensors take
+    peak: int = 0  # the most that they took, since it was reset
     held: dict[int, tuple[weakref.ref, int]] = field(default_factory=dict)
 
     def hold(self, tensor: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .generator import drawing
+from .backend import drawing
 from .memory import is_pinned, pin
 from .names import DEVICE
 from .tensors import PretendTensor
@@ -29,31 +29,19 @@ _READS = {
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 # Those that take not even a number from the CPU
 _STRICT = {aten.cat.default, aten.stack.default}
-_stand_ins: dict[Any, Callable] = {}
 
 
-def computes(op: Any) -> Callable[[Callable], Callable]:
-    """
-    A decorator: has a function of CPU tensors compute an operator that has no CPU kernel, or another one than CUDA's.
-
-    Examples:
-    ```python
-    @computes(torch.ops.torch_attn._varlen_attn.default)
-    def varlen_attention(query, key, value, cu_seq_q, cu_seq_k, *args, **kwargs): ...
-    ```
-    """
-    return lambda function: _stand_ins.setdefault(op, function)
-
-
-@computes(aten.histc.default)
 def _histogram(values: torch.Tensor, *args: Any) -> torch.Tensor:
     """Integers are counted by CUDA, and not by the CPU."""
     return aten.histc(values.float(), *args).to(values.dtype)
 
 
-@computes(aten._pin_memory.default)
 def _refuse_to_pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     raise RuntimeError("cannot pin a tensor of the device: only dense CPU tensors can be pinned")
+
+
+# For operators that have no CPU kernel, or another one than CUDA's
+_STAND_INS: dict[Any, Callable] = {aten.histc.default: _histogram, aten._pin_memory.default: _refuse_to_pin}
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
@@ -102,7 +90,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["device"] = torch.device("cpu")
     known = {id(x.raw): x for x in tensors if isinstance(x, PretendTensor)}
     with drawing() if torch.Tag.nondeterministic_seeded in op.tags else nullcontext():
-        result = _stand_ins.get(op, op)(*mapped(_raw, args), **{name: mapped(_raw, x) for name, x in kwargs.items()})
+        result = _STAND_INS.get(op, op)(*mapped(_raw, args), **{name: mapped(_raw, x) for name, x in kwargs.items()})
     if to_host:
         return pin(result) if pinned else result
 

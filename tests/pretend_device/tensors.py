@@ -65,10 +65,6 @@ class PretendTensor(torch.Tensor):
     def __array__(self, *args, **kwargs):
         return self.numpy()
 
-    def new_tensor(self, data, *, dtype=None, device=None, requires_grad=False):
-        made = torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
-        return made.requires_grad_(requires_grad)
-
     def __getitem__(self, index):
         return super().__getitem__(_on_device(index))
 

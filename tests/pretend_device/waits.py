@@ -16,23 +16,11 @@ FOLDERS = (Path(__file__).parents[2], Path(torch.__file__).parents[1])  # of the
 
 @dataclass(frozen=True)
 class Wait:
-    """
-    Why the host waits for the device, and where.
+    """Why the host waits for the device, and the innermost line that is not PyTorch's."""
 
-    Args:
-        reason (`str`):
-            The operator, `"copy to the device"` or `"copy to the host"`.
-        file (`str`):
-            Path in the repository or among the installed packages, of the innermost line that is not PyTorch's.
-        function (`str`):
-            Name of the function around that line, with those of its classes.
-        line (`int`):
-            Its number.
-    """
-
-    reason: str
-    file: str
-    function: str
+    reason: str  # the operator, "copy to the device" or "copy to the host"
+    file: str  # path in the repository or among the installed packages
+    function: str  # name of the function around the line, with those of its classes
     line: int
 
     def __str__(self) -> str:
@@ -88,23 +76,13 @@ def leave(target: torch.Tensor, value: torch.Tensor, without_waiting: bool) -> N
 
 
 class Event:
-    """In the place of `torch.Event`: it has happened once the copies from the device before it have arrived."""
+    """It has happened once the copies from the device before it have arrived."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.after = 0
-
-    def record(self, stream: Any = None) -> None:
+    def __init__(self) -> None:
         self.after = _arrived + len(_on_their_way)
 
     def query(self) -> bool:
         return _arrived >= self.after
-
-    def synchronize(self) -> None:
-        if not self.query():
-            wait("event")
-
-    def wait(self, stream: Any = None) -> None:
-        """Only streams wait, not the host."""
 
 
 class Stream:
@@ -112,18 +90,8 @@ class Stream:
 
     device_index, stream_id = 0, 0
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record()
-        return event
-
-    def synchronize(self) -> None:
-        wait("stream")
-
-    def wait_event(self, event: Event) -> None:
-        """One queue needs no order."""
-
-    wait_stream = wait_event
+    def record_event(self) -> Event:
+        return Event()
 
     def is_capturing(self) -> bool:
         return False

@@ -36,9 +36,6 @@ from trl_paddingfree.model.state_layers import state_heads
 from trl_paddingfree.model.state_tree import tree_functions
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-
-# No run of a few tiny steps takes so long, unless processes wait for one another
-SECONDS = 60
 # Sums over slices round as often as sums over micro-batches do, and no figure is a sum over other examples
 ROUNDING = 2e-5
 EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
@@ -169,7 +166,7 @@ def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
     groups, runs = world // size, {}
     for name in names:
         task, model, options = CASES[name]
-        given = settings(options, groups, sequence_parallel_size=size, seconds=SECONDS)
+        given = settings(options, groups, sequence_parallel_size=size)
         runs[name] = task, folder_of(model), tmp_path / f"{name} many", given
     many = launch(world, *runs.values(), engine=engine)
     for name, result in zip(names, many if len(names) > 1 else [many], strict=True):
@@ -264,7 +261,7 @@ def test_groups_of_zero_train_what_padded_trl_trains(folder_of, tmp_path, engine
 @pytest.mark.slow
 def test_a_resumed_run_of_a_group_goes_on(folder_of, tmp_path):
     options = settings({"lora": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "memory_budget": 1})
-    options |= {"sequence_parallel_size": 2, "seconds": SECONDS}
+    options |= {"sequence_parallel_size": 2}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     launch(2, ("dpo", folder_of("llama"), whole, options))
     checkpoint = str(whole / "checkpoint-2")
@@ -292,7 +289,7 @@ REFUSED = {
 def test_what_slices_cannot_do_is_refused_by_all_processes(folder_of, tmp_path):
     runs = []
     for name, (task, model, options, _) in REFUSED.items():
-        given = {"sequence_parallel_size": 2, "seconds": SECONDS, "refused": True, **settings(options)}
+        given = {"sequence_parallel_size": 2, "refused": True, **settings(options)}
         runs.append((task, folder_of(model), tmp_path / name, given))
     launch(2, *runs)
     for name, (*_, message) in REFUSED.items():
