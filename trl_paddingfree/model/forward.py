@@ -63,10 +63,10 @@ def flat_forward(
     """
     model = flat_model.model
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
-    beside: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    other_arguments: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if batch.images is not None:
-        beside = batch.images.arguments(beside)
-    elif beside.get("pixel_values") is not None:
+        other_arguments = batch.images.arguments(other_arguments)
+    elif other_arguments.get("pixel_values") is not None:
         raise ValueError(
             "The call has `pixel_values`, and its flat batch knows of no images: have TRL's pass call the model, which "
             "says whose they are, or set `padding_free=False`."
@@ -78,18 +78,18 @@ def flat_forward(
         )
     if flat_model.is_pooled:
         assert input_ids is not None
-        return _pooled(flat_model, batch, input_ids, beside)
+        return _pooled(flat_model, batch, input_ids, other_arguments)
     if not fused_lm_head:
-        return _model_output(flat_model, batch, labels, beside)
+        return _model_output(flat_model, batch, labels, other_arguments)
     assert labels is not None
-    return scored_in_rows(flat_model, batch, labels, beside)
+    return scored_in_rows(flat_model, batch, labels, other_arguments)
 
 
 def scored_in_rows(
-    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor, beside: Inputs
+    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor, other_arguments: Inputs
 ) -> "FusedCausalLMOutput":
     """
-    What TRL's fused head says of rows, where `labels` are scored, given what is `beside` them: its
+    What TRL's fused head says of rows, where `labels` are scored, given the `other_arguments` of the call: its
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that it would have.
     """
     group, model = flat_model.group, flat_model.model
@@ -99,19 +99,19 @@ def scored_in_rows(
     with apart, flat_backbone(flat_model, own, decision, own.scored_of) as answers:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
         if (size := decision.scored_at_once) is None:
-            outputs = flat_model.forwards[-1](**beside, **inputs, fused_lm_head=True)
+            outputs = flat_model.forwards[-1](**other_arguments, **inputs, fused_lm_head=True)
         else:
-            outputs = _scored_in_chunks(flat_model, inputs, beside, size)
+            outputs = _scored_in_chunks(flat_model, inputs, other_arguments, size)
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
+    aux_loss = outputs.aux_loss
     if group is not None:
         values = group.gather_scored(values, batch, decision.cuts)
-    aux_loss = outputs.aux_loss
-    if aux_loss is not None and group is not None:  # that of routers is one of all tokens
-        routers = tuple(group.gather_tokens(x, batch.layout, decision.cuts) for x in answers[0]["router_logits"])
-        aux_loss = upstream.router_loss(model, routers, batch.token_rows)
+        if aux_loss is not None:  # that of routers is one of all tokens
+            routers = tuple(group.gather_tokens(x, batch.layout, decision.cuts) for x in answers[0]["router_logits"])
+            aux_loss = upstream.router_loss(model, routers, batch.token_rows)
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
     in_rows = {name: batch.scored_to_rows(x) * label_mask for name, x in values.items()}
-    num_items = beside.get("num_items_in_batch")
+    num_items = other_arguments.get("num_items_in_batch")
     loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if aux_loss is not None:
         share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
@@ -119,25 +119,26 @@ def scored_in_rows(
     return replace(outputs, **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
 
 
-def _scored_in_chunks(flat_model: "FlatModel", inputs: Inputs, beside: Inputs, size: int) -> "FusedCausalLMOutput":
+def _scored_in_chunks(
+    flat_model: "FlatModel", inputs: Inputs, other_arguments: Inputs, size: int
+) -> "FusedCausalLMOutput":
     """What TRL's head says of all scored tokens, given `size` of them at a time: it works on as many logits at once."""
     model, labels = flat_model.model, inputs["shift_labels"]
     inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}
     taken = inspect.signature(model.base_model.forward).parameters
-    asked = {name: x for name, x in beside.items() if name in taken or name.startswith("output_")}
+    of_backbone = {name: x for name, x in other_arguments.items() if name in taken or name.startswith("output_")}
     if architecture.config_value(model.config.get_text_config(), "output_router_logits"):
-        asked.setdefault("output_router_logits", True)
-    states = model.base_model(**inputs, **{**asked, "use_cache": False})
+        of_backbone.setdefault("output_router_logits", True)
+    states = model.base_model(**inputs, **{**of_backbone, "use_cache": False})
     outputs: list[FusedCausalLMOutput] = []
     for hidden, targets in zip(states.last_hidden_state.split(size, 1), labels.split(size, 1), strict=True):
-        given = BaseModelOutput(last_hidden_state=hidden)
-        told = {**inputs, **beside}
+        chunk, arguments = BaseModelOutput(last_hidden_state=hidden), {**inputs, **other_arguments}
         if outputs:
-            told["output_router_logits"] = False  # whose loss is one of all tokens
+            arguments["output_router_logits"] = False  # their loss is one of all tokens: the first chunk has it
         else:
-            given["router_logits"] = states.get("router_logits")
-        with attributes_set([(model.base_model, "forward", lambda given=given, **_: given)]):
-            outputs.append(flat_model.forwards[-1](**told, shift_labels=targets, fused_lm_head=True))
+            chunk["router_logits"] = states.get("router_logits")
+        with attributes_set([(model.base_model, "forward", lambda chunk=chunk, **_: chunk)]):
+            outputs.append(flat_model.forwards[-1](**arguments, shift_labels=targets, fused_lm_head=True))
     joined = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
     return replace(outputs[0], **joined)
 
@@ -151,10 +152,10 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
 
 
 def _model_output(
-    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor | None, beside: Inputs
+    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor | None, other_arguments: Inputs
 ) -> ModelOutput:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    arguments = beside if labels is None else {**beside, "labels": labels}
+    arguments = other_arguments if labels is None else {**other_arguments, "labels": labels}
     decision, for_head = flat_model.begin_pass(batch), None if labels is None else batch.tokens_to_rows
     with flat_backbone(flat_model, batch, decision, for_head, calls_decoder=True):
         outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
@@ -166,7 +167,7 @@ def _model_output(
     return type(outputs)(logits=logits, **kept)
 
 
-def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, beside: Inputs) -> ModelOutput:
+def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, other_arguments: Inputs) -> ModelOutput:
     """
     The output of a head that reads one token of each row.
 
@@ -183,7 +184,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
     with flat_backbone(flat_model, batch, flat_model.begin_pass(batch), read, swaps_inputs=True):
-        return flat_model.forwards[-1](**beside, input_ids=input_ids.gather(1, last))
+        return flat_model.forwards[-1](**other_arguments, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
