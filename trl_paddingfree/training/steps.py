@@ -44,7 +44,7 @@ def weighted_parts(
     batches: Sequence[Inputs], part_sizes: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
 ) -> list[Part]:
     """
-    The batches of the `whole`, a micro-batch, with their weights, by the [`part_sizes`] of the trainer.
+    The batches of the `whole`, a micro-batch, with their weights, by the `part_sizes` of the trainer.
 
     `num_wanted` is how many parts there have to be: where processes gather weights, or reduce gradients, in each pass,
     those with fewer parts than others repeat one for nothing.
