@@ -223,18 +223,26 @@ def test_every_backend_is_documented():
 
 @pytest.mark.parametrize(("head", "budget"), [("in a step", None), ("under a budget", 20)])
 def test_a_step_calls_the_functions_of_the_page_in_its_order(head, budget, tokenizer):
-    data, given = preference_data(8, 0), {"peft_config": lora(), "processing_class": tokenizer}
-    options = {"max_tokens_per_micro_batch": budget}
-    trainer = make_trainer("dpo", "shared", model=make_model(), train_dataset=data, **given, **options)
-    training_step, called = trainer.training_step, dict[tuple[str, str], None]()
+    steps = calls_of_steps(tokenizer, max_tokens_per_micro_batch=budget)
+    called = [*dict.fromkeys(function for step in steps for function in step)]
+    named = [(function.strip("`"), file.strip("`")) for function, file, _ in table(head)]
+    assert named == sorted(named, key=called.index)
+
+
+def calls_of_steps(tokenizer, **options) -> list[dict[tuple[str, str], None]]:
+    """Of each of four steps of DPO, the functions of the package that it enters, with their files, in their order."""
+    data, given = preference_data(32, 0), {"peft_config": lora(), "processing_class": tokenizer}
+    trainer = make_trainer("dpo", "shared", steps=4, model=make_model(), train_dataset=data, **given, **options)
+    training_step, steps = trainer.training_step, list[dict[tuple[str, str], None]]()
 
     def note(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(str(PACKAGE)):
-            called[code.co_qualname, str(Path(code.co_filename).relative_to(PACKAGE))] = None
+            steps[-1][code.co_qualname, str(Path(code.co_filename).relative_to(PACKAGE))] = None
 
     def watched(*args, **kwargs):
         before = sys.getprofile()
+        steps.append({})
         sys.setprofile(note)
         try:
             return training_step(*args, **kwargs)
@@ -243,8 +251,18 @@ def test_a_step_calls_the_functions_of_the_page_in_its_order(head, budget, token
 
     trainer.training_step = watched
     trainer.train()
-    named = [(function.strip("`"), file.strip("`")) for function, file, _ in table(head)]
-    assert named == sorted(named, key=[*called].index)
+    return steps
+
+
+# What a reader of a step has to follow: functions and files of the package, lambdas and generators left out
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, (48, 14)), ({"memory_budget": 8}, (72, 19))], ids=["plain", "budget"]
+)
+def test_a_step_enters_few_functions_in_few_files(options, most, tokenizer):
+    *_, called = calls_of_steps(tokenizer, **options)
+    named = [(function, file) for function, file in called if not function.rpartition(".")[2].startswith("<")]
+    assert len(named) <= most[0]
+    assert len({file for _, file in named}) <= most[1]
 
 
 def test_every_logged_figure_is_documented():

@@ -87,7 +87,8 @@ class Plan:
         if self.is_sharded:
             decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
-            self.refuse_oversized(batch.counts.computed)
+            if self.why_whole:
+                self.refuse_oversized(batch.counts.computed)
             if decision.peak > self.budget and not self.has_shrunk:
                 raise self.too_small_for(batch)
             self.current = Pass(batch, decision, self.device_memory.begin() if self.corrects else 0)
@@ -216,8 +217,8 @@ class Plan:
         )
 
     def refuse_oversized(self, tokens: int, name: str = "a micro-batch") -> None:
-        """Refuse more tokens than the limit, of a model that cannot compute slices."""
-        if self.why_whole and self.limit is not None and tokens > self.limit:
+        """Refuse more tokens than the limit, of a model that cannot compute slices, as `why_whole` says."""
+        if self.limit is not None and tokens > self.limit:
             raise ValueError(
                 f"`max_tokens_per_micro_batch={self.limit}` is less than {name} needs ({tokens} tokens), and it cannot "
                 f"be computed in slices: {self.why_whole}. Raise it, or lower `per_device_train_batch_size` or "

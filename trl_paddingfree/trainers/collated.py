@@ -186,7 +186,8 @@ class CollatedTrainer(FlatTrainer):
             return  # lengths are not known before an example comes, and then it is refused
         lengths = self.item_lengths()
         tokens, longest = example_tokens(lengths, self.flat.trained.route.prefix_sharing), row_lengths(lengths).max(1)
-        plan.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
+        if plan.why_whole:
+            plan.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
         if plan.needs is None:
             return
         # Layers need most for the most tokens, attention for the longest row, the head for the longest completions, and

@@ -169,7 +169,8 @@ class OnlineTrainer(FlatTrainer):
             return
         prompt, name = self.longest_row()
         row = [0] * (prompt + self.max_completion_length)
-        plan.refuse_oversized(len(row), name)
+        if plan.why_whole:
+            plan.refuse_oversized(len(row), name)
         if plan.needs is None:
             return
         # Other completions of one prompt, at best, and of as many prompts, at worst
