@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(given: list[str]) -> int:
     """Run the command that the arguments name, and give its exit code."""
     command: Callable[[], int]
-    if given and given[0] in TRAINING:  # these have a parser of their own, with hundreds of options
+    if given and given[0] in TRAINING:  # their parser has hundreds of options, and takes seconds to import
         name, traceback = given[0], "--traceback" in given
         command = partial(train, name, given[1:])
     else:
@@ -62,7 +62,7 @@ def loaded(name: str, load: Callable[[], Loaded]) -> Loaded:
 
     try:
         return load()
-    except DatasetsError as error:  # a file that is there, and is not what its name says
+    except DatasetsError as error:  # the file exists, and is not what its ending says
         raise ValueError(f"{name!r} cannot be read: {error}. {error.__cause__ or ''}") from error
     except OSError as error:
         raise OSError(f"{name!r} is no file or folder here, and the hub does not give it: {error}") from error
@@ -172,9 +172,9 @@ def check(args: argparse.Namespace) -> int:
     from ..check.report import as_dict, check_model, load_model
     from .tables import print_routes
 
-    load = partial(load_model, args.model, args.dtype, args.attn_implementation)
+    how = args.model, args.dtype, args.attn_implementation
     if args.packed:
-        result = loaded(args.model, lambda: check_packed(load()))
+        result = loaded(args.model, lambda: check_packed(load_model(*how)))
         if args.json:
             print_json({"packed": str(result.route), "verdict": result.verdict, **as_dict(result)})
         else:
@@ -182,7 +182,7 @@ def check(args: argparse.Namespace) -> int:
         return OK if result.passed else NO
     progress = Console(stderr=True)
     tell = partial(progress.print, markup=False, highlight=False, soft_wrap=True)
-    report = loaded(args.model, lambda: check_model(args.model, args.dtype, args.attn_implementation, tell))
+    report = loaded(args.model, lambda: check_model(*how, tell))
     if args.json:
         print_json(report.as_dict())
     else:
@@ -245,18 +245,19 @@ def train(task: str, argv: list[str]) -> int:
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
     parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
-    if (name := "--accelerate_config") in from_config and name in from_command_line:  # which has the last word
+    if (name := "--accelerate_config") in from_config and name in from_command_line:  # the command line wins
         at = from_config.index(name)
         from_config = from_config[:at] + from_config[at + 2 :]
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
     script.check_names((script_args, training_args, model_args, dataset_args))
     launcher = launch.launch_command_parser()
-    launcher.error = parser.error  # in one line, too
-    args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *without(argv, from_command_line)])
+    launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
+    # The script gets all arguments, and leaves those to the launcher that it does not know
+    args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *argv])
     if args.training_script != script.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
     script.say_where(training_args)
-    # Which defaults accelerate takes is no news to who has asked for nothing else
+    # accelerate warns of its own defaults for options that were left out
     launch.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     try:
         launch.launch_command(args)
@@ -268,14 +269,3 @@ def train(task: str, argv: list[str]) -> int:
     except YAMLError as error:
         raise ValueError(f"`--config_file` is no YAML: {' '.join(str(error).split())}") from error
     return OK
-
-
-def without(items: Iterable[str], subsequence: Iterable[str]) -> list[str]:
-    """
-    `items` less an ordered subsequence of them.
-
-    >>> without(["--beta", "1", "--num_processes", "2", "--seed", "2"], ["--num_processes", "2"])
-    ['--beta', '1', '--seed', '2']
-    """
-    left = [*subsequence]
-    return [item for item in items if left[:1] != [item] or left.pop(0) != item]
