@@ -26,8 +26,9 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import datasets
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.quickstart.side_by_side import has_accelerator
+from trl_paddingfree.memory.device import has_accelerator
 from trl_paddingfree.training.configs import silence
 
 from . import beside, report, tables
@@ -219,7 +220,7 @@ def study(kind: str, options: argparse.Namespace) -> int:
         named = [(task, data) for task, _, data in (source.partition("=") for source in given)]
         # Where the files lie says nothing
         arguments = [f"{task}={Path(data).name}" for task, data in named] + ["--model", Path(options.model).name]
-        results = measure(named, options.model)
+        results = after_each(partial(measure, model=options.model), named)
         if kind == "heads":
             name = "-".join(dict.fromkeys((kind, *(task for task, _ in named))))
     found, command = environment(default_device()), shlex.join([*COMMAND, f"--{kind}", *arguments])
@@ -227,6 +228,14 @@ def study(kind: str, options: argparse.Namespace) -> int:
     for measured in results:
         write({"command": command, **provenance(), "environment": found, **measured}, folder, name)
     return 0 if measured.get("agree", True) and measured.get("split", True) else 1
+
+
+def after_each(measure: Callable[[str, str], Any], sources: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """What is measured on each task and its data so far, after each."""
+    measured = []
+    for source in sources:
+        measured.append(measure(*source))
+        yield {"measured": measured}
 
 
 def page(result: dict[str, Any], name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers.utils import logging
 
 from trl_paddingfree.model.routes import describe
@@ -278,7 +278,7 @@ class Benchmark:
     def release(self) -> None:
         """Give the memory of the models back."""
         self.runners.clear()
-        free_memory()
+        clear_device_cache(garbage_collection=True)
 
 
 @contextmanager
@@ -291,14 +291,7 @@ def noting_failure(method: Method, failed: dict[str, str]) -> Iterator[None]:
             raise
         traceback.print_exc(file=sys.stderr)
         failed[method.label] = f"{type(error).__name__}: {error}"
-    free_memory()
-
-
-def free_memory() -> None:
-    """Give what nothing refers to back to the device."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    clear_device_cache(garbage_collection=True)
 
 
 def total(work: Iterable[Work]) -> Work:

@@ -18,11 +18,22 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 Loaded = TypeVar("Loaded")
 
 
+@naming_versions()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, of the process if none is given, and give its exit code."""
+    """Run the command that the arguments name, by default those of the process, and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    command: Callable[[], int]
+    if given and given[0] in TRAINING:  # their parser has hundreds of options, and takes seconds to import
+        name, traceback = given[0], "--traceback" in given
+        command = partial(train, name, given[1:])
+    else:
+        args, unknown = make_parser().parse_known_args(spelled(given))
+        if unknown:  # argparse itself would answer with the usage of `trl-paddingfree`, not of the command
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        name, traceback = args.command, args.traceback
+        command = partial({"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[name], args)
     try:
-        code = run(given)
+        code = command()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -31,25 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough: Python would complain once more when it closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-
-
-@naming_versions()
-def run(given: list[str]) -> int:
-    """Run the command that the arguments name, and give its exit code."""
-    command: Callable[[], int]
-    if given and given[0] in TRAINING:  # their parser has hundreds of options, and takes seconds to import
-        name, traceback = given[0], "--traceback" in given
-        command = partial(train, name, given[1:])
-    else:
-        args, unknown = make_parser().parse_known_args(spelled(given))
-        if unknown:  # argparse would show how all commands are called, not this one
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        name, traceback = args.command, args.traceback
-        command = partial({"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[name], args)
-    try:
-        return command()
-    except BrokenPipeError:  # an `OSError`, of which the user need not hear
-        raise
     except LOADING as error:
         if traceback:
             raise
@@ -105,7 +97,7 @@ def inspect(args: argparse.Namespace) -> int:
 
     silence()
     progress = Console(stderr=True)
-    if args.model is not None:  # before what takes longer
+    if args.model is not None:  # a wrong name is refused before data is loaded
         from .memory import memory_report, model_config
 
         loaded(args.model, lambda: model_config(args.model))
@@ -136,8 +128,8 @@ def inspect(args: argparse.Namespace) -> int:
     )
     memory = None
     if args.model is not None:
-        predict = partial(memory_report, report.task.name, [*report.batches.items()], args.model, args.tuning)
-        memory = loaded(args.model, lambda: predict(args.memory_gib))
+        predict = partial(memory_report, report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
+        memory = loaded(args.model, predict)
     if args.json:
         print_json(report.as_dict() | ({"memory": memory} if memory else {}))
     else:
@@ -197,7 +189,7 @@ def env(args: argparse.Namespace) -> int:
     if args.json:
         print_json(software() | hardware())
         return OK
-    for look in (software, hardware):  # versions at once: PyTorch, which is asked for devices, takes seconds to import
+    for look in (software, hardware):  # versions are printed first: devices need PyTorch, whose import takes seconds
         for name, value in look().items():
             each = value.items() if isinstance(value, dict) else [(name, value)]
             for title, found in each:
@@ -219,7 +211,7 @@ def quickstart(args: argparse.Namespace) -> int:
 
     # One GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    if args.model is None:  # what is tokenized, saved and loaded here takes no time
+    if args.model is None:  # a small model and its data are prepared within seconds
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
     return compare.run(args)

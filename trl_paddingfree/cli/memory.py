@@ -6,7 +6,7 @@ downloaded.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -181,13 +181,16 @@ def step_units(task: str, tuning: str) -> int:
 
 
 def memory_report(
-    task: str, batches: Sequence[tuple[int, Sequence[BatchCounts]]], model: str, tuning: str, memory_gib: float | None
+    task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
-    """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits, and what budgets save."""
+    """
+    What the largest batch of each size needs, by layout. With the memory of a device, also which batch sizes fit into
+    it, and the speed-up of `memory_budget`.
+    """
     needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     budget = None if memory_gib is None else int(memory_gib * GIB)
     sizes = []
-    for batch_size, counts in batches:
+    for batch_size, counts in batches.items():
         row: dict[str, Any] = {"batch_size": batch_size}
         for layout in ("padded", "padding_free", "shared"):
             every = [loads(batch)[layout] for batch in counts]

@@ -28,6 +28,8 @@ from trl_paddingfree.model.flat_model import Decision, FlatModel
 from trl_paddingfree.model.restored import attributes_set
 from trl_paddingfree.model.routes import Route, choose_route
 
+from ..report import table
+
 # Counted: rows of these many completions of so many tokens, after a prompt of so many; and tokens of a slice
 CASES = {
     "one path of 2,304 tokens": (1, 2304, 0, 128),
@@ -173,6 +175,16 @@ def _most(peak: Callable[[int], int]) -> int:
 
 def report(result: dict[str, Any]) -> str:
     """The figures as Markdown tables."""
+    counted = []
+    for case in result["counted"]:
+        none, every, slices = (case["methods"][name] for name in METHODS)
+        flops = [f"{method['flops'] / none['flops']:.2f}" for method in (every, slices)]
+        sizes = [each["peak_bytes"] for each in (none, every, slices)] + [case["predicted_bytes"]]
+        cells = [case["name"], f"{case['tokens']:,}", str(case["slices"]), *flops, *(f"{x / 1e6:.0f}" for x in sizes)]
+        counted.append(cells)
+    flops_heads = ["operations: every layer recomputed", "slices"]
+    bytes_heads = ["MB: nothing recomputed", "every layer recomputed", "slices", "predicted"]
+    fit = [[row["layout"], *(f"{row['most'][name]:,}" for name in METHODS)] for row in result["fit"]]
     lines = [
         "# Slices, one after another",
         "",
@@ -180,27 +192,13 @@ def report(result: dict[str, Any]) -> str:
         "counted on the CPU. Operations are relative to those of a pass that recomputes nothing, and bytes are the "
         "most that tensors hold at a time, without weights. `predicted` is what `memory_budget` expects of the slices.",
         "",
-        "| batch | tokens | slices | operations: every layer recomputed | slices | MB: nothing recomputed "
-        "| every layer recomputed | slices | predicted |",
-        "|-|-:|-:|-:|-:|-:|-:|-:|-:|",
-    ]
-    for case in result["counted"]:
-        none, every, slices = (case["methods"][name] for name in METHODS)
-        flops = [f"{method['flops'] / none['flops']:.2f}" for method in (every, slices)]
-        sizes = [each["peak_bytes"] for each in (none, every, slices)] + [case["predicted_bytes"]]
-        cells = [case["name"], f"{case['tokens']:,}", str(case["slices"]), *flops, *(f"{x / 1e6:.0f}" for x in sizes)]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
+        *table(["batch", "tokens", "slices", *flops_heads, *bytes_heads], counted),
         "",
         "## What fits into 80 GB",
         "",
         "Predicted for Llama 3.1 8B with LoRA in bfloat16 on a GPU of 80 GB, of which 3 GiB are left to CUDA, in "
         f"slices of {SLICE:,} tokens: the tokens of one path, and the completions of a group.",
         "",
-        "| micro-batch | nothing recomputed | every layer recomputed | slices |",
-        "|-|-:|-:|-:|",
+        *table(["micro-batch", "nothing recomputed", "every layer recomputed", "slices"], fit),
     ]
-    for row in result["fit"]:
-        most = [f"{row['most'][name]:,}" for name in METHODS]
-        lines.append(f"| {row['layout']} | {' | '.join(most)} |")
     return "\n".join(lines)
