@@ -25,7 +25,7 @@ from ..trainers import TRAINERS
 INCOMPARABLE = ("flat/", "runtime", "per_second", "total_flos", "step_time")
 ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 _SILENT = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-# How often memory is read: the largest tensors of a step live for longer
+# Between two readings of memory: the largest tensors of a step live for longer
 SAMPLE_SECONDS = 0.002
 # Classes, TRL's or ours
 AnyTrainer: TypeAlias = Callable[..., Trainer]

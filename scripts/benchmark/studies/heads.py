@@ -96,7 +96,7 @@ def measure(task: str, source: str, model: str, **sizes: int) -> dict[str, Any]:
         measured[name]["seconds"], measured[name]["core_seconds"] = map(statistics.median, zip(*taken, strict=True))
     slots = measured["ours, padding-free"]["padded_slots"]
     measured[PADDED] |= {"computed_tokens": slots, "padded_slots": slots}
-    # Where the files lie says nothing
+    # Names only: paths are those of this machine
     named = {"source": Path(source).name, "model": Path(model).name}
     return {"setup": {**asdict(setup), **named}, "methods": measured}
 
@@ -104,7 +104,7 @@ def measure(task: str, source: str, model: str, **sizes: int) -> dict[str, Any]:
 def run_method(
     setup: Setup, rows: Any, name: str, options: dict[str, Any], completions: dict[tuple[int, ...], Any] | None = None
 ) -> tuple[dict[str, Any], list[Callable[[], Any]]]:
-    """Train two epochs by one method: operations and losses; of ours, the tokens, too. And the steps of the second."""
+    """Train two epochs by one method. Returns operations, losses and our tokens, and the steps of the second epoch."""
     trainer = make_trainer(setup, rows, name, options, completions)
     step, micro_batches = trainer.training_step, setup.steps * setup.accumulation
     counted: list[int] = []
@@ -113,7 +113,7 @@ def run_method(
 
     def measured(model: Any, inputs: Any, *args: Any) -> Any:
         if len(counted) == micro_batches:  # the second epoch, of the same rows
-            steps.append(lambda: step(model, copy.copy(inputs), *args))  # which takes its tensors out of the inputs
+            steps.append(lambda: step(model, copy.copy(inputs), *args))  # a step empties the inputs that it is given
             return steps[-1]()
         losses: list[Any] = []
         counted.append(count_flops(lambda: losses.append(step(model, inputs, *args))))
