@@ -32,7 +32,7 @@ def attention_function(name: str, module: torch.nn.Module) -> Callable:
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
     """`model` and the models within it that compute text, whose attention is ours over flat batches."""
-    # A vision tower keeps its own attention: Qwen's looks for flash attention by name, and else computes windows one by one
+    # A vision tower keeps its own attention: Qwen's looks for flash attention by name, else it computes piece by piece
     is_text = model.config.get_text_config() is model.config
     modules = (model if is_text else model.get_decoder()).modules()
     return [module for module in modules if isinstance(module, PreTrainedModel)]
@@ -75,9 +75,8 @@ def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dt
 
 def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any) -> Callable[..., Any]:
     """
-    A function that tokenizes and truncates data and drops rows as a TRL trainer does, without a trainer or a model. TRL's
-    method gets a stand-in for the trainer, with a tokenizer and the attributes of `read`, and `arguments` before the
-    name of the data.
+    A function that tokenizes and truncates data, and drops rows, as a TRL trainer does, without a model. TRL's method
+    gets a stand-in for the trainer, with a tokenizer and the attributes in `read`, and `arguments` before the last one.
     """
 
     def prepare(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
@@ -161,7 +160,7 @@ def keep_varlen_results(model: Any) -> None:
 
 
 def _keeping_varlen(contexts: Callable) -> Callable:
-    """TRL's `contexts`, a `partial(create_selective_checkpoint_contexts, policy)`, with a policy that keeps one more."""
+    """TRL's `contexts`, a `partial(create_selective_checkpoint_contexts, policy)`, whose policy keeps one more."""
     (policy,) = contexts.args  # type: ignore[attr-defined]
 
     def keeping(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

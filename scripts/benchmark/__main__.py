@@ -26,7 +26,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -211,7 +211,8 @@ def side_by_side(options: argparse.Namespace, command: Sequence[str]) -> Iterato
 def study(kind: str, options: argparse.Namespace) -> int:
     """Run a study, and write NAME.json and NAME.md: after each task, so that results survive if the next one fails."""
     measure, given = import_module(f".studies.{kind}", __package__).measure, getattr(options, kind)
-    name, folder, results = kind, BENCHMARKS, []
+    name, folder = kind, BENCHMARKS
+    results: Iterable[dict[str, Any]]
     if kind in OF_MACHINE:
         folder, results, arguments = given, [measure()], [str(given)]
     elif kind in OF_LENGTHS:

@@ -25,7 +25,7 @@ class Method:
     ours: bool
     options: dict[str, Any] = field(default_factory=dict)  # of its configuration
     keeps: bool = False  # whether it keeps activations, at least where they fit, while other methods recompute
-    # An attention implementation of its own, by PyTorch's varlen kernel. Such a method runs only if `--methods` names it
+    # An attention implementation of its own, by PyTorch's varlen kernel: it runs only if `--methods` names the method
     attention: str | None = None
 
 
@@ -59,9 +59,7 @@ class BenchmarkTask:
     length: Callable[[Example], Length]
     probe: Callable[[int, int], Example]  # so many unscored and scored tokens in its longest row
     text: dict[str, str]  # a row to set a trainer up with
-    truncates: (
-        bool  # whether trainers get a `max_length`: TRL's padding-free SFT takes rows that are truncated, and none
-    )
+    truncates: bool  # whether trainers get `max_length`: TRL's padding-free SFT wants none, and truncated rows
     has_reference: bool
     averages_loss: bool  # over scored tokens
 

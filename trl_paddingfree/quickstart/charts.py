@@ -18,14 +18,14 @@ COMPUTED, SHARED, PADDING = "#0072B2", "#56B4E9", "#D9D9D9"
 MOST_BATCHES = 64
 
 
-def figure(size: tuple[float, float] = (11, 4), **options: bool) -> tuple["Figure", np.ndarray]:
-    """A figure with two plots side by side, by these options of `Figure.subplots`. It needs no display."""
+def figure(size: tuple[float, float] = (11, 4), sharey: bool = False) -> tuple["Figure", np.ndarray]:
+    """A figure with two plots side by side, with one y-axis if they share it. It needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('Charts need matplotlib: `pip install "trl-paddingfree[plot]"`.') from error
     drawing = Figure(figsize=size, layout="constrained")
-    axes = drawing.subplots(1, 2, **options)
+    axes = drawing.subplots(1, 2, sharey=sharey)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return drawing, axes

@@ -101,7 +101,7 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
         lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
         given = {"model": model, "train_dataset": data, "peft_config": lora}
         runs[name] = train_watched(task.name, name == OURS, console, title, options, **given)
-    runs[PADDED].trainer, runs[PADDED].weights = None, {}
+    runs[PADDED].trainer = None  # frees its model
     return runs
 
 

@@ -36,10 +36,9 @@ Figure: TypeAlias = float | torch.Tensor | None
 
 @dataclass
 class Trajectory:
-    """What one training run logged and ended with."""
+    """What one training run logged and took."""
 
     log_history: list[dict[str, float]]
-    weights: dict[str, torch.Tensor]
     trainer: Any
     core_seconds: float = 0.0  # CPU time of this process, summed over cores
     memory: float = 0.0  # GiB at the peak, above the level before the run, if it was watched
@@ -68,17 +67,6 @@ def make_trainer(trainer_class: AnyTrainer, config_class: AnyConfig, options: Op
     trainer = trainer_class(args=config_class(**defaults), **arguments)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def train(trainer_class: AnyTrainer, config_class: AnyConfig, options: Options, **arguments: object) -> Trajectory:
-    """Train with what [`make_trainer`] makes. The weights of the result are those of the model, not copies."""
-    trainer = make_trainer(trainer_class, config_class, options, **arguments)
-    started = time.process_time()
-    trainer.train()
-    core_seconds = time.process_time() - started
-    parameters = trainer.model.named_parameters()  # type: ignore[union-attr]
-    weights = {name: p.detach() for name, p in parameters if p.requires_grad}
-    return Trajectory(trainer.state.log_history, weights, trainer, core_seconds)
 
 
 class MemoryWatch(threading.Thread):
@@ -132,13 +120,15 @@ class ShowSteps(TrainerCallback):
 def train_watched(
     task: str, ours: bool, console: Console, title: str, options: Options, **arguments: object
 ) -> Trajectory:
-    """[`train`] on a task by this package or by TRL, with a progress bar, and the peak of memory in the result."""
+    """Train on a task, by this package or by TRL, with a progress bar. CPU time and memory are measured."""
     with watch_memory() as memory, Progress(console=console) as progress:
         trainer_class, config_class = classes_of(task, ours)
         callbacks = [ShowSteps(progress, title)]
-        trained = train(trainer_class, config_class, options, callbacks=callbacks, **arguments)
-    trained.memory = memory()
-    return trained
+        trainer = make_trainer(trainer_class, config_class, options, callbacks=callbacks, **arguments)
+        started = time.process_time()
+        trainer.train()
+        core_seconds = time.process_time() - started
+    return Trajectory(trainer.state.log_history, trainer, core_seconds, memory())
 
 
 def difference(expected: Figure, actual: Figure, floor: float = 1.0) -> float:
