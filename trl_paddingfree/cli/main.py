@@ -164,9 +164,9 @@ def check(args: argparse.Namespace) -> int:
     from ..check.report import as_dict, check_model, load_model
     from .tables import print_routes
 
-    how = args.model, args.dtype, args.attn_implementation
+    loading = args.model, args.dtype, args.attn_implementation
     if args.packed:
-        result = loaded(args.model, lambda: check_packed(load_model(*how)))
+        result = loaded(args.model, lambda: check_packed(load_model(*loading)))
         if args.json:
             print_json({"packed": str(result.route), "verdict": result.verdict, **as_dict(result)})
         else:
@@ -174,7 +174,7 @@ def check(args: argparse.Namespace) -> int:
         return OK if result.passed else NO
     progress = Console(stderr=True)
     tell = partial(progress.print, markup=False, highlight=False, soft_wrap=True)
-    report = loaded(args.model, lambda: check_model(*how, tell))
+    report = loaded(args.model, lambda: check_model(*loading, tell))
     if args.json:
         print_json(report.as_dict())
     else:

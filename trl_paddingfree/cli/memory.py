@@ -39,7 +39,7 @@ from ..model.routes import choose_route
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
 # Of each trained weight, in its dtype: the gradient, and Adam's two moments
 COPIES = 3
-# Of the model whose layers are counted: embeddings and head of the whole one are calculated
+# Words of the model whose layers are counted: it need not have all, because embeddings and head are calculated
 VOCABULARY = 512
 # Tasks that have a reference model
 _WITH_REFERENCE = ("dpo", "kto")
@@ -173,20 +173,14 @@ def loads(counts: BatchCounts) -> dict[str, np.ndarray]:
 
 
 def step_units(task: str, tuning: str) -> int:
-    """
-    The work of a step in which nothing is recomputed, in forward passes: the forward pass, the backward pass, which
-    counts twice if weights get gradients and else once, and the forward pass of a reference.
-    """
+    """What a step that recomputes nothing costs, in forward passes: a backward pass is 2, or 1 with frozen weights."""
     return (3 if tuning == "full" else 2) + (task in _WITH_REFERENCE)
 
 
 def memory_report(
     task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
-    """
-    What the largest batch of each size needs, by layout. With the memory of a device, also which batch sizes fit into
-    it, and the speed-up of `memory_budget`.
-    """
+    """What the largest batch of each size needs, by layout; with `memory_gib` also what fits, and a budget's speed-up."""
     needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     budget = None if memory_gib is None else int(memory_gib * GIB)
     sizes = []
@@ -221,7 +215,7 @@ def _largest_batches(needs: MemoryNeeds, load: np.ndarray, batch_size: int, budg
 
 
 def _speed_up(needs: MemoryNeeds, every: Sequence[np.ndarray], units: int, budget: int) -> float:
-    """How many times as fast as with every layer recomputed steps are, if only as many recompute as the budget asks."""
+    """The speed-up over recomputing every layer, if only as many layers recompute as the budget demands."""
     tokens = np.array([load[1] for load in every])
     recomputed = np.array([needs.fewest_recomputed(load, budget)[0] for load in every]) / len(np.asarray(needs.kept))
     return float(tokens.sum() * (units + 1) / (tokens @ (units + recomputed)))

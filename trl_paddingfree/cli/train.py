@@ -107,7 +107,7 @@ class MessageArguments:
 # Names of options that TRL's commands do not have
 _OURS = {field.name for types in (PaddingFreeOptions, MessageArguments) for field in fields(types)}
 _OURS |= {field.name for field in fields(SFTScriptArguments)} - {field.name for field in fields(ScriptArguments)}
-# The script arguments of tasks that do not have TRL's common ones
+# The script arguments of tasks that have more than TRL's common ones
 _ARGUMENTS: dict[str, type[ScriptArguments]]
 _ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
 # What a parser returns: arguments of the script, of the trainer, of the model, and of a mixture of data sets

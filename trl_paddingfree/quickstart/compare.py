@@ -46,10 +46,7 @@ def texts(dataset: Dataset) -> Iterator[str]:
 
 
 def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, console: Console) -> str:
-    """
-    Make a tokenizer from the texts of the data, and a small Llama. If the data are pairs, train the model on preferred
-    answers by SFT. Returns the folder of both.
-    """
+    """Make a tokenizer and a small Llama, and before DPO train it on answers by SFT. Returns the folder of both."""
     folder = str(Path(args.output_dir) / "model")
     tokenizer = make_tokenizer(texts(data))
     model = make_model(tokenizer, args.seed)
