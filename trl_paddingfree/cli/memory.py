@@ -180,7 +180,7 @@ def step_units(task: str, tuning: str) -> int:
 def memory_report(
     task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
-    """What the largest batch of each size needs, by layout; with `memory_gib` also what fits, and a budget's speed-up."""
+    """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits and what a budget gains."""
     needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     budget = None if memory_gib is None else int(memory_gib * GIB)
     sizes = []

@@ -25,12 +25,11 @@ _LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "
 _SHORTEST = 20
 
 
-def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a chat template, trained on `texts`."""
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most 2,048 tokens, trained on `texts`, with a chat template."""
     special = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    options = {"min_frequency": 0, "show_progress": False, "special_tokens": [*special.values()]}
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size, **options)
+    trained.train_from_iterator(texts, 2048, min_frequency=0, show_progress=False, special_tokens=[*special.values()])
     backend = Tokenizer.from_str(trained.to_str())
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **special)
 
