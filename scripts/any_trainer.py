@@ -26,13 +26,11 @@ from trl_paddingfree.quickstart.model import instruction_data, make_model, make_
 
 PAGE = ROOT / "docs" / "any_trainer.md"
 MODEL, STEPS, BATCH = "Qwen/Qwen3-0.6B", 4, 8
-
-
-padding_free = trl_paddingfree.padding_free
+padding_free = trl_paddingfree.padding_free  # the function itself: the name is patched while examples run
 
 
 def data_of(name: str, split: str):
-    """What stands for a data set of the examples: as many rows as the steps take."""
+    """Rows of Python's documentation in place of a data set of the examples, as many as the steps take."""
     if "ultrafeedback" in name:
         return preference_data().select(range(STEPS * BATCH))
     data = instruction_data().select(range(STEPS * BATCH))
@@ -44,7 +42,7 @@ def operations(example: str, folder: str, is_flat: bool) -> float:
     set_seed(0)
     local = short_and_local(example, {MODEL: folder}, Path(folder) / "out", steps=STEPS)
     with mock.patch("datasets.load_dataset", data_of), flop_counter() as counter:
-        # Proven before: the check is no part of a step
+        # The start-up check would add its operations to those of the steps
         line = (lambda model: padding_free(model, check=False)) if is_flat else (lambda model: model)
         with mock.patch.object(trl_paddingfree, "padding_free", line):
             exec(local.replace("print(FlatModel", "(FlatModel").replace(".counts)", ")"), {})

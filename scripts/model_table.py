@@ -1,8 +1,8 @@
 """The table of docs/models.md: what the start-up check says of every causal language model of transformers."""
 
 import multiprocessing
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -71,17 +71,29 @@ Some models need a setting, with padding or without:
 """
 
 
-def check(model_type: str, attention: str | None) -> dict[str, str]:
-    """Run the check on one architecture loaded one way: a verdict, and a figure for each backend."""
+@contextmanager
+def built(model_type: str, attention: str | None) -> Iterator[PreTrainedModel | str]:
+    """Within this context, plain PyTorch stands in for flash attention. Yields a tiny model, or why there is none."""
     # GPT-2's own code for flash attention cannot take float32
     dtype = torch.bfloat16 if attention and model_type in ("gpt2", "gpt-sw3") else torch.float32
     with reference_flash() if attention else nullcontext():
+        model: PreTrainedModel | str
         try:
             model = tiny_model(model_type, attn_implementation=attention, dtype=dtype)
+            if attention and "flash" not in (found := upstream.attn_implementation(model)):
+                model = f"needs {found}: not tried"
         except Exception as error:  # whatever keeps transformers from building a model is the entry of the table
-            return {"verdict": f"could not be built: {first_line(error)}"}
-        if attention and "flash" not in upstream.attn_implementation(model):
-            return {"verdict": f"needs {upstream.attn_implementation(model)}: not tried"}
+            model = f"could not be built: {first_line(error)}"
+            if "does not support Flash Attention" in model:
+                model = "not in transformers"
+        yield model
+
+
+def check(model_type: str, attention: str | None) -> dict[str, str]:
+    """Run the check on one architecture loaded one way: a verdict, and a figure for each backend."""
+    with built(model_type, attention) as model:
+        if isinstance(model, str):
+            return {"verdict": model}
         note = ""
         if model.base_model is model:
             model.base_model_prefix, note = "model", ", after `model.base_model_prefix = 'model'`"
@@ -132,8 +144,6 @@ def row(model_type: str) -> list[str]:
     plain, flash = check(model_type, None), {"verdict": ""}
     if any(route in plain for route in SHOWN):
         flash = check(model_type, "flash_attention_2")
-    if "does not support Flash Attention" in flash["verdict"]:
-        flash = {"verdict": "not in transformers"}
     plain_cells = [plain.get(name, "") for name in ("verdict", "segment", "mask")]
     return [f"`{model_type}`", *plain_cells, *(flash.get(name, "") for name in ("verdict", "flash", "positions"))]
 

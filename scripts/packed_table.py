@@ -1,14 +1,9 @@
 """The page docs/packed.md: what transformers' own packed rows are, for every causal language model that it has."""
 
 from collections import Counter
-from contextlib import nullcontext
 
-import torch
-
-from scripts.model_table import first_line, markdown, table
-from tests.helpers.architectures import tiny_model
-from tests.helpers.reference_flash import reference_flash
-from trl_paddingfree import check_packed, upstream
+from scripts.model_table import built, first_line, markdown, table
+from trl_paddingfree import check_packed
 
 COLUMNS = ("packed", "as it is loaded", "error", "leak", "with flash attention", "error", "leak")
 HEADER = """\
@@ -76,19 +71,9 @@ keep documents apart if they are told of the boundaries, which `position_ids` al
 
 def check(model_type: str, attention: str | None) -> list[str]:
     """What a model, loaded one way, makes of packed rows: a verdict and two figures."""
-    dtype = torch.bfloat16 if attention and model_type in ("gpt2", "gpt-sw3") else torch.float32
-    with reference_flash() if attention else nullcontext():
-        try:
-            model = tiny_model(model_type, attn_implementation=attention, dtype=dtype)
-        except Exception as error:  # whatever keeps transformers from building a model is the entry of the table
-            told = first_line(error)
-            return [
-                "not in transformers" if "does not support Flash" in told else f"could not be built: {told}",
-                "",
-                "",
-            ]
-        if attention and "flash" not in upstream.attn_implementation(model):
-            return ["not in transformers", "", ""]
+    with built(model_type, attention) as model:
+        if isinstance(model, str):
+            return ["not in transformers" if model.startswith("needs") else model, "", ""]
         try:
             result = check_packed(model)
         except Exception as error:  # rows alone fail already

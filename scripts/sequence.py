@@ -6,25 +6,21 @@ Predict how much memory several GPUs need to compute a long flat batch together,
 
 import argparse
 
-import numpy as np
-
-from trl_paddingfree.cli.memory import BYTES, model_config, training_needs
+from trl_paddingfree.cli.memory import BYTES, load_of, model_config, training_needs
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import LOADS
 
-# What is not scored of the tokens of a pair: its prompt
+# The share of the prompt in the tokens of a pair, which is not scored
 PROMPT = 2 / 3
 
 
 def peak_gib(needs, tokens: int, size: int) -> float:
-    """GiB at the peak of the process that scores most, every layer recomputed: its slice may lie in the answers."""
+    """GiB at the peak, every layer recomputed, of the process that scores most: all of its slice may be answers."""
     scored = min(tokens / size, tokens * (1 - PROMPT))
-    shares = {"constant": 1, "tokens": tokens / size, "keys": tokens / size, "scored": scored}
-    return needs.peaks(np.array([shares.get(name, 0) for name in LOADS]))[-1] / GIB
+    return needs.peaks(load_of(tokens / size, tokens / size, scored))[-1] / GIB
 
 
 def sent_gib(config, tokens: int, size: int) -> float:
-    """GiB that a process sends in a step of DPO: policy, what is computed again of it, its gradients, the reference."""
+    """GiB that a process sends in a step of DPO. It has four passes: policy, recomputation, backward, reference."""
     heads, keys = config.num_attention_heads, max(config.num_key_value_heads, size)
     head_size = config.hidden_size // heads
     per_layer = tokens / size * 2 * (heads + keys) * head_size * BYTES * (size - 1) / size

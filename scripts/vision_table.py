@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import is_torchvision_available
 from trl.trainer.utils import add_fused_lm_head
 
+from scripts.model_table import markdown
 from tests.helpers.vision import ARCHITECTURES, make_vision, vision_pairs
 from trl_paddingfree.images.check import ImagesAlone, check_images
 from trl_paddingfree.images.collate import VisionPreferenceCollator
@@ -65,5 +66,4 @@ def vision_section() -> str:
         raise ImportError("The table of vision-language models needs torchvision: `pip install torchvision`.")
     rows = [vision_row(kind) for kind in ARCHITECTURES]
     rows += [[kind, f"refused: {why_no_images(refused_model(kind))}", *[""] * 3] for kind in REFUSED]
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-    return HEADING + "".join(f"\n| {' | '.join(line)} |" for line in lines) + "\n"
+    return markdown(rows, HEADING, COLUMNS)

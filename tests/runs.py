@@ -70,6 +70,7 @@ OF_TASK: dict[str, dict[str, Any]] = {
 class Run(Trajectory):
     """What one training run logged, ended with, and stepped along."""
 
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each step, if kept
 
 
@@ -108,7 +109,7 @@ def train(trainer: Any, **resumed: Any) -> Run:
     with ties_broken():
         trainer.train(**resumed)
     weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return Run(trainer.state.log_history, weights, trainer)
+    return Run(trainer.state.log_history, trainer, weights=weights)
 
 
 def run(task: str, layout: str, **given: Any) -> Run:

@@ -1,7 +1,7 @@
-"""What the package wants of private names of transformers, TRL and PyTorch, each with the reason why.
+"""All uses of private names of transformers, TRL and PyTorch, but for those that our trainers inherit, and why.
 
-`tests/test_upstream.py` lists all of them, also those that the trainers extend or read on themselves, and fails by name
-when an upgrade moves one. Public names are imported where they are used.
+`tests/test_upstream.py` lists these names, with the inherited ones, and fails by name when an upgrade moves one. Public
+names are mostly imported where they are used.
 """
 
 import inspect
@@ -25,14 +25,14 @@ from .versions import with_head
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
     """The attention function that `module` would call under the implementation `name`."""
-    if name != "eager":  # which each modeling file has of its own, with the model's soft-capping or sinks
+    if name != "eager":  # each modeling file has its own "eager" one, with the model's soft-capping or sinks
         return AttentionInterface()[name]
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """`model` and the models within it that compute text: flat batches have no others."""
-    # A vision tower keeps its own attention: Qwen's branches on the name, and would run chunk by chunk under ours
+    """`model` and the models within it that compute text, whose attention is ours over flat batches."""
+    # A vision tower keeps its own attention: Qwen's looks for flash attention by name, else it computes piece by piece
     is_text = model.config.get_text_config() is model.config
     modules = (model if is_text else model.get_decoder()).modules()
     return [module for module in modules if isinstance(module, PreTrainedModel)]
@@ -44,14 +44,14 @@ def takes_attention_function(model: PreTrainedModel) -> bool:
 
 
 def attn_implementation(model: PreTrainedModel) -> str:
-    """The attention implementation in force, resolved by transformers (TRL #2834: what was asked for may not be)."""
+    """The attention implementation in force. It may differ from the one that was asked for (TRL #2834)."""
     return model.config.get_text_config()._attn_implementation
 
 
 def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
     """
-    Set a registered attention implementation on the text model and every part of it. The public function re-checks what
-    kernels the name stands for, and refuses some models (GPT-OSS) every name but a few.
+    Set a registered attention implementation on the text model and every part of it. transformers' public method checks
+    names against installed kernels again, and for some models (GPT-OSS) refuses all but a few.
     """
     model.config.get_text_config()._attn_implementation = name
     for module in text_models(model):
@@ -59,7 +59,7 @@ def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """transformers' call of what `attn_implementation` names: the registered function reads the name in the config."""
+    """Flash attention by the package that `attn_implementation` names: registered functions ask the config for it."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward, flash_attn_supports_top_left_mask
 
     kwargs["use_top_left_mask"] = flash_attn_supports_top_left_mask()
@@ -67,7 +67,7 @@ def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch
 
 
 def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
-    """The dtype to bring float32 states to (PEFT keeps norms in float32), by transformers' own rule."""
+    """The dtype to which transformers casts float32 queries for flash attention: PEFT keeps norms in float32."""
     from transformers.integrations.flash_attention import get_target_dtype
 
     return get_target_dtype(query, module)
@@ -75,8 +75,8 @@ def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dt
 
 def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any) -> Callable[..., Any]:
     """
-    TRL's own tokenization and truncation of data, and its dropping of rows, without a model: what it reads of a trainer
-    is a tokenizer and `read`. `arguments` are those that stand before the name of the data.
+    A function that tokenizes and truncates data, and drops rows, as a TRL trainer does, without a model. TRL's method
+    gets a stand-in for the trainer, with a tokenizer and the attributes in `read`, and `arguments` before the last one.
     """
 
     def prepare(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
@@ -101,8 +101,8 @@ def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, tru
 
 def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     """
-    Whether one call in evaluation mode spoils the training of `module`: on CPUs with AVX512-BF16, bitsandbytes 0.50
-    then repacks 4-bit weights for inference, and the repacked layer passes no gradient on to its input.
+    Whether a call of `module` in evaluation mode keeps it from training afterwards. On CPUs with AVX512-BF16,
+    bitsandbytes 0.50 then repacks 4-bit weights for inference, and the layer passes no gradient on to its input.
     """
     return type(module).__module__.startswith("bitsandbytes.")
 
@@ -110,8 +110,8 @@ def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
 @contextmanager
 def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Iterator[None]:
     """
-    Within this context, activations of `model` are recomputed: with `options`, unless that was on before. By the names
-    that TRL calls, too, which transformers 5.23 has renamed and still has.
+    Within this context, activations of `model` are recomputed: as before, if they were, and else with `options`. The
+    methods are those that TRL calls: transformers 5.23 has other names for them, and keeps these.
     """
     if model.is_gradient_checkpointing:
         yield
@@ -125,8 +125,8 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
 
 def not_reentrant(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Callable]]:
     """
-    Attributes with which modules that recompute by reentrant checkpoints do so by others. Of reentrant ones, PyTorch
-    runs whole backward passes only.
+    Of modules whose checkpoints are reentrant, the attribute to set, and a value that makes them non-reentrant. PyTorch
+    cannot compute gradients of single inputs through reentrant ones.
     """
     name = "_gradient_checkpointing_func"
     for module in modules:
@@ -139,11 +139,11 @@ def keep_varlen_results(model: Any) -> None:
     """
     Have TRL's selective checkpointing keep the results of PyTorch's varlen kernel too.
 
-    Its policy knows ATen's attention and operators with "flash_attn" in their names, and recomputes all others. It is
-    replaced where transformers keeps it, each time that checkpointing is enabled; without `selective`, nothing is.
+    TRL's policy keeps results of ATen's attention and of operators with "flash_attn" in their names, and recomputes all
+    others. This wraps the policy on each module, whenever checkpointing is enabled. Other checkpointing stays as it is.
     """
     enable = model.gradient_checkpointing_enable
-    # TRL's mark, and ours, of the function that replaced the method, if one has
+    # TRL marks the function with which it replaces the method for selective checkpointing, and so do we
     if not getattr(enable, "_is_sac_wrapped", False) or getattr(enable, "keeps_varlen", False):
         return
 
@@ -160,7 +160,7 @@ def keep_varlen_results(model: Any) -> None:
 
 
 def _keeping_varlen(contexts: Callable) -> Callable:
-    """`contexts`, TRL's `partial(create_selective_checkpoint_contexts, policy)`, with a policy that keeps one more."""
+    """TRL's `contexts`, a `partial(create_selective_checkpoint_contexts, policy)`, whose policy keeps one more."""
     (policy,) = contexts.args  # type: ignore[attr-defined]
 
     def keeping(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -171,8 +171,8 @@ def _keeping_varlen(contexts: Callable) -> Callable:
     return partial(create_selective_checkpoint_contexts, keeping)
 
 
-# transformers' functions by which layers with a state look along the sequence, and the argument that tells the kernel
-# of each of boundaries. A scan of the first Mamba has none: no kernel of it knows of boundaries
+# transformers' functions by which layers that carry state mix tokens (convolutions and recurrences), and the argument
+# that tells their kernels where rows begin. No kernel of the first Mamba's scan has one
 _STATE_FUNCTIONS = {
     "causal_conv1d_fn": "seq_idx",
     "mamba2_chunk_scan": "seq_idx",
@@ -180,12 +180,12 @@ _STATE_FUNCTIONS = {
     "torch_chunk_gated_delta_rule": "cu_seqlens",
     "chunk_kimi_delta_attention": "cu_seqlens",
 }
-# Fused forms of a convolution and a scan: without kernels they are `None`, and the parts are called
+# A convolution and a scan in one kernel. Where it is not installed, they are `None`, and the two are called one by one
 _FUSED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 
 
 def state_functions(forward: Callable) -> dict[str, Callable]:
-    """The functions of transformers by which the forward of a layer looks along the sequence, by name."""
+    """Those of the functions above that the forward of a layer calls, by name."""
     function = inspect.unwrap(forward.__func__ if isinstance(forward, types.MethodType) else forward)
     if not isinstance(function, types.FunctionType):
         return {}
@@ -194,14 +194,14 @@ def state_functions(forward: Callable) -> dict[str, Callable]:
 
 
 def _missing_kernel(name: str, function: Callable) -> str | None:
-    """The package whose kernel a function would call, empty if there is no such package; `None` if it is installed."""
+    """The package to install for the kernel of a function; empty if no package has one, `None` if it is installed."""
     if (boundaries := _STATE_FUNCTIONS[name]) is None:
         return None if find_spec("mamba_ssm") else "mamba-ssm"
-    # What transformers' decorator does not wrap has no kernel (LFM3); with the package `kernels`, it makes a module
+    # A function without transformers' decorator has no kernel (LFM3). With the package `kernels`, it becomes a module
     if not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):
         return ""
-    # transformers keeps to itself which kernels it found. A call without tensors always fails. Without a kernel,
-    # its decorator has looked up who distributes it: to refuse boundaries or, before 5.20, for a warning only
+    # transformers does not say which kernels it found, so the function is called without tensors, which always fails.
+    # If there is no kernel, a local variable of its decorator names the package, because it refuses boundaries then
     try:
         function(**{boundaries: True})
     except (TypeError, ValueError) as error:
@@ -211,13 +211,13 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
 
 
 def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
-    """Of each function by which a layer looks along the sequence, but for fused forms: see [`_missing_kernel`]."""
+    """For each of these functions that the layer calls, without fused ones, the result of [`_missing_kernel`]."""
     functions = state_functions(forward).items()
     return {name: _missing_kernel(name, function) for name, function in functions if name in _STATE_FUNCTIONS}
 
 
 def takes_state_boundaries(module: torch.nn.Module) -> bool:
-    """Whether a layer with a state keeps the rows of one long axis apart, told of their boundaries."""
+    """Whether a layer that carries state keeps the rows of one flat axis apart, if it is told where they begin."""
     forward = type(module).forward
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in inspect.signature(forward).parameters.values()):
         return False  # the convolution of LFM2's mixtures takes no boundaries by these names before transformers 5.22
@@ -226,13 +226,13 @@ def takes_state_boundaries(module: torch.nn.Module) -> bool:
 
 
 def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """The dtype to which FSDP2 casts weights, and what they are given, in place of autocast; `None` if it does not."""
+    """The dtype to which FSDP2 casts weights and inputs, instead of autocast; `None` if it casts nothing."""
     sharded: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     return None if sharded is None else sharded._get_fsdp_state()._mp_policy.param_dtype
 
 
 def lm_head_tile() -> tuple[int, int]:
-    """Rows and columns of the logits that TRL's fused LM head has in memory at a time."""
+    """Rows and columns of the tile of logits that TRL's fused LM head computes at a time."""
     from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
@@ -251,7 +251,7 @@ def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
 
 
 def put_head(model: PreTrainedModel) -> None:
-    """Put TRL's fused LM head on a model, unless one is there, under whatever wrappers: not all of its trainers do."""
+    """Put TRL's fused LM head on a model that does not have it yet: not all of TRL's trainers put it there."""
     from trl.trainer.utils import add_fused_lm_head
 
     if with_head(model.forward) is None:
@@ -259,7 +259,7 @@ def put_head(model: PreTrainedModel) -> None:
 
 
 def divergence_tile() -> tuple[int, int]:
-    """Rows and columns of the logits of each model that TRL's divergence has in memory at a time."""
+    """Rows and columns of the tile of each model's logits that TRL's divergence computes at a time."""
     from trl.kernels.chunked_divergence import TOKEN_CHUNK_SIZE, VOCAB_CHUNK_SIZE
 
     return TOKEN_CHUNK_SIZE, VOCAB_CHUNK_SIZE

@@ -1,11 +1,11 @@
-"""What the trainers take of TRL's and transformers', and the error that names what a release has moved.
+"""The names of TRL's and transformers' trainers that ours need, and the error that says which one a release has moved.
 
-It imports next to nothing, so that it can speak where the import of another package fails.
+It imports nothing that may fail to import, because then it must still say why.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from traceback import walk_tb
@@ -21,7 +21,7 @@ TESTED = {
     "datasets": ("4.7.0", "5.2.0"),
 }
 
-# What our trainers extend, call or read: names of the class, without which an extension of ours would never be called
+# Names of TRL's classes that ours override, call or read. If one is gone, nothing would call what overrides it
 _GENERATES = "_name _generate_single_turn _prepare_inputs _tokenize_prompts"
 CLASS_NAMES = {
     "Trainer": "_get_num_items_in_batch _get_train_sampler _issue_warnings_after_load _load_best_model "
@@ -36,7 +36,7 @@ CLASS_NAMES = {
     "RLOOTrainer": f"{_GENERATES} _get_per_token_logps_and_entropies",
     "DistillationTrainer": f"{_GENERATES} _compute_loss _get_last_hidden_state",
 }
-# And attributes that the `__init__` of the class sets
+# And attributes that the `__init__` of each class sets on its instances
 _COUNTS = "_metrics _total_train_tokens"
 INSTANCE_NAMES = {
     "Trainer": "_signature_columns _train_batch_size",
@@ -64,14 +64,10 @@ class MovedNameError(ImportError):
         )
 
 
-def installed(packages: Any) -> str:
+def installed(packages: Iterable[str]) -> str:
     """A sentence with the installed and the tested versions of packages."""
-    found = []
-    for package in packages:
-        lowest, newest = TESTED[package]
-        tested = lowest if lowest == newest else f"{lowest} to {newest}"
-        found.append(f"{package} {_version(package)} (tested: {tested})")
-    return f"Installed: {', '.join(found)}."
+    tested = {name: " to ".join(dict.fromkeys(TESTED[name])) for name in packages}  # lowest and newest may be one
+    return f"Installed: {', '.join(f'{name} {_version(name)} (tested: {those})' for name, those in tested.items())}."
 
 
 def untested() -> list[str]:
@@ -98,8 +94,9 @@ def _version(package: str) -> str:
 @contextmanager
 def naming_versions() -> Iterator[None]:
     """
-    Within this context, or in a function that it decorates, an import of ours that fails for a name of a tested package
-    raises a [`MovedNameError`]. Other errors, but our refusals, carry a note with the versions that are not tested.
+    Within this context, or in a function that it decorates, a failed import in this package, of a name that a tested
+    package should have, raises a [`MovedNameError`]. Other errors get a note with the installed versions that are not
+    tested, except `ValueError`s of this package: they refuse something, whatever the versions.
     """
     try:
         yield
@@ -118,7 +115,7 @@ def naming_versions() -> Iterator[None]:
 
 
 def _moved_import(error: ImportError, module: str) -> MovedNameError | None:
-    """What a failed import in one of our modules means, if it is of a name in a tested package."""
+    """The error for a failed import in one of our modules, if a tested package should have the name."""
     name, place = error.name or "", ""
     if isinstance(error, ModuleNotFoundError):
         place, _, name = name.rpartition(".")
@@ -130,8 +127,8 @@ def _moved_import(error: ImportError, module: str) -> MovedNameError | None:
 
 def refuse_moved_names(trainer_class: Any, trainer: Any = None) -> None:
     """
-    Refuse a trainer class whose TRL trainer lacks names that ours extends or calls; told of a `trainer`, which TRL has
-    made, one that lacks attributes.
+    Refuse a trainer class if the TRL trainer that it extends lacks names of `CLASS_NAMES` or, with a `trainer` that
+    TRL's `__init__` has set up, attributes of `INSTANCE_NAMES`.
     """
     trl_trainer, names = trainer_class.trl_trainer, CLASS_NAMES if trainer is None else INSTANCE_NAMES
     found = {*dir(trl_trainer), *({} if trainer is None else vars(trainer))}
@@ -143,15 +140,17 @@ def refuse_moved_names(trainer_class: Any, trainer: Any = None) -> None:
 
 
 def with_head(forward: Callable) -> Callable | None:
-    """A forward with TRL's fused LM head, under whatever wrappers; `None` if there is none."""
-    function: Callable | None = forward
-    while function is not None and "fused_lm_head" not in inspect.signature(function, follow_wrapped=False).parameters:
-        function = getattr(function, "__wrapped__", None)
-    return function
+    """The forward with TRL's fused LM head among a forward and those that it wraps; `None` if there is none."""
+
+    def has_head(function: Callable) -> bool:
+        return "fused_lm_head" in inspect.signature(function, follow_wrapped=False).parameters
+
+    function = inspect.unwrap(forward, stop=has_head)
+    return function if has_head(function) else None
 
 
 def refuse_moved_head(forward: Callable) -> None:
-    """Refuse TRL's fused LM head if it takes no labels that are already shifted."""
+    """Refuse TRL's fused LM head if it does not take `shift_labels`: flat batches shift labels within each row."""
     head = with_head(forward)
     if head is not None and "shift_labels" not in inspect.signature(head, follow_wrapped=False).parameters:
         raise MovedNameError("trl", "trl.trainer.utils.add_fused_lm_head", "shift_labels", "FlatModel")

@@ -26,8 +26,9 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import datasets
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.quickstart.side_by_side import has_accelerator
+from trl_paddingfree.memory.device import has_accelerator
 from trl_paddingfree.training.configs import silence
 
 from . import beside, report, tables
@@ -48,7 +49,7 @@ from .tasks import BENCHMARKED, Settings
 
 COMMAND = ("python", "-m", "scripts.benchmark")
 BENCHMARKS = ROOT / "docs" / "benchmarks"
-# The studies, by what they take: a folder to write to, lengths, or tasks with their data and a model
+# The studies, by their arguments: a folder to write to, files of lengths, or tasks with their data and a model
 OF_MACHINE, OF_LENGTHS, OF_MODEL = (
     ("casts", "collators", "parts", "slices", "vision"),
     ("arranging", "hybrids", "packing"),
@@ -147,7 +148,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def only_too_large(failed: dict[str, str]) -> bool:
-    """Whether methods failed for want of memory only, which says something of them."""
+    """Whether methods failed only because memory ran out, which is a result, too."""
     return all(reason.startswith(torch.OutOfMemoryError.__name__) for reason in failed.values())
 
 
@@ -159,7 +160,7 @@ def default_device() -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within this context, transformers only speaks of errors: many trainers would all say the same."""
+    """Within this context, transformers logs errors only: many trainers would all log the same."""
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
@@ -208,18 +209,19 @@ def side_by_side(options: argparse.Namespace, command: Sequence[str]) -> Iterato
 
 
 def study(kind: str, options: argparse.Namespace) -> int:
-    """Measure a single part, and write NAME.json and NAME.md. After each task: what is measured is safe."""
+    """Run a study, and write NAME.json and NAME.md: after each task, so that results survive if the next one fails."""
     measure, given = import_module(f".studies.{kind}", __package__).measure, getattr(options, kind)
-    name, folder, results = kind, BENCHMARKS, []
+    name, folder = kind, BENCHMARKS
+    results: Iterable[dict[str, Any]]
     if kind in OF_MACHINE:
         folder, results, arguments = given, [measure()], [str(given)]
     elif kind in OF_LENGTHS:
         results, arguments = [measure(given)], given
     else:
         named = [(task, data) for task, _, data in (source.partition("=") for source in given)]
-        # Where the files lie says nothing
+        # Names only: paths are those of this machine
         arguments = [f"{task}={Path(data).name}" for task, data in named] + ["--model", Path(options.model).name]
-        results = measure(named, options.model)
+        results = after_each(partial(measure, model=options.model), named)
         if kind == "heads":
             name = "-".join(dict.fromkeys((kind, *(task for task, _ in named))))
     found, command = environment(default_device()), shlex.join([*COMMAND, f"--{kind}", *arguments])
@@ -227,6 +229,14 @@ def study(kind: str, options: argparse.Namespace) -> int:
     for measured in results:
         write({"command": command, **provenance(), "environment": found, **measured}, folder, name)
     return 0 if measured.get("agree", True) and measured.get("split", True) else 1
+
+
+def after_each(measure: Callable[[str, str], Any], sources: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """All that was measured so far, after each task with its data."""
+    measured = []
+    for source in sources:
+        measured.append(measure(*source))
+        yield {"measured": measured}
 
 
 def page(result: dict[str, Any], name: str) -> str:

@@ -1,4 +1,4 @@
-"""Results beside those of an earlier revision: what got slower, and what computes more."""
+"""Compares results with those of an earlier revision: what got slower, and what computes more."""
 
 import json
 import subprocess

@@ -39,7 +39,7 @@ def slots_of_state_layers(model: Any, layout: FlatLayout) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What a batch asks of a model."""
+    """How much of each kind of work a model does on a batch: the units that [`StepCost`] gives operations for."""
 
     tokens: int  # through the linear layers
     pairs: int  # of queries and keys of one attention head

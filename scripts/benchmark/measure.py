@@ -1,10 +1,10 @@
-"""Step several trainers in turn on the same rows, and time them."""
+"""Training steps of several trainers, which take turns on the same rows: their times, figures, work and memory."""
 
 import re
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,17 +23,17 @@ from trl_paddingfree.model.state_layers import carries_state
 from .flops import StepCost, Work, count_flops, slots_of_state_layers
 from .tasks import PACKED, Method, Settings
 
-# Unscored and scored tokens of the batches by which the cost per unit of work is found
+# Unscored and scored tokens of the examples whose operations are counted, to solve for the cost of each unit of work
 PROBES = ((8, 1), (8, 9), (40, 1), (24, 9))
 # The gather of keys and values that shared prefixes need, and its gradient, as the profiler names them
 GATHER = ("Gather", "GatherBackward")
-# Operators that compute attention themselves: the one that users call only chooses one of them
+# Names of PyTorch's operators that compute attention; `scaled_dot_product_attention` only chooses one of them
 ATTENTION = re.compile(r"::_\w*(attention|attn)")
 LONGEST = 12  # operations that a profile lists
 
 
 def now(device: str) -> float:
-    """Seconds, after all work queued on the device is done."""
+    """The time in seconds, after waiting for all work that is queued on the device."""
     if device != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -65,12 +65,12 @@ class Clock:
         self.device = device
         self.seconds: dict[str, float] = {}  # of each part
         self.last, self.started = now(device), time.process_time()
-        # That this process had cores, summed over its threads: what other processes on the machine take does not show
-        # in it, but threads that wait for each other do
+        # CPU time of all threads of this process. Other processes on the machine do not add to it, but threads that
+        # wait for each other do
         self.core_seconds = 0.0
 
     def mark(self, part: str) -> None:
-        """End the part that runs since the last mark."""
+        """End the part that began at the last mark."""
         current = now(self.device)
         self.seconds[part] = self.seconds.get(part, 0.0) + current - self.last
         self.core_seconds = time.process_time() - self.started
@@ -100,7 +100,7 @@ class Runner:
         self.method, self.trainer, self.settings = method, trainer, settings
         self.unpadded_attention = unpadded_attention
         self.clock = Clock(settings.device)
-        # That of training: under a budget, it keeps what parts are made of
+        # The loader's: under a budget, it also keeps rows on the host, of which parts are made
         self.collate = trainer.get_train_dataloader().collate_fn
         backward = trainer.accelerator.backward
 
@@ -117,7 +117,7 @@ class Runner:
         return base_of(self.trainer.accelerator, self.trainer.model)
 
     def arrange(self, batches: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-        """The batches that this method makes of the same rows: packing makes fewer and fuller ones."""
+        """The batches that this method makes of the rows of these: packing makes fewer and fuller ones."""
         if self.method.options != PACKED:
             return batches
         rows = Dataset.from_list([row for batch in batches for row in batch])
@@ -140,7 +140,7 @@ class Runner:
     def step(self, examples: list[dict[str, Any]]) -> Step:
         """One training step."""
         trainer = self.trainer
-        # A budget begins its peak anew for each part
+        # Under a budget, the trainer resets the peak for each part, and its own `peak_memory` remembers the highest
         peak = getattr(trainer, "peak_memory", None) or PeakMemory(torch.device(self.settings.device))
         peak.begin()
         peak.before, before = 0, peak.held
@@ -160,7 +160,7 @@ class Runner:
         return Step(self.clock.seconds, figures, self.clock.core_seconds, bytes_above, self.work(collated))
 
     def try_out(self, batches: list[list[dict[str, Any]]]) -> None:
-        """Forward and backward pass of the batch of most padded slots."""
+        """Forward and backward pass of the batch with the most padded slots: an error says that it does not fit."""
         longest = max(batches, key=lambda examples: self.collate(examples)["input_ids"].numel())
         try:
             self.gradients(self.on_device(longest))
@@ -227,9 +227,10 @@ class Runner:
         """
         Operations per unit of work of this trainer's step, with what gradient checkpointing computes twice, or without.
 
-        Ours only: other layouts cannot vary all units.
+        Only our trainers can be asked. In padded batches, numbers of tokens, pairs and scored tokens depend on each
+        other, so that they do not tell the units apart.
         """
-        with checkpointing_off(self.trainer) if not recompute else warnings.catch_warnings():
+        with nullcontext() if recompute else checkpointing_off(self.trainer):
             return StepCost.solve([self.count([self.settings.probe(*n)]) for n in PROBES])
 
     def bytes_of_state(self) -> int:

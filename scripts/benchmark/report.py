@@ -5,11 +5,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from trl_paddingfree.memory.device import GIB
+from trl_paddingfree.quickstart.charts import figure
+
 from .environment import machine_name
 from .tasks import BENCHMARKED
 from .trainers import display_name
 
-GIB = 2**30
 COLORS = {
     "trl": "#9a9a9a",
     "trl-kept": "#6b6b6b",
@@ -146,11 +148,6 @@ def by_label(run: dict[str, Any], values: dict[str, Any], form: str) -> str:
 
 def chart(result: dict[str, Any], path: Path) -> None:
     """Draw bars of speed, and of memory or operations, relative to padded TRL. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     runs, examples = result["runs"], BENCHMARKED[result["settings"]["task"]].unit
     panels = [("speedup", f"{examples} per second, padded TRL = 1 (longer is better)")]
     if "gpu" in result["environment"]:
@@ -158,7 +155,7 @@ def chart(result: dict[str, Any], path: Path) -> None:
     else:
         panels.append(("flops", "operations, padded TRL = 1 (shorter is better)"))
     bars = max(len(run["methods"]) for run in runs) + 1
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 1.2 + 0.3 * len(runs) * bars), sharey=True, layout="constrained")
+    drawing, axes = figure((12, 1.2 + 0.3 * len(runs) * bars), sharey=True)
     for axis, (key, heading) in zip(axes, panels, strict=True):
         for place, run in enumerate(runs):
             base = run["methods"]["trl"][key] or 1  # memory, where the device does not say
@@ -169,15 +166,13 @@ def chart(result: dict[str, Any], path: Path) -> None:
         axis.set_title(heading, fontsize=10)
         axis.axvline(1, color="#555555", linewidth=0.8, linestyle=":")
         axis.margins(x=0.45)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(
         [i * bars + (bars - 2) / 2 for i in range(len(runs))],
         [f"{_wrapped(run['rows'])}\nbatch {run['batch_size']}" for run in runs],
     )
     axes[0].invert_yaxis()
-    figure.suptitle(fill(conditions(result), 140), fontsize=9)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    drawing.suptitle(fill(conditions(result), 140), fontsize=9)
+    drawing.savefig(path, dpi=110)
 
 
 def _wrapped(name: str) -> str:

@@ -21,8 +21,8 @@ from trl_paddingfree.trainers import TRAINERS
 from .tasks import BENCHMARKED, Length
 
 FIRST_TOKEN = 8  # lower ids are special tokens
-# Data whose lengths are not ours to give: the number of its rows' tokens, and of those that are scored, of which a
-# share of 0, 50, 90, 99 and 100 % of the rows have no more. P3 has 55,185 rows of 294 P3/T0 tasks.
+# Data of which we publish quantiles of the lengths only: tokens of a row, and scored tokens. P3 has 55,185 rows of 294
+# P3/T0 tasks.
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
 LIKE = {"p3": ((13, 114, 527, 2060, 6045), (2, 5, 37, 454, 718))}
 
@@ -33,7 +33,7 @@ class Rows:
 
     name: str
     examples: list[dict[str, Any]]
-    together: bool = False  # whether a batch holds neighbours, rather than examples drawn at random
+    together: bool = False  # whether a batch is a run of neighbours, and not drawn at random
 
     def batches(self, batch_size: int, seed: int) -> list[list[dict[str, Any]]]:
         """Full batches of the examples, in random order."""
@@ -133,7 +133,7 @@ def dataset_rows(task: str, name: str, tokenizer: str, max_length: int, per_turn
     """
     The rows that TRL's trainer makes of a data set: a hub name, of which the split "train" is taken, folder, or file.
 
-    For SFT, conversations can be cut into one sample per assistant turn, which keep each other's company in a batch.
+    For SFT, conversations can be cut into one sample per assistant turn. Samples of a conversation then share batches.
     """
     dataset, data = load_rows(name), TRAINERS[task].task
     if per_turn:

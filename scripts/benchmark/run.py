@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers.utils import logging
 
 from trl_paddingfree.model.routes import describe
@@ -36,10 +36,10 @@ TOLERANCES = {
     "float32": {"logps/chosen": 1e-4, "logps/rejected": 1e-4, "entropy": 1e-4, "loss": 1e-3, "grad_norm": 1e-3},
     "bfloat16": {"logps/chosen": 1e-3, "logps/rejected": 1e-3, "entropy": 1e-3, "loss": 5e-2, "grad_norm": 5e-2},
 }
-# The value below which a difference is no longer relative
+# Differences are relative to the expected value, or to this if it is smaller
 SMALL = 1e-6
-# The counted operations of a step may differ from what the cost per unit says by what is no linear function of the
-# work: rotary embeddings are computed once per position in padded batches
+# How far counted operations may be from the sum of cost times work. Not all are linear in the work: in padded batches,
+# rotary embeddings are computed once for all rows
 COUNT_TOLERANCE = 1e-3
 # Batches among which the typical ones are found
 SAMPLE = 200
@@ -85,7 +85,7 @@ class Benchmark:
             raise RuntimeError(f"Neither 'flat' nor 'shared' can train: {self.failed}.")
         self.cost, self.model_cost = ours[-1].cost(), ours[-1].cost(recompute=False)
         kept = [runner for runner in self.runners if runner.method.keeps]
-        # TRL's own methods cannot be asked, see `Runner.cost`
+        # Those of TRL's methods are not counted, see `Runner.cost`
         self.kept_costs = {r.method.name: r.cost() if r.method.ours else self.model_cost for r in kept}
         sizes = MATMUL_SIZES if settings.on_accelerator else MATMUL_SIZES_ON_CPU
         self.rate = matmul_rate(settings.device, settings.torch_dtype, sizes)
@@ -249,7 +249,7 @@ class Benchmark:
         return total(map(self._limit, trees)), total(self._limit(tree, causal=True) for tree in trees)
 
     def _limit(self, tree: Any, causal: bool = False) -> Work:
-        """The least work for one batch: a state goes on where rows part, so no layer repeats a prefix."""
+        """The least work for one batch. A state can be handed to several branches, so no layer repeats a prefix."""
         work = Work.limit(tree, causal)
         return replace(work, in_rows=work.tokens if carries_state(self.runners[0].base) else 0)
 
@@ -278,7 +278,7 @@ class Benchmark:
     def release(self) -> None:
         """Give the memory of the models back."""
         self.runners.clear()
-        free_memory()
+        clear_device_cache(garbage_collection=True)
 
 
 @contextmanager
@@ -291,14 +291,7 @@ def noting_failure(method: Method, failed: dict[str, str]) -> Iterator[None]:
             raise
         traceback.print_exc(file=sys.stderr)
         failed[method.label] = f"{type(error).__name__}: {error}"
-    free_memory()
-
-
-def free_memory() -> None:
-    """Give what nothing refers to back to the device."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    clear_device_cache(garbage_collection=True)
 
 
 def total(work: Iterable[Work]) -> Work:

@@ -1,4 +1,4 @@
-"""The shapes of models that the benchmark knows by name: those of `inspect --model`, and narrow ones with a state."""
+"""Shapes of models by name: those of `inspect --model`, and narrow ones whose layers carry state."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """The tables of results in the documentation, written from the results in docs/benchmarks."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,46 +75,50 @@ def speedups(names: tuple[str, ...], run: dict[str, Any], result: dict[str, Any]
     return cells
 
 
-def rows(folder: Path) -> list[tuple[str, list[str]]]:
-    """For each measured set of rows: the name of its result, its cells of a table."""
-    lines = []
+def measured_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], list[str]]]:
+    """Each measured set of rows: the path of its result, this, the run on the rows, and the first cells of a table."""
     for path, result in results(folder):
         settings, page = result["settings"], Path(path).with_suffix(".md").as_posix()
         machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
-        reference = ", precomputed reference" if settings["precomputed_reference"] else ""
         for run in result["runs"]:
-            methods = run["methods"]
-            ours = methods["shared" if "shared" in methods else "flat"]
-            cells = [
-                f"[{machine}]({page})",
-                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}{reference}",
-                *speedups(("flat", "shared", "budget"), run, result),
-                f"{ours['flops'] / methods['trl']['flops']:.0%}",
-                f"{ours['flops_over_limit']:.3f}",
-            ]
-            lines.append((Path(path).stem, cells))
+            trained = f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}"
+            yield path, result, run, [f"[{machine}]({page})", trained]
+
+
+def rows(folder: Path) -> list[tuple[str, list[str]]]:
+    """For each measured set of rows: the name of its result, its cells of a table."""
+    lines = []
+    for path, result, run, (machine, trained) in measured_rows(folder):
+        reference = ", precomputed reference" if result["settings"]["precomputed_reference"] else ""
+        methods = run["methods"]
+        ours = methods["shared" if "shared" in methods else "flat"]
+        cells = [
+            machine,
+            trained + reference,
+            *speedups(("flat", "shared", "budget"), run, result),
+            f"{ours['flops'] / methods['trl']['flops']:.0%}",
+            f"{ours['flops_over_limit']:.3f}",
+        ]
+        lines.append((Path(path).stem, cells))
     return lines
 
 
 def kept(folder: Path) -> list[str]:
     """A table of the results that have the baseline without recomputation, or nothing."""
     lines = []
-    for path, result in results(folder):
-        settings, page = result["settings"], Path(path).with_suffix(".md").as_posix()
-        for run in result["runs"]:
-            methods = run["methods"]
-            if not {"budget", KEPT} <= methods.keys():
-                continue
-            padded, ours = methods[KEPT], methods["budget"]
-            cells = [
-                f"[{machine_name(result['environment'])}, {display_name(settings['model'])}]({page})",
-                f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}",
-                *speedups((KEPT, "shared", "budget"), run, result),
-                f"{ours['speedup'] / padded['speedup']:.2f}x ({ours['core_speedup'] / padded['core_speedup']:.2f}x)",
-                f"{ours['flops'] / methods['trl']['flops']:.0%}",
-                f"{ours['flops'] / padded['flops']:.0%}",
-            ]
-            lines.append(cells)
+    for _, result, run, first in measured_rows(folder):
+        methods = run["methods"]
+        if not {"budget", KEPT} <= methods.keys():
+            continue
+        padded, ours = methods[KEPT], methods["budget"]
+        cells = [
+            *first,
+            *speedups((KEPT, "shared", "budget"), run, result),
+            f"{ours['speedup'] / padded['speedup']:.2f}x ({ours['core_speedup'] / padded['core_speedup']:.2f}x)",
+            f"{ours['flops'] / methods['trl']['flops']:.0%}",
+            f"{ours['flops'] / padded['flops']:.0%}",
+        ]
+        lines.append(cells)
     return [KEPT_EXPLANATION, "", *table(KEPT_HEADS, lines, left=2)] if lines else []
 
 

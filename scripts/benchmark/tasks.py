@@ -1,4 +1,4 @@
-"""What the benchmark needs to know of each task: its methods, its lengths, and examples made of lengths."""
+"""The tasks that the benchmark measures: their methods, their lengths, and examples made of lengths."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ class Method:
     label: str
     ours: bool
     options: dict[str, Any] = field(default_factory=dict)  # of its configuration
-    keeps: bool = False  # activations where they fit, whatever the other methods do
-    # Attention that only this method has, which needs PyTorch's varlen kernel. It is measured if it is named
+    keeps: bool = False  # whether it keeps activations, at least where they fit, while other methods recompute
+    # An attention implementation of its own, by PyTorch's varlen kernel: it runs only if `--methods` names the method
     attention: str | None = None
 
 
@@ -59,7 +59,7 @@ class BenchmarkTask:
     length: Callable[[Example], Length]
     probe: Callable[[int, int], Example]  # so many unscored and scored tokens in its longest row
     text: dict[str, str]  # a row to set a trainer up with
-    truncates: bool  # whether `max_length` stays in force: TRL's padding-free SFT wants truncated rows and no maximum
+    truncates: bool  # whether trainers get `max_length`: TRL's padding-free SFT wants none, and truncated rows
     has_reference: bool
     averages_loss: bool  # over scored tokens
 

@@ -1,4 +1,4 @@
-"""The trainers that are set side by side, and their models: real shapes with random weights, or folders."""
+"""The trainers that are compared, and their models: with weights from a folder or the hub, or random ones by shape."""
 
 import copy
 from pathlib import Path
@@ -91,5 +91,5 @@ def _options(method: Method, settings: Settings) -> dict[str, Any]:
         options["learning_rate"] = settings.learning_rate
     if settings.benchmarked.has_reference:
         options["precompute_ref_log_probs"] = settings.precomputed_reference
-    # All rows are truncated before
+    # The rows are truncated already
     return options if settings.benchmarked.truncates or method.options == PACKED else options | {"max_length": None}

@@ -3,7 +3,7 @@
 import pytest
 
 from scripts.benchmark.studies import agreement
-from scripts.benchmark.studies.agreement import measure_agreement
+from scripts.benchmark.studies.agreement import measure
 
 
 @pytest.mark.drawn(1)
@@ -11,7 +11,7 @@ from scripts.benchmark.studies.agreement import measure_agreement
     ("task", "source"), [("reward", "pairs"), ("kto", "pairs"), ("grpo", "prompts"), ("rloo", "prompts")]
 )
 def test_the_commands_log_what_trls_log(files, model_dir, task, source):
-    found = measure_agreement(task, files[source], model_dir, max_steps="2")
+    found = measure(task, files[source], model_dir, max_steps="2")
     assert found["differences"]["loss"] < 1e-5
     assert {"grad_norm", "num_tokens"} < found["differences"].keys()
     assert [entry["step"] for entry in found["ours"]] == [1, 2]
@@ -23,4 +23,4 @@ def test_a_command_that_logs_something_else_is_an_error(files, model_dir, monkey
     logs = iter(([{"step": 1, "loss": 1.0}], [{"step": 1, "loss": 1.01}]))
     monkeypatch.setattr(agreement, "_logged", lambda *args: next(logs))
     with pytest.raises(AssertionError, match="reward: not within 0.001 of padded TRL: {'loss': 0.01"):
-        measure_agreement("reward", files["pairs"], model_dir)
+        measure("reward", files["pairs"], model_dir)

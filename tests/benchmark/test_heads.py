@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from scripts.benchmark.studies import heads
-from scripts.benchmark.studies.heads import ARRANGED, METHODS, measure_heads
+from scripts.benchmark.studies.heads import ARRANGED, METHODS, measure
 from tests.helpers.tiny import preference_data
 
 SMALL = {"num_layers": 1, "batch_size": 8, "max_length": 64, "accumulation": 1}
@@ -12,7 +12,7 @@ SMALL = {"num_layers": 1, "batch_size": 8, "max_length": 64, "accumulation": 1}
 
 @pytest.mark.parametrize(("task", "source"), [("kto", "pairs"), ("grpo", "conversations")])
 def test_heads_are_measured_by_every_method(files, model_dir, task, source):
-    found = measure_heads(task, files[source], model_dir, **SMALL)
+    found = measure(task, files[source], model_dir, **SMALL)
     methods = found["methods"]
     assert [*methods] == [*METHODS, *(ARRANGED if task == "grpo" else [])]
     padded, flat, shared = (methods[name] for name in METHODS)
@@ -28,7 +28,7 @@ def test_methods_that_disagree_report_no_speed(files, model_dir, monkeypatch):
     losses = iter(([0.5], [0.6], [0.5]))
     monkeypatch.setattr(heads, "run_method", lambda *args, **kwargs: ({"losses": next(losses)}, []))
     with pytest.raises(AssertionError, match="kto, ours, padding-free: the losses are"):
-        measure_heads("kto", files["pairs"], model_dir, **SMALL)
+        measure("kto", files["pairs"], model_dir, **SMALL)
 
 
 def test_prompts_are_those_of_pairs_or_of_conversations():

@@ -303,11 +303,12 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["dpo", "sft"])
-def test_launch_options_go_to_accelerate_and_the_others_to_the_script(launched, tmp_path, script):
+def test_launch_options_go_to_accelerate_and_all_to_the_script(launched, tmp_path, script):
     config = tmp_path / "config.yaml"
     config.write_text("num_machines: 1\nmax_length: 99\nmodel_name_or_path: org/model\ndataset_name: org/data\n")
-    options = ["--config", str(config), "--seed", "2", "--prefix_sharing", "false", *ON_CPU]
-    assert main([script, "--num_processes", "2", *options[:2], "--mixed_precision", "bf16", *options[2:]]) == 0
+    options = ["--num_processes", "2", "--config", str(config), "--mixed_precision", "bf16"]
+    options += ["--seed", "2", "--prefix_sharing", "false", *ON_CPU]
+    assert main([script, *options]) == 0
     (args,) = launched
     assert (args.num_processes, args.num_machines, args.mixed_precision) == (2, 1, "bf16")
     assert args.module
@@ -316,10 +317,11 @@ def test_launch_options_go_to_accelerate_and_the_others_to_the_script(launched, 
 
 
 def test_accelerate_config_names_one_of_trls(launched):
-    assert main(["dpo", "--accelerate_config", "zero2", "--beta", "0.2", *NAMED, *ON_CPU]) == 0
+    argv = ["dpo", "--accelerate_config", "zero2", "--beta", "0.2", *NAMED, *ON_CPU]
+    assert main(argv) == 0
     (args,) = launched
     assert args.config_file.endswith("zero2.yaml")
-    assert args.training_script_args == ["dpo", "--beta", "0.2", *NAMED, *ON_CPU]
+    assert args.training_script_args == argv
 
 
 def test_files_are_named_in_every_spelling_and_the_command_line_has_the_last_word(launched, tmp_path):
@@ -328,7 +330,7 @@ def test_files_are_named_in_every_spelling_and_the_command_line_has_the_last_wor
     assert main(["dpo", f"--config={config}", "--accelerate-config=fsdp2", *ON_CPU]) == 0
     (args,) = launched
     assert args.config_file.endswith("fsdp2.yaml")
-    assert args.training_script_args == ["dpo", "--config", str(config), *ON_CPU]
+    assert args.training_script_args == ["dpo", "--config", str(config), "--accelerate_config", "fsdp2", *ON_CPU]
 
 
 def test_a_mixture_is_split_alike_in_every_process(tmp_path):

@@ -73,7 +73,7 @@ def test_units_of_a_step():
 
 def test_more_memory_holds_more_and_recomputes_less():
     counts = [BatchCounts(computed=2000, real=3000, padded=5000, distinct=1900)] * 3
-    small, large = (memory_report("dpo", [(8, counts)], "tiny", "lora", gib)["sizes"][0] for gib in (0.3, 1000))
+    small, large = (memory_report("dpo", {8: counts}, "tiny", "lora", gib)["sizes"][0] for gib in (0.3, 1000))
     for layout in ("padded", "padding_free", "shared"):
         assert 0 <= small[layout]["kept_batch"] <= small[layout]["recomputed_batch"] < large[layout]["kept_batch"]
         assert 1 <= small[layout]["speed_up"] <= large[layout]["speed_up"] == pytest.approx(4 / 3)

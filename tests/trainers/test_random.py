@@ -40,19 +40,19 @@ def test_draws_reach_every_model_and_repeat_by_their_seed():
 @pytest.mark.parametrize("value", [1.001, float("nan"), float("inf")])
 def test_a_difference_is_seen(value):
     weights = {"w": torch.ones(3)}
-    one, other = (Run([{"loss": x}], weights, None) for x in (1.0, value))
+    one, other = (Run([{"loss": x}], None, weights=weights) for x in (1.0, value))
     assert off_by(one, one, 2e-4) == {}
     assert off_by(one, other, 2e-4)
     assert off_by(other, other, 2e-4) == {}
-    assert off_by(one, Run([{"loss": 1.0}], {"w": torch.ones(3) * value}, None), 2e-4)
-    assert off_by(one, Run([], weights, None), 2e-4)
+    assert off_by(one, Run([{"loss": 1.0}], None, weights={"w": torch.ones(3) * value}), 2e-4)
+    assert off_by(one, Run([], None, weights=weights), 2e-4)
 
 
 @pytest.mark.parametrize(("share", "is_seen"), [(1e-7, False), (0.1, True)])
 def test_a_weight_counts_by_the_size_of_its_gradient(share, is_seen):
     """Adam moves a weight by a whole step, also where its gradient is only rounding."""
     moved = torch.tensor([0.0, 0.0, 4e-3])
-    one, other = (Run([{"loss": 1.0}], {"w": torch.ones(3) + x}, None) for x in (0.0, moved))
+    one, other = (Run([{"loss": 1.0}], None, weights={"w": torch.ones(3) + x}) for x in (0.0, moved))
     steps = [{"w": torch.tensor([1.0, 1.0, share])}]
     assert bool(off_by(replace(one, gradients=steps), replace(other, gradients=steps), 4e-4)) == is_seen
     wrong = [{"w": torch.tensor([1.0, 1.01, share])}]

@@ -6,5 +6,5 @@ from .main import main
 
 __all__ = ["main"]
 
-# bitsandbytes misses a kernel that nobody asked for. It says so when it is imported, here and in launched processes
+# When it is imported on a CPU, bitsandbytes warns of an optional kernel: in this process, and in those it launches
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

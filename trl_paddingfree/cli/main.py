@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -18,11 +18,22 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 Loaded = TypeVar("Loaded")
 
 
+@naming_versions()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, of the process if none is given, and give its exit code."""
+    """Run the command that the arguments name, by default those of the process, and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    command: Callable[[], int]
+    if given and given[0] in TRAINING:  # their parser has hundreds of options, and takes seconds to import
+        name, traceback = given[0], "--traceback" in given
+        command = partial(train, name, given[1:])
+    else:
+        args, unknown = make_parser().parse_known_args(spelled(given))
+        if unknown:  # argparse itself would answer with the usage of `trl-paddingfree`, not of the command
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        name, traceback = args.command, args.traceback
+        command = partial({"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[name], args)
     try:
-        code = run(given)
+        code = command()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -31,25 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough: Python would complain once more when it closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-
-
-@naming_versions()
-def run(given: list[str]) -> int:
-    """Run the command that the arguments name, and give its exit code."""
-    command: Callable[[], int]
-    if given and given[0] in TRAINING:  # these have a parser of their own, with hundreds of options
-        name, traceback = given[0], "--traceback" in given
-        command = partial(train, name, given[1:])
-    else:
-        args, unknown = make_parser().parse_known_args(spelled(given))
-        if unknown:  # argparse would show how all commands are called, not this one
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        name, traceback = args.command, args.traceback
-        command = partial({"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[name], args)
-    try:
-        return command()
-    except BrokenPipeError:  # an `OSError`, of which the user need not hear
-        raise
     except LOADING as error:
         if traceback:
             raise
@@ -62,7 +54,7 @@ def loaded(name: str, load: Callable[[], Loaded]) -> Loaded:
 
     try:
         return load()
-    except DatasetsError as error:  # a file that is there, and is not what its name says
+    except DatasetsError as error:  # the file exists, and is not what its ending says
         raise ValueError(f"{name!r} cannot be read: {error}. {error.__cause__ or ''}") from error
     except OSError as error:
         raise OSError(f"{name!r} is no file or folder here, and the hub does not give it: {error}") from error
@@ -105,7 +97,7 @@ def inspect(args: argparse.Namespace) -> int:
 
     silence()
     progress = Console(stderr=True)
-    if args.model is not None:  # before what takes longer
+    if args.model is not None:  # a wrong name is refused before data is loaded
         from .memory import memory_report, model_config
 
         loaded(args.model, lambda: model_config(args.model))
@@ -136,8 +128,8 @@ def inspect(args: argparse.Namespace) -> int:
     )
     memory = None
     if args.model is not None:
-        predict = partial(memory_report, report.task.name, [*report.batches.items()], args.model, args.tuning)
-        memory = loaded(args.model, lambda: predict(args.memory_gib))
+        predict = partial(memory_report, report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
+        memory = loaded(args.model, predict)
     if args.json:
         print_json(report.as_dict() | ({"memory": memory} if memory else {}))
     else:
@@ -172,9 +164,9 @@ def check(args: argparse.Namespace) -> int:
     from ..check.report import as_dict, check_model, load_model
     from .tables import print_routes
 
-    load = partial(load_model, args.model, args.dtype, args.attn_implementation)
+    loading = args.model, args.dtype, args.attn_implementation
     if args.packed:
-        result = loaded(args.model, lambda: check_packed(load()))
+        result = loaded(args.model, lambda: check_packed(load_model(*loading)))
         if args.json:
             print_json({"packed": str(result.route), "verdict": result.verdict, **as_dict(result)})
         else:
@@ -182,7 +174,7 @@ def check(args: argparse.Namespace) -> int:
         return OK if result.passed else NO
     progress = Console(stderr=True)
     tell = partial(progress.print, markup=False, highlight=False, soft_wrap=True)
-    report = loaded(args.model, lambda: check_model(args.model, args.dtype, args.attn_implementation, tell))
+    report = loaded(args.model, lambda: check_model(*loading, tell))
     if args.json:
         print_json(report.as_dict())
     else:
@@ -197,7 +189,7 @@ def env(args: argparse.Namespace) -> int:
     if args.json:
         print_json(software() | hardware())
         return OK
-    for look in (software, hardware):  # versions at once: PyTorch, which is asked for devices, takes seconds to import
+    for look in (software, hardware):  # versions are printed first: devices need PyTorch, whose import takes seconds
         for name, value in look().items():
             each = value.items() if isinstance(value, dict) else [(name, value)]
             for title, found in each:
@@ -219,7 +211,7 @@ def quickstart(args: argparse.Namespace) -> int:
 
     # One GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    if args.model is None:  # what is tokenized, saved and loaded here takes no time
+    if args.model is None:  # a small model and its data are prepared within seconds
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
     return compare.run(args)
@@ -245,18 +237,19 @@ def train(task: str, argv: list[str]) -> int:
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
     parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
-    if (name := "--accelerate_config") in from_config and name in from_command_line:  # which has the last word
+    if (name := "--accelerate_config") in from_config and name in from_command_line:  # the command line wins
         at = from_config.index(name)
         from_config = from_config[:at] + from_config[at + 2 :]
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
     script.check_names((script_args, training_args, model_args, dataset_args))
     launcher = launch.launch_command_parser()
-    launcher.error = parser.error  # in one line, too
-    args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *without(argv, from_command_line)])
+    launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
+    # The script gets all arguments, and leaves those to the launcher that it does not know
+    args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *argv])
     if args.training_script != script.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
     script.say_where(training_args)
-    # Which defaults accelerate takes is no news to who has asked for nothing else
+    # accelerate warns of its own defaults for options that were left out
     launch.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     try:
         launch.launch_command(args)
@@ -268,14 +261,3 @@ def train(task: str, argv: list[str]) -> int:
     except YAMLError as error:
         raise ValueError(f"`--config_file` is no YAML: {' '.join(str(error).split())}") from error
     return OK
-
-
-def without(items: Iterable[str], subsequence: Iterable[str]) -> list[str]:
-    """
-    `items` less an ordered subsequence of them.
-
-    >>> without(["--beta", "1", "--num_processes", "2", "--seed", "2"], ["--num_processes", "2"])
-    ['--beta', '1', '--seed', '2']
-    """
-    left = [*subsequence]
-    return [item for item in items if left[:1] != [item] or left.pop(0) != item]

@@ -1,11 +1,12 @@
-"""How much memory training a model would need, and what a memory budget would make of it, from its shape and lengths.
+"""Memory and speed of training, predicted from the configuration of a model and the lengths of rows.
 
-One layer of each kind is made with random weights and counted as the trainers count it; the arithmetic is that of
-[`~trl_paddingfree.memory.needs.MemoryNeeds`]. Nothing is downloaded but the model's configuration.
+The first layers, up to one of each kind, are made with random weights, and what they keep is counted as the trainers
+count it. The peaks are then those of [`~trl_paddingfree.memory.needs.MemoryNeeds`]. Only the configuration is
+downloaded.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -34,17 +35,17 @@ from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import choose_route
 
-# Weights and activations are bfloat16, as on GPUs; of 4-bit weights, an eighth of a bit per weight are scales
+# Weights and activations are bfloat16, as on GPUs. A 4-bit weight has 4 bits and, on average, 0.127 bits of scales
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
-# Adam's moments, and a gradient, in the dtype of what is trained
+# Of each trained weight, in its dtype: the gradient, and Adam's two moments
 COPIES = 3
-# Enough for random tokens
+# Words of the model whose layers are counted: it need not have all, because embeddings and head are calculated
 VOCABULARY = 512
 # Tasks that have a reference model
 _WITH_REFERENCE = ("dpo", "kto")
 # Where a configuration says what each layer is
 _TYPES = ("layer_types", "mlp_layer_types")
-# The attention that keeps what the kernels keep
+# The name of an attention function that keeps what flash attention does, see [`_KernelBytes`]
 KEPT_BY_KERNELS = "kept_by_kernels"
 
 Shape = dict[str, Any]  # fields of a configuration
@@ -89,14 +90,14 @@ def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConf
 
 def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
     """
-    What micro-batches need in training a model of `config` by `tuning`, `"full"`, `"lora"` or `"qlora"` (r=16 on all
-    linear layers): beside reference models, and with attention that keeps what flash attention does on GPUs, or, unless
-    `as_kernels`, what PyTorch's attention does here.
+    What micro-batches need in training a model of `config` by `tuning`: `"full"`, or `"lora"` or `"qlora"` with r=16 on
+    all linear layers. The weights of so many reference models count, too; adapters need none. Attention keeps what
+    flash attention does on GPUs or, without `as_kernels`, what PyTorch's attention does on this machine.
     """
     text = config.get_text_config()
     types = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES]
     kinds = list(zip(*types, strict=True))
-    which = [kinds.index(kind) for kind in kinds]  # layers of one kind need the same memory: the first stands for them
+    which = [kinds.index(kind) for kind in kinds]  # of each layer, the first of its kind: these need the same memory
     model = _first_layers(config, 1 + max(which))
     if as_kernels and upstream.takes_attention_function(model):
         AttentionInterface.register(KEPT_BY_KERNELS, _attend)
@@ -142,7 +143,7 @@ def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
 class _KernelBytes(torch.autograd.Function):
     """
     Saves what flash attention saves (queries, keys and values as they are given, the output, one float per query and
-    head), and computes nothing. PyTorch on CPUs keeps keys that branches share once for each query head.
+    head), and computes nothing. PyTorch's attention on CPUs would save keys and values once for each query head.
     """
 
     @staticmethod
@@ -156,41 +157,46 @@ def _attend(module, query, key, value, attention_mask, **kwargs):
     return _KernelBytes.apply(query, key, value).transpose(1, 2), None
 
 
+def load_of(tokens: float, keys: float, scored: float) -> np.ndarray:
+    """The load of a batch in text, see [`~trl_paddingfree.memory.kept_bytes.load`], whose attention keeps no scores."""
+    sizes = {"constant": 1, "tokens": tokens, "keys": keys, "scored": scored}
+    return np.array([sizes.get(name, 0) for name in LOADS])
+
+
 def loads(counts: BatchCounts) -> dict[str, np.ndarray]:
-    """The load of a batch with padding, without, and with shared prefixes. Attention keeps no scores, as on GPUs."""
-
-    def load(tokens: int, keys: int) -> np.ndarray:
-        sizes = {"constant": 1, "tokens": tokens, "keys": keys, "scored": tokens}
-        return np.array([sizes.get(name, 0) for name in LOADS])
-
+    """The load of a batch in each layout: padded, without padding, and with shared prefixes. All tokens are scored."""
     return {
-        "padded": load(counts.padded, counts.padded),
-        "padding_free": load(counts.real, counts.real),
-        "shared": load(counts.computed, counts.real),
+        "padded": load_of(counts.padded, counts.padded, counts.padded),
+        "padding_free": load_of(counts.real, counts.real, counts.real),
+        "shared": load_of(counts.computed, counts.real, counts.computed),
     }
 
 
 def step_units(task: str, tuning: str) -> int:
-    """Forward passes' worth of a step in which nothing is recomputed: forward, backward, and the reference's."""
+    """What a step that recomputes nothing costs, in forward passes: a backward pass is 2, or 1 with frozen weights."""
     return (3 if tuning == "full" else 2) + (task in _WITH_REFERENCE)
 
 
 def memory_report(
-    task: str, batches: Sequence[tuple[int, Sequence[BatchCounts]]], model: str, tuning: str, memory_gib: float | None
+    task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
-    """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits, and what budgets save."""
+    """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits and what a budget gains."""
     needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     budget = None if memory_gib is None else int(memory_gib * GIB)
     sizes = []
-    for batch_size, counts in batches:
+    for batch_size, counts in batches.items():
         row: dict[str, Any] = {"batch_size": batch_size}
         for layout in ("padded", "padding_free", "shared"):
             every = [loads(batch)[layout] for batch in counts]
             largest = max(every, key=lambda load: int(load[1]))
-            peaks = needs.peaks(largest)
-            row[layout] = {"tokens": int(largest[1]), "recomputed_gib": peaks[-1] / GIB, "kept_gib": peaks[0] / GIB}
-            offloaded, host = needs.offloaded(largest)
-            row[layout] |= {"offloaded_gib": offloaded / GIB, "host_gib": host / GIB}
+            peaks, (offloaded, host) = needs.peaks(largest), needs.offloaded(largest)
+            row[layout] = {
+                "tokens": int(largest[1]),
+                "recomputed_gib": peaks[-1] / GIB,
+                "kept_gib": peaks[0] / GIB,
+                "offloaded_gib": offloaded / GIB,
+                "host_gib": host / GIB,
+            }
             if budget is not None:
                 row[layout] |= _largest_batches(needs, largest, batch_size, budget)
                 row[layout]["speed_up"] = _speed_up(needs, every, step_units(task, tuning), budget)
@@ -199,19 +205,17 @@ def memory_report(
 
 
 def _largest_batches(needs: MemoryNeeds, load: np.ndarray, batch_size: int, budget: int) -> dict[str, int]:
-    """How many examples of the kind of a batch fit, if all layers recompute and if none does."""
+    """The batch sizes that fit if all layers recompute, and if none does, of examples like those behind a load."""
 
-    def share(tokens: int) -> np.ndarray:
+    def scaled(tokens: int) -> np.ndarray:
         return np.array([1, *(load[1:] * tokens / load[1])])
 
-    most = {"recomputed_batch": needs.most_tokens(share, budget, -1), "kept_batch": needs.most_tokens(share, budget, 0)}
+    most = {name: needs.most_tokens(scaled, budget, n) for name, n in (("recomputed_batch", -1), ("kept_batch", 0))}
     return {name: int(tokens * batch_size // load[1]) for name, tokens in most.items()}
 
 
 def _speed_up(needs: MemoryNeeds, every: Sequence[np.ndarray], units: int, budget: int) -> float:
-    """What a budget saves of the step in which every layer recomputes."""
-    layers = len(needs.peaks(every[0])) - 1
-    tokens = [int(load[1]) for load in every]
-    shares = [needs.fewest_recomputed(load, budget)[0] / layers for load in every]
-    spent = sum(n * (units + share) for n, share in zip(tokens, shares, strict=True))
-    return sum(tokens) * (units + 1) / spent
+    """The speed-up over recomputing every layer, if only as many layers recompute as the budget demands."""
+    tokens = np.array([load[1] for load in every])
+    recomputed = np.array([needs.fewest_recomputed(load, budget)[0] for load in every]) / len(np.asarray(needs.kept))
+    return float(tokens.sum() * (units + 1) / (tokens @ (units + recomputed)))

@@ -1,4 +1,4 @@
-"""The options of the commands, and what is said of wrong ones: all of it before anything large is imported."""
+"""The options of the commands, and the answers to wrong ones, all without the seconds that importing PyTorch takes."""
 
 import argparse
 import re
@@ -20,7 +20,7 @@ exit codes:
   2  wrong arguments, something that cannot be loaded, or a model that is not trained
   commands that train end with the exit code of the training script"""
 TRACEBACK = "show where in the code an error comes from"
-# Those that train, and what on
+# The commands that train, and on what
 TRAINING = {
     "dpo": "on preference pairs",
     "sft": "on instructions",
@@ -40,6 +40,7 @@ _SOURCES = {
     "accelerate": ["commands/launch.py"],
     "trl_paddingfree": ["training/configs.py", "cli/train.py"],
 }
+# In these files: `    name: type` of a field, or `"--name"` of an argument
 _NAMED = re.compile(r"^    (\w+): |\"--([\w-]+)\"", re.MULTILINE)
 
 
@@ -51,7 +52,7 @@ def refuse(command: str, error: Exception) -> int:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Answers wrong arguments in one line, with what may have been meant: argparse shows all options there are."""
+    """Answers wrong arguments in one line, with the closest name that exists, where argparse lists all options."""
 
     def known_options(self) -> list[str]:
         """The names of all options."""
@@ -82,7 +83,8 @@ def spelled(argv: Sequence[str]) -> list[str]:
 
 def separated(argv: Sequence[str]) -> list[str]:
     """
-    The arguments, with options that TRL looks for by their words as words of their own.
+    The arguments, with `--config=FILE` and `--accelerate-config=NAME` as two words each: TRL searches the list for the
+    option, and takes the next word.
 
     >>> separated(["--config=dpo.yaml", "--accelerate-config=zero2", "--beta=0.1"])
     ['--config', 'dpo.yaml', '--accelerate_config', 'zero2', '--beta=0.1']
@@ -96,8 +98,8 @@ def separated(argv: Sequence[str]) -> list[str]:
 
 def refuse_unknown(task: str, argv: Sequence[str]) -> None:
     """
-    Refuse an option of a training command that no parser may know, by the sources that define options: to import them
-    takes seconds. Where a release has moved a source, and for values, the parsers have the last word.
+    Refuse an option that a training command does not have. Names are read from the source files that define options,
+    because importing these takes seconds. Values are left to the parsers, and so is everything if a file has moved.
     """
     known: set[str] = set()
     for package, paths in _SOURCES.items():

@@ -12,15 +12,15 @@ from ..memory.device import GIB
 
 
 def _of_figures(title: str, heads: list[str]) -> Table:
-    """A table as wide as a terminal: without padding, with heads in several lines."""
+    """A table of many columns that fits into a terminal: cells have no padding, and heads take several lines."""
     return Table(*(Column(head, justify="right") for head in heads), title=title, title_justify="left", padding=0)
 
 
 def print_waste(report: WasteReport) -> None:
-    """The report as a table."""
+    """What padding wastes and sharing saves, as a table."""
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
-    sequence = "sequence" if report.task.truncates else "prompt"  # those of completions are the user's
+    sequence = "sequence" if report.task.truncates else "prompt"  # lengths of completions to generate are an option
     table = _of_figures(
         f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
         ["batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"],
@@ -54,7 +54,7 @@ def print_waste(report: WasteReport) -> None:
 
 
 def print_memory(memory: dict[str, Any]) -> None:
-    """The memory that training would need as a table."""
+    """What [`~trl_paddingfree.cli.memory.memory_report`] predicts, as a table."""
     has_limit = memory["memory_gib"] is not None
     heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
     heads += ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit
@@ -83,7 +83,7 @@ def print_memory(memory: dict[str, Any]) -> None:
 
 
 def print_routes(report: ModelReport) -> None:
-    """The report as a table."""
+    """What the start-up check found, as a table, and how the model would train."""
     title = f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}"
     table = Table("backend", "prefixes", "verdict", "error", "allowed", "leak", title=title, title_justify="left")
     for backend, (results, _) in report.backends.items():

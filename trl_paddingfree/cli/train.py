@@ -44,7 +44,7 @@ from .tables import summarize
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
-    """TRL's script arguments, one switch over the ways to batch, and one that cuts conversations into turns."""
+    """TRL's script arguments, an option that chooses how rows become batches, and one that cuts conversations."""
 
     batch_method: Literal["padding", "packing", "padding_free"] | None = option(
         None, "One switch over `packing` and `padding_free`."
@@ -54,7 +54,7 @@ class SFTScriptArguments(ScriptArguments):
     )
 
     def settle(self, training_args: PaddingFreeSFTConfig) -> None:
-        """Set what the switches stand for, unless another option contradicts one; turns stay side by side."""
+        """Set the trainer's options that these two stand for. Refuses options that contradict them."""
         if training_args.packing and self.batch_method not in (None, "packing"):
             raise ValueError(
                 f"`--packing true` contradicts `--batch_method {self.batch_method}`: leave one of them out."
@@ -70,7 +70,7 @@ class SFTScriptArguments(ScriptArguments):
                 "alone, and TRL may change the chat template for `assistant_only_loss`. Leave one of them out."
             )
         if training_args.packing:
-            return  # in packed rows, turns end up anywhere
+            return  # packing puts rows together by their lengths, whatever conversation they are of
         if (strategy := training_args.train_sampling_strategy) not in ("random", "sequential"):
             raise ValueError(
                 f"`--train_sampling_strategy {strategy}` takes the turns of a conversation apart, which "
@@ -84,14 +84,14 @@ class SFTScriptArguments(ScriptArguments):
         training_args.train_sampling_strategy, training_args.prefix_sharing = "sequential", True
 
     def cut(self, dataset: DatasetDict, training_args: SFTConfig) -> DatasetDict:
-        """The data in turns, if they are asked for; the conversations to train on in random order."""
+        """The data as one sample per turn, if that is asked for. Conversations to train on are shuffled first."""
         if not self.one_sample_per_turn:
             return dataset
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         turns = {}
         with training_args.main_process_first(desc="cutting conversations into turns"):
             for name, split in dataset.items():
-                # A stream comes in the order of its files, as in TRL
+                # A stream keeps the order of its files: TRL does not shuffle it, either
                 is_shuffled = name == self.dataset_train_split and isinstance(split, Dataset)
                 turns[name] = split_turns(split, seed if is_shuffled else None, training_args.dataset_num_proc)
         return type(dataset)(turns)
@@ -99,18 +99,18 @@ class SFTScriptArguments(ScriptArguments):
 
 @dataclass
 class MessageArguments:
-    """How the script says what is wrong."""
+    """The option that shows tracebacks."""
 
     traceback: bool = option(False, TRACEBACK)
 
 
-# Fields that only the options of this package have
+# Names of options that TRL's commands do not have
 _OURS = {field.name for types in (PaddingFreeOptions, MessageArguments) for field in fields(types)}
 _OURS |= {field.name for field in fields(SFTScriptArguments)} - {field.name for field in fields(ScriptArguments)}
-# Script arguments of tasks that have more than others
+# The script arguments of tasks that have more than TRL's common ones
 _ARGUMENTS: dict[str, type[ScriptArguments]]
 _ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
-# What a parser gives: the arguments of the script, of the trainer, of the model, and of a mixture of data sets
+# What a parser returns: arguments of the script, of the trainer, of the model, and of a mixture of data sets
 Parsed = tuple[ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]
 
 
@@ -147,22 +147,22 @@ def make_parser(task: str, prog: str | None = None) -> ScriptParser:
     arguments = _ARGUMENTS.get(task, ScriptArguments)
     types = [arguments, TRAINERS[task].config_class, ModelConfig, DatasetMixtureConfig, MessageArguments]
     parser = ScriptParser(types, prog=prog)
-    if task == "reward":  # the adapters that its head goes with; TRL's default is that of a language model
+    if task == "reward":  # so that PEFT also trains the new head; TRL's default is for language models
         parser.set_defaults(lora_task_type="SEQ_CLS")
-    if not has_accelerator():  # what transformers asks for there, one error after the other
+    if not has_accelerator():  # where transformers refuses TRL's default, bfloat16, unless `use_cpu` is set
         parser.set_defaults(use_cpu=True, bf16=False)
     return parser
 
 
 def say_where(training_args: TrainingArguments) -> None:
-    """Say that training runs on the CPU, where that was not asked for: no accelerator is there."""
+    """Say that training runs on the CPU, on a machine without an accelerator."""
     if training_args.use_cpu and not has_accelerator():
-        precision = "true" if training_args.bf16 else "false"
+        precision = str(bool(training_args.bf16)).lower()
         sys.stderr.write(f"No accelerator: training on the CPU (`--use_cpu true --bf16 {precision}`).\n")
 
 
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
-    """Run the script of a task; if the command `launched` it, unknown options are for `accelerate launch`."""
+    """Run the script of a task. If the command has `launched` it, unknown options were for `accelerate launch`."""
     silence()
     given = separated(sys.argv[1:] if args is None else args)
     try:
@@ -202,7 +202,7 @@ def check_names(parsed: Parsed) -> None:
 def load_rewards(script_args: GRPOScriptArguments | RLOOScriptArguments) -> list[str | Callable]:
     """The rewards of `--reward_model_name_or_path` and `--reward_funcs`, as `trl grpo` and `trl rloo` take them."""
     model, names = script_args.reward_model_name_or_path, script_args.reward_funcs or []
-    names = [names] if isinstance(names, str) else names  # as a YAML file may have it
+    names = [names] if isinstance(names, str) else names  # a YAML file may have a single name
     found: list[str | Callable] = [*([model] if model else []), *map(_load_function, names)]
     if not found:
         raise ValueError(
@@ -229,7 +229,7 @@ def _load_function(name: str) -> Callable:
 
 
 def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> FlatTrainer:
-    """The trainer, with model and data loaded, by the arguments of TRL's scripts."""
+    """The trainer, with model and data loaded as TRL's scripts load them."""
     check_names(parsed)
     script_args, training_args, model_args, dataset_args = parsed
     loading = {

@@ -18,14 +18,14 @@ COMPUTED, SHARED, PADDING = "#0072B2", "#56B4E9", "#D9D9D9"
 MOST_BATCHES = 64
 
 
-def figure() -> tuple["Figure", np.ndarray]:
-    """A figure with two plots side by side, drawn without a display."""
+def figure(size: tuple[float, float] = (11, 4), sharey: bool = False) -> tuple["Figure", np.ndarray]:
+    """A figure with two plots side by side, with one y-axis if they share it. It needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('Charts need matplotlib: `pip install "trl-paddingfree[plot]"`.') from error
-    drawing = Figure(figsize=(11, 4), layout="constrained")
-    axes = drawing.subplots(1, 2)
+    drawing = Figure(figsize=size, layout="constrained")
+    axes = drawing.subplots(1, 2, sharey=sharey)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return drawing, axes
@@ -41,7 +41,7 @@ def drawn(draw: Callable[[], None], path: str | Path, console: Console) -> None:
 
 
 def plot_waste(report: WasteReport, path: str | Path) -> None:
-    """Draw the lengths of the sequences, and what fills the slots of each padded batch."""
+    """Draw how long sequences are, and which slots of padded batches are padding, shared or computed."""
     drawing, (left, right) = figure()
     lengths = np.asarray(report.lengths)
     left.hist(np.minimum(lengths, np.percentile(lengths, 99.5)), bins=50, color=COMPUTED)
@@ -75,7 +75,7 @@ def plot_waste(report: WasteReport, path: str | Path) -> None:
 def plot_runs(
     losses: Mapping[str, Sequence[float]], figures: dict[str, dict[str, float]], title: str, path: str | Path
 ) -> None:
-    """Draw the losses of two runs over each other, and their figures side by side, the second relative to the first."""
+    """Draw the losses of two runs into one plot, and beside it bars of their figures, relative to the first run."""
     drawing, (left, right) = figure()
     for (name, values), (width, color) in zip(losses.items(), ((5, "#CCCCCC"), (1.5, COMPUTED)), strict=True):
         left.plot(np.arange(1, len(values) + 1), values, label=name, linewidth=width, color=color)

@@ -1,4 +1,4 @@
-"""The runs of the quick start, and what it says of them: on a small Llama from scratch, or your own model and data."""
+"""The runs of the quick start, on a small Llama from scratch or your own model and data, and what it prints of them."""
 
 import argparse
 import json
@@ -28,10 +28,10 @@ LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
 # lets that grow over the steps; bfloat16 keeps 3 digits of every log-probability, and a loss adds hundreds of them.
 FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2e-3, 0.1
 SFT_BATCH_SIZE = 16
-# A model from scratch sees each example so many times: too small to learn a rule, it learns these
+# How often a model from scratch sees each example. It is too small to generalise, but learns these by heart
 EPOCHS = 3
-# GiB of a process that its allocator may keep of one run and reuse in the next: less is no difference. What the
-# allocator of a device counts is exact
+# GiB by which two runs may differ on the CPU and say nothing: the allocator keeps memory of the first for the second.
+# Accelerators count exactly
 MEMORY_NOISE = 0.1
 Summary = dict[str, Any]  # what is written as JSON
 
@@ -40,15 +40,13 @@ def texts(dataset: Dataset) -> Iterator[str]:
     """Every text of a data set: strings, and the contents of messages."""
     for row in dataset:
         for value in row.values():
-            if isinstance(value, str):
-                yield value
-            elif isinstance(value, list):
-                contents = (turn.get("content") for turn in value if isinstance(turn, dict))
-                yield from (content for content in contents if isinstance(content, str))
+            turns = value if isinstance(value, list) else [{"content": value}]
+            contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
+            yield from (content for content in contents if isinstance(content, str))
 
 
 def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, console: Console) -> str:
-    """The folder of a tokenizer and a small Llama, trained on the data. Pairs come after a short SFT on the answers."""
+    """Make a tokenizer and a small Llama, and before DPO train it on answers by SFT. Returns the folder of both."""
     folder = str(Path(args.output_dir) / "model")
     tokenizer = make_tokenizer(texts(data))
     model = make_model(tokenizer, args.seed)
@@ -74,7 +72,7 @@ def start_from_scratch(task: Task, data: Dataset, args: argparse.Namespace, cons
 
 
 def options_of(args: argparse.Namespace, output_dir: str, steps: int, batch_size: int) -> dict[str, object]:
-    """Options of any run."""
+    """Options of the trainer that all runs have."""
     sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
     return {"output_dir": output_dir, "seed": args.seed, **sizes}
 
@@ -93,14 +91,14 @@ def compare(task: Task, model: str, data: Dataset, args: argparse.Namespace, con
         options |= {"learning_rate": 2e-4, "gradient_checkpointing": False}
         num_rows = num_rows // EPOCHS + 1
     data = data.select(range(min(len(data), num_rows)))
-    runs, done = {}, args.model is None and task.name == "dpo"  # whether SFT came before
-    # Ours first: whatever a first run pays for warming up, it is not padded TRL that pays it
+    runs, done = {}, args.model is None and task.name == "dpo"  # runs so far: SFT of a model from scratch, or none
+    # Ours runs first: if the first run is slower because it warms up, that does not favour this package
     for number, name in enumerate((OURS, PADDED), 1 + done):
         title = f"run {number} of {2 + done}: {task.name.upper()}, {LABELS[name]}"
         lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
         given = {"model": model, "train_dataset": data, "peft_config": lora}
         runs[name] = train_watched(task.name, name == OURS, console, title, options, **given)
-    runs[PADDED].trainer, runs[PADDED].weights = None, {}
+    runs[PADDED].trainer = None  # frees its model
     return runs
 
 
@@ -117,10 +115,10 @@ def summarize(task: Task, runs: dict[str, Trajectory]) -> Summary:
         "first_loss": {PADDED: padded.losses[0], OURS: ours.losses[0]},
         "last_loss": {PADDED: padded.losses[-1], OURS: ours.losses[-1]},
         "seconds": {PADDED: padded.seconds, OURS: ours.seconds},
-        # Other processes on the machine make a run longer, and take nothing from this. Of a GPU it says nothing
+        # Other processes on the machine do not change this, while they make a run longer. It does not count GPU time
         "core_seconds": None if has_accelerator() else {PADDED: padded.core_seconds, OURS: ours.core_seconds},
         "tokens_computed": {PADDED: counts.padded, OURS: counts.computed},
-        # Of what padded TRL computes: the share that is padding, and that which another row of the batch has already
+        # Shares of the tokens that padded TRL computes: padding, and those that another row of the batch has, too
         "saved_by_padding_free": 1 - counts.real / counts.padded,
         "saved_by_sharing": (counts.real - counts.computed) / counts.padded,
         "peak_memory_gib": {PADDED: padded.memory, OURS: ours.memory},
@@ -169,7 +167,7 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 
 def tells_memory(summary: Summary) -> bool:
-    """Whether the runs differ in memory by more than noise."""
+    """Whether the memory of the runs differs by more than noise."""
     padded, ours = (summary["peak_memory_gib"][name] for name in (PADDED, OURS))
     return abs(padded - ours) > summary["memory_noise_gib"]
 
@@ -191,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the quick start with options of the command line. Exit code 0 if the losses are equal up to rounding."""
     console, output_dir = Console(stderr=args.json), Path(args.output_dir)
     if args.model is None:
-        torch.set_num_threads(1)  # in a model this small, threads wait for each other, for long on a busy machine
+        torch.set_num_threads(1)  # on a model this small, several threads mostly wait for each other
     if not output_dir.exists():
         output_dir.mkdir(parents=True)
         (output_dir / ".gitignore").write_text("*\n")
@@ -203,9 +201,10 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or start_from_scratch(task, data, args, console)
     runs = compare(task, model, data, args, console)
     summary = summarize(task, runs)
-    (output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
+    result = json.dumps(summary, indent=2) + "\n"
+    (output_dir / "result.json").write_text(result)
     if args.json:
-        sys.stdout.write(json.dumps(summary, indent=2) + "\n")
+        sys.stdout.write(result)
     else:
         print_summary(summary, console)
     drawn(lambda: draw(runs, summary, output_dir / "chart.png"), output_dir / "chart.png", console)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 CHAT_TEMPLATE = (
@@ -21,21 +21,16 @@ CHAT_TEMPLATE = (
 )
 # Folders of the standard library that hold tests, applications or other people's packages
 _LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
-# Shorter ones ("Return self.") say nothing
+# Characters of a docstring that is used: shorter ones ("Return self.") say nothing
 _SHORTEST = 20
 
 
-def make_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a chat template, trained on `texts`."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most 2,048 tokens, trained on `texts`, with a chat template."""
     special = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    words, alphabet = [*special.values()], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=words, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, 2048, min_frequency=0, show_progress=False, special_tokens=[*special.values()])
+    backend = Tokenizer.from_str(trained.to_str())
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **special)
 
 
@@ -54,7 +49,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) 
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "initializer_range": 0.06,  # 1 / sqrt(hidden_size): few steps have to do
+        "initializer_range": 0.06,  # 1 / sqrt(hidden_size), with which it learns in few steps
         **sizes,
     }
     return LlamaForCausalLM(LlamaConfig(**fields))
@@ -85,7 +80,7 @@ def _docstrings_of(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tup
 
 
 def topics() -> Iterator[tuple[str, str]]:
-    """Pairs of a question about the language, and what `help()` answers."""
+    """Pairs of a question about the language, and the text that Python's `help()` has on it."""
     from pydoc_data.topics import topics as texts
 
     for topic, text in sorted(texts.items()):

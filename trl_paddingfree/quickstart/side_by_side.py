@@ -1,4 +1,4 @@
-"""TRL's trainer and ours, made from the same arguments, watched as they train, and whatever both log compared."""
+"""Makes TRL's trainer and ours from the same arguments, watches them train, and compares what both log."""
 
 import ctypes
 import gc
@@ -21,13 +21,13 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from ..memory.device import has_accelerator
 from ..trainers import TRAINERS
 
-# Figures that only one side has, or that are times
+# Parts of the names of figures that only one side logs, or that are times
 INCOMPARABLE = ("flat/", "runtime", "per_second", "total_flos", "step_time")
 ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 _SILENT = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-# Often enough to see the largest tensors of a step live
+# Between two readings of memory: the largest tensors of a step live for longer
 SAMPLE_SECONDS = 0.002
-# Classes, TRL's or ours, by what their constructors give
+# Classes, TRL's or ours
 AnyTrainer: TypeAlias = Callable[..., Trainer]
 AnyConfig: TypeAlias = Callable[..., TrainingArguments]
 Options: TypeAlias = Mapping[str, object]
@@ -36,12 +36,11 @@ Figure: TypeAlias = float | torch.Tensor | None
 
 @dataclass
 class Trajectory:
-    """What one training run logged and ended with."""
+    """What one training run logged and took."""
 
     log_history: list[dict[str, float]]
-    weights: dict[str, torch.Tensor]
     trainer: Any
-    core_seconds: float = 0.0  # for which this process had a core, summed over cores
+    core_seconds: float = 0.0  # CPU time of this process, summed over cores
     memory: float = 0.0  # GiB at the peak, above the level before the run, if it was watched
 
     @property
@@ -70,17 +69,6 @@ def make_trainer(trainer_class: AnyTrainer, config_class: AnyConfig, options: Op
     return trainer
 
 
-def train(trainer_class: AnyTrainer, config_class: AnyConfig, options: Options, **arguments: object) -> Trajectory:
-    """Train with what [`make_trainer`] makes. The weights are the trained ones, and not copied."""
-    trainer = make_trainer(trainer_class, config_class, options, **arguments)
-    started = time.process_time()
-    trainer.train()
-    core_seconds = time.process_time() - started
-    parameters = trainer.model.named_parameters()  # type: ignore[union-attr]
-    weights = {name: p.detach() for name, p in parameters if p.requires_grad}
-    return Trajectory(trainer.state.log_history, weights, trainer, core_seconds)
-
-
 class MemoryWatch(threading.Thread):
     """Watches the resident memory of this process."""
 
@@ -103,7 +91,7 @@ def watch_memory() -> Iterator[Callable[[], float]]:
         before = torch.accelerator.memory_allocated()
         yield lambda: (torch.accelerator.max_memory_allocated() - before) / 2**30
         return
-    with suppress(AttributeError):  # C libraries other than glibc keep less of what was freed for runs to reuse unseen
+    with suppress(AttributeError):  # glibc keeps freed memory, which the run would reuse and seem to need less
         ctypes.CDLL(None).malloc_trim(0)
     watch = MemoryWatch()
     watch.start()
@@ -115,7 +103,7 @@ def watch_memory() -> Iterator[Callable[[], float]]:
 
 
 class ShowSteps(TrainerCallback):
-    """Moves a progress bar along with the optimizer's steps."""
+    """Shows the optimizer's steps, and their losses, in a progress bar."""
 
     def __init__(self, progress: Progress, description: str):
         self.progress, self.description = progress, description
@@ -132,21 +120,23 @@ class ShowSteps(TrainerCallback):
 def train_watched(
     task: str, ours: bool, console: Console, title: str, options: Options, **arguments: object
 ) -> Trajectory:
-    """[`train`] on a task, by this package or by TRL, and watch."""
+    """Train on a task, by this package or by TRL, with a progress bar. CPU time and memory are measured."""
     with watch_memory() as memory, Progress(console=console) as progress:
         trainer_class, config_class = classes_of(task, ours)
         callbacks = [ShowSteps(progress, title)]
-        trained = train(trainer_class, config_class, options, callbacks=callbacks, **arguments)
-    trained.memory = memory()
-    return trained
+        trainer = make_trainer(trainer_class, config_class, options, callbacks=callbacks, **arguments)
+        started = time.process_time()
+        trainer.train()
+        core_seconds = time.process_time() - started
+    return Trajectory(trainer.state.log_history, trainer, core_seconds, memory())
 
 
 def difference(expected: Figure, actual: Figure, floor: float = 1.0) -> float:
     """
-    How far a figure or a tensor is from what padded TRL has: the largest difference, over the largest expected value,
-    or over `floor`, because a figure near zero is the rounding of the larger ones that it comes from.
+    The largest difference of two figures or tensors, relative to the largest expected value, and at least to `floor`: a
+    figure near zero is often the difference of larger ones, whose rounding it has.
 
-    `None` is TRL's mean over nothing, and equals NaN. Where only one of both is a number, it is infinite.
+    `None`, which TRL logs for a mean over nothing, equals NaN. If only one of both is a number, the result is infinite.
 
     >>> difference(-4.0, -5.0), difference(0.5, 0.75)
     (0.25, 0.25)

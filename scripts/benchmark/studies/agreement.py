@@ -3,7 +3,7 @@
 import importlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,7 @@ _SHORT = {
 }
 
 
-def measure(sources: Sequence[tuple[str, str]], model: str) -> Iterator[dict[str, Any]]:
-    """How far the commands that train are from TRL's: for each task and its data, after each."""
-    measured: list[dict[str, Any]] = []
-    for task, data in sources:
-        measured.append(measure_agreement(task, data, model))
-        yield {"measured": measured}
-
-
-def measure_agreement(task: str, source: str, model: str, **flags: str) -> dict[str, Any]:
+def measure(task: str, source: str, model: str, **flags: str) -> dict[str, Any]:
     """
     Train by TRL's command and by ours: both logs, and the largest difference of each figure. Flags replace those above.
 

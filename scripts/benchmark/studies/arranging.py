@@ -9,9 +9,12 @@ from trl_paddingfree.data.arrange import StepSampler, by_prefix, by_tokens
 from trl_paddingfree.data.collate import PreferenceCollator
 from trl_paddingfree.data.lengths import example_tokens, example_work, truncated
 
+from ..report import table
 from ..rows import make_rows, read_lengths, task_of
 
 HIDDEN_SIZE = 4096  # of the model that the quadratic term of attention is weighed for: an 8B Llama
+ORDERS = ("drawn", "arranged")
+FIGURES = [(key, order) for key in ("time", "memory") for order in ORDERS]
 
 
 def measure_imbalance(
@@ -110,6 +113,11 @@ def report(result: dict[str, Any]) -> str:
     """The measurements as Markdown tables."""
     imbalances, meetings = result["imbalances"], result["meetings"]
     first, meeting = imbalances[0], meetings[0]
+    balance = [
+        [one["rows"], f"{one['processes']}", *(f"{one[order][key]:.2f}" for key, order in FIGURES)]
+        for one in imbalances
+    ]
+    shared = [[one["rows"], f"{one['step_size']}", *(f"{one[order]:.3f}" for order in ORDERS)] for one in meetings]
     lines = [
         "# Arranging micro-batches",
         "",
@@ -123,13 +131,7 @@ def report(result: dict[str, Any]) -> str:
         "for the slowest after every micro-batch.",
         "- **memory**: the tokens of the largest micro-batch of the epoch, over those of the mean one.",
         "",
-        "| rows | processes | time, drawn | time, arranged | memory, drawn | memory, arranged |",
-        "|-|-:|-:|-:|-:|-:|",
-    ]
-    for one in imbalances:
-        figures = [one[order][key] for key in ("time", "memory") for order in ("drawn", "arranged")]
-        lines.append(f"| {one['rows']} | {one['processes']} | " + " | ".join(f"{x:.2f}" for x in figures) + " |")
-    lines += [
+        *table(["rows", "processes", *(f"{key}, {order}" for key, order in FIGURES)], balance),
         "",
         "## Prefixes that meet",
         f"Each micro-batch has {meeting['batch_size']} pairs with rows of at most {meeting['max_length']} tokens, in "
@@ -137,8 +139,6 @@ def report(result: dict[str, Any]) -> str:
         "table has the tokens computed, over the real tokens: what is below 1 was shared. Examples of a prompt only "
         "meet if they are in the same optimizer step.",
         "",
-        "| rows | pairs per step | drawn | arranged |",
-        "|-|-:|-:|-:|",
-        *(f"| {one['rows']} | {one['step_size']} | {one['drawn']:.3f} | {one['arranged']:.3f} |" for one in meetings),
+        *table(["rows", "pairs per step", *ORDERS], shared),
     ]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
 from ..environment import machine_name
+from ..report import table
 
 MODEL, LAYERS = "smollm2-135m", (1, 4)  # what the second number has more than the first is that of layers
 CAST_TWICE, CAST_ONCE = "PEFT's: float32 and back", "ours: cast once"
@@ -115,13 +116,11 @@ def report(result: dict[str, Any]) -> str:
         "are counted for one layer, forward and backward. Core time is that of a whole step, the median of "
         f"{result['rounds']} that took turns, on {machine_name(result['environment'])}.",
         "",
-        "| inputs of adapters | kernels per layer | bytes kept per token and layer | core time of a step |",
-        "|-|-:|-:|-:|",
     ]
+    rows = []
     for one in result["measured"]:
-        share = one["bytes_per_token"] / first["bytes_per_token"]
-        seconds = one["core_seconds"] / first["core_seconds"]
-        lines.append(
-            f"| {one['way']} | {one['kernels']:.0f} | {one['bytes_per_token']:,.0f} ({share:.0%}) | {seconds:.0%} |"
-        )
-    return "\n".join(lines)
+        share, seconds = (one[name] / first[name] for name in ("bytes_per_token", "core_seconds"))
+        kept = f"{one['bytes_per_token']:,.0f} ({share:.0%})"
+        rows.append([one["way"], f"{one['kernels']:.0f}", kept, f"{seconds:.0%}"])
+    heads = ["inputs of adapters", "kernels per layer", "bytes kept per token and layer", "core time of a step"]
+    return "\n".join([*lines, *table(heads, rows)])

@@ -9,6 +9,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl_paddingfree.data.collate import PreferenceCollator
 
 from ..environment import machine_name
+from ..report import table
 from ..rows import make_rows
 
 
@@ -43,8 +44,6 @@ def report(result: dict[str, Any]) -> str:
         f"The collators take {first['rows']} rows of {first['length']:,} tokens on one core, without workers, on "
         f"{machine_name(result['environment'])}.",
         "",
-        "| collator | milliseconds |",
-        "|-|-:|",
-        *(f"| {one['collator']} | {one['ms']:.0f} |" for one in result["measured"]),
+        *table(["collator", "milliseconds"], [[one["collator"], f"{one['ms']:.0f}"] for one in result["measured"]]),
     ]
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
@@ -21,6 +21,7 @@ from trl_paddingfree.quickstart.side_by_side import ON_CPU, classes_of, differen
 from ..environment import machine_name
 from ..flops import count_flops
 from ..measure import now
+from ..report import table
 
 # Relative; a wrong layout differs in the first or second digit, bfloat16 in the third
 TOLERANCES = {"cpu": 1e-3, "accelerator": 5e-2}
@@ -66,15 +67,7 @@ class Setup:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
 
-def measure(sources: Sequence[tuple[str, str]], model: str) -> Iterator[dict[str, Any]]:
-    """Steps of each task on its data, after each."""
-    measured: list[dict[str, Any]] = []
-    for task, data in sources:
-        measured.append(measure_heads(task, data, model))
-        yield {"measured": measured}
-
-
-def measure_heads(task: str, source: str, model: str, **sizes: int) -> dict[str, Any]:
+def measure(task: str, source: str, model: str, **sizes: int) -> dict[str, Any]:
     """Train by all methods, which counts operations, and then time their steps in turn. Sizes replace those above."""
     device, defaults = ("accelerator", ON_ACCELERATOR) if side_by_side.has_accelerator() else ("cpu", ON_TWO_CORES)
     setup = Setup(task, source, model, **{**defaults[task], **sizes}, device=device)
@@ -103,7 +96,7 @@ def measure_heads(task: str, source: str, model: str, **sizes: int) -> dict[str,
         measured[name]["seconds"], measured[name]["core_seconds"] = map(statistics.median, zip(*taken, strict=True))
     slots = measured["ours, padding-free"]["padded_slots"]
     measured[PADDED] |= {"computed_tokens": slots, "padded_slots": slots}
-    # Where the files lie says nothing
+    # Names only: paths are those of this machine
     named = {"source": Path(source).name, "model": Path(model).name}
     return {"setup": {**asdict(setup), **named}, "methods": measured}
 
@@ -111,7 +104,7 @@ def measure_heads(task: str, source: str, model: str, **sizes: int) -> dict[str,
 def run_method(
     setup: Setup, rows: Any, name: str, options: dict[str, Any], completions: dict[tuple[int, ...], Any] | None = None
 ) -> tuple[dict[str, Any], list[Callable[[], Any]]]:
-    """Train two epochs by one method: operations and losses; of ours, the tokens, too. And the steps of the second."""
+    """Train two epochs by one method. Returns operations, losses and our tokens, and the steps of the second epoch."""
     trainer = make_trainer(setup, rows, name, options, completions)
     step, micro_batches = trainer.training_step, setup.steps * setup.accumulation
     counted: list[int] = []
@@ -120,7 +113,7 @@ def run_method(
 
     def measured(model: Any, inputs: Any, *args: Any) -> Any:
         if len(counted) == micro_batches:  # the second epoch, of the same rows
-            steps.append(lambda: step(model, copy.copy(inputs), *args))  # which takes its tensors out of the inputs
+            steps.append(lambda: step(model, copy.copy(inputs), *args))  # a step empties the inputs that it is given
             return steps[-1]()
         losses: list[Any] = []
         counted.append(count_flops(lambda: losses.append(step(model, inputs, *args))))
@@ -249,18 +242,22 @@ def report(result: dict[str, Any]) -> str:
         f"only: the whole model generates {NUM_GENERATIONS} completions for each prompt once, with transformers, and "
         "they are replayed for every method. vLLM is not installed here.",
         "",
-        "| task, rows | method | tokens, of padded slots | FLOPs, of padded | speed-up | in core time |",
-        "|-|-|-:|-:|-:|-:|",
     ]
+    rows = []
     for one in result["measured"]:
         setup, padded = one["setup"], one["methods"][PADDED]
         name, layers = setup["source"].rpartition("/")[2].partition(".")[0], setup["num_layers"] or "all"
         size = f"batch {setup['batch_size']}" + (f" x {setup['accumulation']}" if setup["accumulation"] > 1 else "")
         for method, found in one["methods"].items():
             speed, core_speed = (padded[key] / found[key] for key in ("seconds", "core_seconds"))
-            lines.append(
-                f"| {setup['task']}, {name}, {size}, {setup['max_length']} tokens, {layers} layers "
-                f"| {method} | {found['computed_tokens'] / padded['padded_slots']:.0%} "
-                f"| {found['flops'] / padded['flops']:.0%} | {speed:.2f}x | {core_speed:.2f}x |"
+            shares = found["computed_tokens"] / padded["padded_slots"], found["flops"] / padded["flops"]
+            rows.append(
+                [
+                    f"{setup['task']}, {name}, {size}, {setup['max_length']} tokens, {layers} layers",
+                    method,
+                    *(f"{share:.0%}" for share in shares),
+                    *(f"{ratio:.2f}x" for ratio in (speed, core_speed)),
+                ]
             )
-    return "\n".join(lines)
+    heads = ["task, rows", "method", "tokens, of padded slots", "FLOPs, of padded", "speed-up", "in core time"]
+    return "\n".join([*lines, *table(heads, rows, left=2)])

@@ -19,6 +19,7 @@ from trl_paddingfree.model.forward import scored_in_rows
 from trl_paddingfree.model.routes import choose_route
 
 from ..flops import StepCost, Work, count_flops
+from ..report import table
 from ..rows import make_rows
 from ..shapes import SHAPES
 
@@ -117,10 +118,10 @@ def report(result: dict[str, Any]) -> str:
         "`qwen3.5-narrow` has three gated delta nets before each attention, and `lfm2-350m-narrow` has ten short "
         "convolutions and six attentions. The limit computes each distinct token once in every layer.",
         "",
-        "| model | rows | flat | shared | limit | shared / limit |",
-        "|-|-|-:|-:|-:|-:|",
     ]
-    for one in result["measured"]:
-        figures = [f"{one[name]:.1%}" for name in ("flat", "shared", "limit")] + [f"{one['shared_over_limit']:.3f}"]
-        lines.append(f"| {one['model']} | {one['rows']} | " + " | ".join(figures) + " |")
-    return "\n".join(lines)
+    names = ("flat", "shared", "limit")
+    rows = [
+        [one["model"], one["rows"], *(f"{one[name]:.1%}" for name in names), f"{one['shared_over_limit']:.3f}"]
+        for one in result["measured"]
+    ]
+    return "\n".join([*lines, *table(["model", "rows", *names, "shared / limit"], rows, left=2)])

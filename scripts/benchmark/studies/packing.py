@@ -8,6 +8,7 @@ import numpy as np
 from datasets import Dataset
 from trl import pack_dataset
 
+from ..report import table
 from ..rows import read_lengths
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
@@ -71,9 +72,8 @@ def report(result: dict[str, Any]) -> str:
         "`packing_strategy`: `bfd` drops what exceeds a row, `bfd_split` packs it as further examples, and `wrapped` "
         "cuts examples wherever a row is full. Figures with ± are means over steps, with their standard deviation.",
         "",
-        "| rows | method | optimizer steps | examples per step | tokens per step | examples cut | tokens lost |",
-        "|-|-|-:|-:|-:|-:|-:|",
     ]
+    rows = []
     for one in result["measured"]:
         for i, (method, figures) in enumerate(one["methods"].items()):
             cells = [
@@ -85,5 +85,6 @@ def report(result: dict[str, Any]) -> str:
                 f"{figures['cut']:.1%}",
                 f"{figures['lost']:.1%}",
             ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    figures = "optimizer steps", "examples per step", "tokens per step", "examples cut", "tokens lost"
+    return "\n".join([*lines, *table(["rows", "method", *figures], rows, left=2)])

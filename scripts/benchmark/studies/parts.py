@@ -10,10 +10,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_paddingfree.cli.memory import loads, model_config, training_needs
-from trl_paddingfree.flat.counts import BatchCounts
-from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.quickstart.side_by_side import classes_of, differences, has_accelerator, make_trainer
+from trl_paddingfree.cli.memory import load_of, model_config, training_needs
+from trl_paddingfree.memory.device import GIB, has_accelerator
+from trl_paddingfree.quickstart.side_by_side import classes_of, differences, make_trainer
 
 from ..environment import machine_name
 from ..run import SMALL, TOLERANCES
@@ -34,7 +33,7 @@ def measure(model: str | None = None) -> dict[str, Any]:
     base = make_model(model, dtype, str(device))
     pairs = [_pair(np.random.default_rng(i)) for i in range(BATCH_SIZE * STEPS)]
     tokens = sum(len(text.split()) for pair in pairs[:HELD] for text in pair.values())
-    needs, load = training_needs(model_config(model, SHAPES), "lora", 1), loads(BatchCounts(*[tokens] * 4))["shared"]
+    needs, load = training_needs(model_config(model, SHAPES), "lora", 1), load_of(tokens, tokens, tokens)
     # The prediction is in bfloat16: in float32, weights and activations have twice the bytes
     budget = float(needs.peaks(load)[-1]) / GIB * dtype.itemsize / 2
     padded = _train(base, pairs, on_accelerator, {})

@@ -6,6 +6,7 @@ of `memory_budget`, whose prediction for the counted batches stands beside what 
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,17 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, Segments
-from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, model_config, training_needs
+from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, load_of, model_config, training_needs
 from trl_paddingfree.flat.slices import cut_by_size, num_kept
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes, slice_loads
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes, slice_loads
 from trl_paddingfree.memory.needs import MemoryNeeds, fused_head, needs_of
 from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
 from trl_paddingfree.model.flat_model import Decision, FlatModel
 from trl_paddingfree.model.restored import attributes_set
 from trl_paddingfree.model.routes import Route, choose_route
+
+from ..report import table
 
 # Counted: rows of these many completions of so many tokens, after a prompt of so many; and tokens of a slice
 CASES = {
@@ -38,8 +41,23 @@ SHAPE = decoder("llama", 256, 704, 8, 8, 4, 256)
 # Predicted: a model, its tuning, and the GiB of a device, of which 3 are left to CUDA and to fragments
 MODEL, TUNING, DEVICE_GIB = "llama-3-8b", "lora", 77.0
 SLICE, COMPLETION, PROMPT = 2048, 2048, 8192
-# A path is as long as it gets; a group has as many completions
-LAYOUTS = ("one path", f"completions of {COMPLETION:,} tokens after a prompt of {PROMPT:,}")
+METHODS = ("nothing", "every layer", "slices")  # what is recomputed
+
+
+def _path(tokens: int) -> tuple[Segments, int]:
+    """A single row, and how many of its tokens are scored."""
+    return Segments((tokens,), (-1,), (0,)), tokens
+
+
+def _group(number: int) -> tuple[Segments, int]:
+    """So many completions of one prompt, whose last token each has for itself, and how many tokens are scored."""
+    branches = number - 1
+    lengths = (PROMPT + COMPLETION, *[COMPLETION + 1] * branches)
+    return Segments(lengths, (-1, *[0] * branches), (0, *[PROMPT - 1] * branches)), number * COMPLETION
+
+
+# Of a path the most tokens, and of a group the most completions are looked for
+LAYOUTS = {"one path": _path, f"completions of {COMPLETION:,} tokens after a prompt of {PROMPT:,}": _group}
 
 
 class PeakBytes(TorchDispatchMode):
@@ -105,21 +123,16 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
         flat.model.zero_grad()
 
     flat.model.gradient_checkpointing_enable({"use_reentrant": False})
-    methods = {
-        "nothing": (Decision(), 0),
-        "every layer": (Decision(), len(layers)),
-        "slices": (Decision(cuts, scored_at_once=size), 0),
-    }
+    decisions = (Decision(), 0), (Decision(), len(layers)), (Decision(cuts, scored_at_once=size), 0)
     found: dict[str, dict[str, int]] = {}
-    for method, arguments in methods.items():
+    for method, arguments in zip(METHODS, decisions, strict=True):
         run(*arguments)  # what is made once
         with FlopCounterMode(display=False) as flops:
             run(*arguments)
         with PeakBytes() as peak:
             run(*arguments)
         found[method] = {"flops": flops.get_total_flops(), "peak_bytes": peak.peak}
-    whole = np.zeros(len(LOADS))
-    whole[[LOADS.index(each) for each in ("constant", "tokens", "scored")]] = 1, segments.num_tokens, len(batch.scored)
+    whole = load_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
     loads = slice_loads(segments, cuts, flat.route, whole)
     predicted = needs.peak_of_slices(loads, num_kept(segments, cuts), whole, size)
     return {
@@ -134,36 +147,19 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
 def _lengths_that_fit() -> list[dict[str, Any]]:
     """How long one path may be, and how many completions a group may have."""
     needs, route = training_needs(model_config(MODEL), TUNING, 0), Route("flash", KEPT_BY_KERNELS, True)
-    found = []
-    for layout in LAYOUTS:
-        is_path = layout == LAYOUTS[0]
 
-        def batch(number: int, is_path: bool = is_path) -> Any:
-            if is_path:
-                return Segments((number,), (-1,), (0,)), number
-            first = PROMPT + COMPLETION
-            lengths = (first, *[COMPLETION + 1] * (number - 1))
-            return Segments(lengths, (-1, *[0] * (number - 1)), (0, *[PROMPT - 1] * (number - 1))), number * COMPLETION
+    def peak(batch: Callable[[int], tuple[Segments, int]], method: str, number: int) -> int:
+        segments, scored = batch(number)
+        whole = load_of(segments.num_tokens, sum(segments.key_lengths), scored)
+        if method != "slices":
+            return int(needs.peaks(whole)[0 if method == "nothing" else -1])
+        cuts = cut_by_size(segments, SLICE)
+        return needs.peak_of_slices(slice_loads(segments, cuts, route, whole), num_kept(segments, cuts), whole, SLICE)
 
-        def load(number: int) -> tuple[Any, np.ndarray]:
-            segments, scored = batch(number)
-            sizes = dict.fromkeys(LOADS, 0) | {"constant": 1, "tokens": segments.num_tokens, "scored": scored}
-            sizes["keys"] = sum(segments.key_lengths)
-            return segments, np.array(list(sizes.values()))
-
-        def sliced(number: int) -> int:
-            segments, whole = load(number)
-            cuts = cut_by_size(segments, SLICE)
-            loads = slice_loads(segments, cuts, route, whole)
-            return needs.peak_of_slices(loads, num_kept(segments, cuts), whole, SLICE)
-
-        most = {
-            "nothing": _most(lambda number: int(needs.peaks(load(number)[1])[0])),
-            "every layer": _most(lambda number: int(needs.peaks(load(number)[1])[-1])),
-            "slices": _most(sliced),
-        }
-        found.append({"layout": layout, "most": most})
-    return found
+    return [
+        {"layout": layout, "most": {method: _most(partial(peak, batch, method)) for method in METHODS}}
+        for layout, batch in LAYOUTS.items()
+    ]
 
 
 def _most(peak: Callable[[int], int]) -> int:
@@ -179,6 +175,16 @@ def _most(peak: Callable[[int], int]) -> int:
 
 def report(result: dict[str, Any]) -> str:
     """The figures as Markdown tables."""
+    counted = []
+    for case in result["counted"]:
+        none, every, slices = (case["methods"][name] for name in METHODS)
+        flops = [f"{method['flops'] / none['flops']:.2f}" for method in (every, slices)]
+        sizes = [each["peak_bytes"] for each in (none, every, slices)] + [case["predicted_bytes"]]
+        cells = [case["name"], f"{case['tokens']:,}", str(case["slices"]), *flops, *(f"{x / 1e6:.0f}" for x in sizes)]
+        counted.append(cells)
+    flops_heads = ["operations: every layer recomputed", "slices"]
+    bytes_heads = ["MB: nothing recomputed", "every layer recomputed", "slices", "predicted"]
+    fit = [[row["layout"], *(f"{row['most'][name]:,}" for name in METHODS)] for row in result["fit"]]
     lines = [
         "# Slices, one after another",
         "",
@@ -186,27 +192,13 @@ def report(result: dict[str, Any]) -> str:
         "counted on the CPU. Operations are relative to those of a pass that recomputes nothing, and bytes are the "
         "most that tensors hold at a time, without weights. `predicted` is what `memory_budget` expects of the slices.",
         "",
-        "| batch | tokens | slices | operations: every layer recomputed | slices | MB: nothing recomputed "
-        "| every layer recomputed | slices | predicted |",
-        "|-|-:|-:|-:|-:|-:|-:|-:|-:|",
-    ]
-    for case in result["counted"]:
-        none, every, slices = (case["methods"][name] for name in ("nothing", "every layer", "slices"))
-        flops = [f"{method['flops'] / none['flops']:.2f}" for method in (every, slices)]
-        sizes = [each["peak_bytes"] for each in (none, every, slices)] + [case["predicted_bytes"]]
-        cells = [case["name"], f"{case['tokens']:,}", str(case["slices"]), *flops, *(f"{x / 1e6:.0f}" for x in sizes)]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
+        *table(["batch", "tokens", "slices", *flops_heads, *bytes_heads], counted),
         "",
         "## What fits into 80 GB",
         "",
         "Predicted for Llama 3.1 8B with LoRA in bfloat16 on a GPU of 80 GB, of which 3 GiB are left to CUDA, in "
         f"slices of {SLICE:,} tokens: the tokens of one path, and the completions of a group.",
         "",
-        "| micro-batch | nothing recomputed | every layer recomputed | slices |",
-        "|-|-:|-:|-:|",
+        *table(["micro-batch", "nothing recomputed", "every layer recomputed", "slices"], fit),
     ]
-    for row in result["fit"]:
-        most = [f"{row['most'][name]:,}" for name in ("nothing", "every layer", "slices")]
-        lines.append(f"| {row['layout']} | {' | '.join(most)} |")
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from trl_paddingfree.quickstart.side_by_side import ON_CPU, classes_of
 
 from ..environment import machine_name
 from ..flops import flop_counter
+from ..report import table
 from ..run import spread
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -283,9 +284,8 @@ def report(result: dict[str, Any]) -> str:
         "- **tower, text**: the floating-point operations of a training step per example, counted by PyTorch: those of "
         "the vision tower with its projector, and all others.",
         "",
-        "| task | layout | speed-up | digits read | first and last loss | largest difference | tower | text |",
-        "|-|-|-:|-:|-:|-:|-:|-:|",
     ]
+    rows = []
     padded = {one["task"]: one for one in results if one["layout"] == "padded"}
     for one in results:
         trl = padded[one["task"]]
@@ -299,5 +299,6 @@ def report(result: dict[str, Any]) -> str:
             "" if one is trl else f"{difference:.0e}",
             *(f"{one[name]:.3f} GFLOP ({one[name] / trl[name]:.2f}x)" for name in ("tower_gflop", "text_gflop")),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    figures = "speed-up", "digits read", "first and last loss", "largest difference", "tower", "text"
+    return "\n".join([*lines, *table(["task", "layout", *figures], rows, left=2)])
