@@ -27,8 +27,8 @@ class ImagesAlone(RowsAlone):
         self.rows = examples.names
         with self.trying():
             self.alone = [self.answers([name])[0] for name in self.rows]
-            paddings = [self.answers(self.rows), *self.in_small_chunks()]
-        self.measure(paddings, *self.alone[:2])
+            first, inverted, *_ = self.alone
+            self.measure([self.answers(self.rows)], moved=inverted, still=first)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
