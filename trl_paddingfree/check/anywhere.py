@@ -97,10 +97,7 @@ def transformers_model(model: torch.nn.Module) -> PreTrainedModel:
 
 
 class _CallWithRows:
-    """
-    What the check calls in place of a model. If it gives a flat batch, the rows go through the padded calls that are
-    computed flat; if it gives rows alone, through the model as it was before.
-    """
+    """What the check calls in place of a model: its padded calls if a flat batch is given, else the model as before."""
 
     def __init__(self, model: torch.nn.Module, calls: PaddedCalls):
         self.model, self.calls, self.base = model, calls, calls.flat.model
@@ -133,10 +130,7 @@ class _CallWithRows:
         return SimpleNamespace(logits=logits, output=output)
 
     def try_padding(self, tolerance: float) -> None:
-        """
-        Find whether the model's own answers to rows with padding on the left, and its router loss over padded rows, are
-        those of the rows alone. Where padding changes them, such calls stay padded, and give what they gave before.
-        """
+        """Leave rows with padding on the left, and router losses, as before where padding changes the model's own."""
         config = self.base.config.get_text_config()
         rows = check_rows(config.vocab_size, draw=0)
         right = row_inputs(self.base, rows)

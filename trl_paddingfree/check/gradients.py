@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -46,6 +47,8 @@ from .training import (
     small_parameters,
     watched_embeddings,
 )
+
+Gradients: TypeAlias = list[torch.Tensor | None]  # `None` where none arrives, or an engine keeps it
 
 # Length of the rows: together more than 256 flat tokens
 _LENGTH = 104
@@ -143,7 +146,7 @@ class RowsInTraining:
 
     def differentiate(
         self, inputs: Inputs, rows: tuple[int, ...] = (0, 1, 2, 3), places: tuple[int, ...] | None = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor, Gradients]:
         """
         Log-probabilities, and the gradients of the losses of `rows`: first those at the embeddings, then those of small
         parameters. `places` are those of `rows` among the rows of `inputs`, if these are not all four.
@@ -246,9 +249,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
     return GradientResult(errors[worst], worst, reference.tolerated(errors[worst]), notes=notes)
 
 
-def _errors_of_parameters(
-    of_groups: list[list[torch.Tensor | None]], expected: list[torch.Tensor | None]
-) -> list[float]:
+def _errors_of_parameters(of_groups: list[Gradients], expected: Gradients) -> list[float]:
     """How far gradients of parameters, added up over the two groups, are off, of parameters that have them."""
     parameters = zip(*of_groups, expected, strict=True)
     pairs = [(a + b, c) for a, b, c in parameters if a is not None and b is not None and c is not None]
@@ -256,10 +257,7 @@ def _errors_of_parameters(
 
 
 def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, batch: FlatBatch, rows: tuple[int, ...]) -> str:
-    """
-    How the flat tokens that carry gradient differ from those of `rows` alone, in words; empty if they do not. `flat` is
-    `(T, D)`, and `alone` `(R, L, D)`: the gradients at the embeddings.
-    """
+    """What is wrong with which tokens carry gradient, `flat` `(T, D)` and `alone` `(R, L, D)`; empty if nothing is."""
     if not flat.isfinite().all():
         return "gradients are not finite"
     touched = (flat != 0).any(1)

@@ -37,7 +37,8 @@ _STAND_INS = 8
 _TF32 = 2.0**-10
 # Attributes of layers and configurations that limit how far a token sees, and their value during the check: to exceed
 # the limits of real models, rows would have to be thousands of tokens long
-_LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk"), 8
+_LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
+_NARROW = 8
 
 Call = Callable[..., Any]
 Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
@@ -173,10 +174,7 @@ class RowsAlone:
             self.measure(padded, torch.cat(moved), self.alone[3].repeat(len(moved)))
 
     def measure(self, padded: list[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
-        """
-        Set the tolerances: by the noise of `padded` answers to all rows, and by the effect of context, which is the
-        difference of `moved` answers, after a changed token, from `still` ones, after the same token as before.
-        """
+        """Set the tolerances by `padded` answers to all rows, and by `moved` ones, in other context than `still`."""
         if carries_state(self.model):  # recurrences in other chunks round differently
             with in_small_chunks(self.model):
                 padded = [*padded, self.answers(self.rows)]

@@ -73,12 +73,9 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
 def try_backends(
     model: PreTrainedModel, tell: Callable[[str], None] = lambda doing: None
 ) -> dict[str, tuple[list[CheckResult], str]]:
-    """
-    By backend, the fastest first: the results of the check, with shared prefixes and without, and if it cannot compute
-    the model, why.
-    """
+    """By backend, the fastest first: what the check found with shared prefixes and without, or why it cannot run."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
-    found: dict[str, tuple[list[CheckResult], str]] = {}
+    by_backend: dict[str, tuple[list[CheckResult], str]] = {}
     for backend in BACKENDS:
         results: list[CheckResult] = []
         try:
@@ -89,8 +86,8 @@ def try_backends(
             tell(f"Trying {route} ...")
             results.append(check_flat(model, route, reference, in_training))
             tell(str(results[-1]))
-        found[backend] = results, reasons
-    return found
+        by_backend[backend] = results, reasons
+    return by_backend
 
 
 def check_model(

@@ -1,11 +1,11 @@
 """What padding wastes on data with images, and what sharing saves: counted in tokens, of rows from the processor."""
 
-from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from datasets.fingerprint import Hasher
 
 from ..data.rows import PromptGroups
 from ..data.savings import Counted
@@ -20,10 +20,7 @@ from .rows import RowImages, VisionRules, sources_of
 def image_counts(
     token_id: int, dataset: Dataset, processor: Any, task: Task, max_length: int | None, options: dict[str, Any]
 ) -> Counted:
-    """
-    [`~trl_paddingfree.data.savings.Counted`] of examples with images, which the model's `processor` prepares, with
-    `token_id` as the placeholder.
-    """
+    """Count examples with images, which the model's `processor` prepares, with `token_id` as the placeholder."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)
@@ -42,11 +39,7 @@ def image_counts(
             [row[mask][:max_length].numpy() for row, mask in zip(x, masks, strict=True)]
             for x in (batch["input_ids"], collator.row_labels(batch))
         )
-        digest = blake2b()
-        for name in sorted(images := of_images(batch)):
-            for entry in images[name]:
-                digest.update(np.asarray(entry).tobytes())
-        prepared.append((rows, labels, digest.digest()))
+        prepared.append((rows, labels, Hasher.hash(of_images(batch))))
 
     def count(index: np.ndarray) -> BatchCounts:
         rows, labels, keys = zip(*(prepared[i] for i in index), strict=True)
