@@ -25,20 +25,7 @@ from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure, is_pooled
 from ..model.restored import buffers_restored
-from .probe import (
-    HALF_DIGITS_FACTOR,
-    MOST_NOISE,
-    NOISE_FACTOR,
-    SHARED,
-    Call,
-    compute_dtype,
-    long_rows,
-    relative_error,
-    relative_errors,
-    root_mean_square,
-    rounding_unit,
-    row_inputs,
-)
+from . import probe
 from .training import (
     as_in_training,
     as_it_answers,
@@ -108,7 +95,7 @@ class RowsInTraining:
     and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode.
     """
 
-    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trains: bool = True):
+    def __init__(self, model: PreTrainedModel, call: probe.Call | None = None, draw: int = 0, trains: bool = True):
         self.model, self.call, self.trains = model, model if call is None else call, trains
         kind = "cpu" if model.device.type == "cpu" else "accelerator"
         config = model.config.get_text_config()
@@ -121,13 +108,13 @@ class RowsInTraining:
         self.notes = tuple(f"{each} is longer than the rows that were tried" for each in beyond)
         # Numbers of positions that a flat row can exceed within seconds
         self.position_limits = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
-        self.rows = long_rows(config.vocab_size, length, draw)
-        self.unit = rounding_unit(model)
-        self.tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
-        fork = int(length * SHARED) - 1
+        self.rows = probe.long_rows(config.vocab_size, length, draw)
+        self.unit = probe.rounding_unit(model)
+        self.tolerance = probe.HALF_DIGITS_FACTOR * self.unit**0.5
+        fork = int(length * probe.SHARED) - 1
         self.first_scored = (0, fork, 0, fork)  # of each row: the second and the fourth begin after the shared prefix
         with self.in_training(), frozen_layers_tried(model) as self.lost:  # names of those that pass no gradient on
-            self.log_probs, (self.embedded, *self.small) = self.differentiate(row_inputs(model, self.rows))
+            self.log_probs, (self.embedded, *self.small) = self.differentiate(probe.row_inputs(model, self.rows))
 
     def in_training(self) -> AbstractContextManager[None]:
         """The context in which the model is tried: as it trains, or as it answers if it does not."""
@@ -158,7 +145,7 @@ class RowsInTraining:
         if not embedded:
             raise RuntimeError("its input embeddings are not what it computes with")
         # Small gradients underflow in float16: training scales its losses, too
-        scale = 2.0**8 if compute_dtype(self.model) == torch.float16 else 1.0
+        scale = 2.0**8 if probe.compute_dtype(self.model) == torch.float16 else 1.0
         scored = zip(places or rows, rows, strict=True)
         loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in scored]).sum()
         watched = [embedded[-1], *small_parameters(self.model)]
@@ -172,22 +159,22 @@ class RowsInTraining:
         if not self.trains:
             with buffers_restored(self.model.modules()):  # "dynamic" frequencies follow the width
                 width = len(self.rows[0]) + 5  # another width is another draw of the noise
-                padded = self.answers(row_inputs(self.model, self.rows, width)).double().cpu()
-            noise = relative_error(padded[:, : self.log_probs.size(1)], self.log_probs)
+                padded = self.answers(probe.row_inputs(self.model, self.rows, width)).double().cpu()
+            noise = probe.relative_error(padded[:, : self.log_probs.size(1)], self.log_probs)
             # The difference may be zero by chance, where kernels sum up both widths alike
-            return min(max(NOISE_FACTOR * max(noise, self.unit), _LEAST_MISTAKE), self.tolerance)
+            return min(max(probe.NOISE_FACTOR * max(noise, self.unit), _LEAST_MISTAKE), self.tolerance)
         if error <= self.tolerance:
             return self.tolerance
         differences = [0.0]
         of_groups = []
         for rows in _GROUPS:  # what rounds differently if rows are computed two at a time
-            inputs = row_inputs(self.model, [self.rows[row] for row in rows])
+            inputs = probe.row_inputs(self.model, [self.rows[row] for row in rows])
             _, (embedded, *small) = self.differentiate(inputs, rows, places=(0, 1))
             if embedded is not None and self.embedded is not None:
-                differences += [relative_error(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
+                differences += [probe.relative_error(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
             of_groups.append(small)
         noise = float(np.max([*differences, *_errors_of_parameters(of_groups, self.small)]))
-        return max(self.tolerance, min(NOISE_FACTOR * noise, MOST_NOISE))
+        return max(self.tolerance, min(probe.NOISE_FACTOR * noise, probe.MOST_NOISE))
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
@@ -212,13 +199,13 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
 
 
 def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
-    inputs = row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
+    inputs = probe.row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
     errors: dict[str, float] = {}
     notes = reference.notes
     is_random = False
     if not reference.trains:
-        errors["answers on long rows"] = relative_error(reference.differentiate(inputs)[0], reference.log_probs)
+        errors["answers on long rows"] = probe.relative_error(reference.differentiate(inputs)[0], reference.log_probs)
     else:
         answers, of_groups = [], []
         for rows in _GROUPS:
@@ -231,7 +218,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
                 return GradientResult(failure=failure)
             for row in rows:
                 of_row = flat[0][batch.row_index[row]]
-                errors[f"gradients of row {row}"] = relative_error(of_row, reference.embedded[row])
+                errors[f"gradients of row {row}"] = probe.relative_error(of_row, reference.embedded[row])
             answers.append(log_probs)
             of_groups.append(small)
         if of_parameters := _errors_of_parameters(of_groups, reference.small):
@@ -239,7 +226,8 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
         elif reference.small:
             notes += ("gradients of parameters were not compared, because an engine keeps them to itself",)
         # Both groups compute the same batch: if the answers differ, the model draws at random, and so do the gradients
-        is_random = root_mean_square(answers[0] - answers[1]) > reference.unit * root_mean_square(answers[0])
+        first, second = answers
+        is_random = probe.root_mean_square(first - second) > reference.unit * probe.root_mean_square(first)
     if failure := _beyond_positions(reference, batch.counts.computed, is_random):
         return GradientResult(failure=failure)
     if is_random:
@@ -253,7 +241,7 @@ def _errors_of_parameters(of_groups: list[Gradients], expected: Gradients) -> li
     """How far gradients of parameters, added up over the two groups, are off, of parameters that have them."""
     parameters = zip(*of_groups, expected, strict=True)
     pairs = [(a + b, c) for a, b, c in parameters if a is not None and b is not None and c is not None]
-    return relative_errors([a for a, _ in pairs], [b for _, b in pairs])
+    return probe.relative_errors([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, batch: FlatBatch, rows: tuple[int, ...]) -> str:
@@ -283,13 +271,13 @@ def _beyond_positions(reference: RowsInTraining, computed: int, is_random: bool)
         if limit < computed:  # the flat row of the check has been longer
             continue
         copies = limit // sum(map(len, reference.rows)) + 1
-        inputs = row_inputs(reference.model, reference.rows * copies, prefix_sharing=False)
+        inputs = probe.row_inputs(reference.model, reference.rows * copies, prefix_sharing=False)
         try:
             with torch.no_grad():
                 log_probs = reference.answers(inputs).double().cpu()
         except Exception as error:
             return str(error)  # names the length, and what to change
-        wrong = root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
-        if not is_random and not wrong <= reference.tolerance * root_mean_square(reference.log_probs):
+        wrong = probe.root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
+        if not is_random and not wrong <= reference.tolerance * probe.root_mean_square(reference.log_probs):
             return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"
     return ""

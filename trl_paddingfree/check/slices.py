@@ -19,18 +19,7 @@ from ..model import architecture
 from ..model.flat_model import Decision, FlatModel
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set
-from .probe import (
-    HALF_DIGITS_FACTOR,
-    MOST_NOISE,
-    NOISE_FACTOR,
-    Call,
-    long_rows,
-    narrowed,
-    relative_error,
-    relative_errors,
-    rounding_unit,
-    row_inputs,
-)
+from . import probe
 from .training import as_in_training, as_it_answers, small_parameters, watched_embeddings
 
 # Tokens of a row, and of a slice: with these, cuts lie within prefixes, and within what follows them
@@ -64,7 +53,9 @@ class SlicesResult:
         return f"{self.num_slices} slices; error {self.error:.1e}, allowed {self.tolerance:.1e}; {found}"
 
 
-def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: str = "", draw: int = 0) -> SlicesResult:
+def check_slices(
+    model: PreTrainedModel, call: probe.Call | None = None, *, skipped: str = "", draw: int = 0
+) -> SlicesResult:
     """
     Compute a flat batch whole and in slices, with windows that are shorter than its rows. Leaves the model as it was.
 
@@ -74,34 +65,34 @@ def check_slices(model: PreTrainedModel, call: Call | None = None, *, skipped: s
     flat = FlatModel.of(model)
     assert flat is not None
     length = min([_LENGTH, *architecture.position_limits(model)])
-    rows = long_rows(model.config.get_text_config().vocab_size, length, draw)
-    inputs = row_inputs(model, rows, prefix_sharing=flat.route.prefix_sharing)
+    rows = probe.long_rows(model.config.get_text_config().vocab_size, length, draw)
+    inputs = probe.row_inputs(model, rows, prefix_sharing=flat.route.prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"]
     cuts = cut_by_size(batch.layout.segments, min(_SIZE, length))
-    unit = rounding_unit(model)
-    half = HALF_DIGITS_FACTOR * unit**0.5
-    gradient_tolerance = min(half, MOST_NOISE)
-    with narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
+    unit = probe.rounding_unit(model)
+    half = probe.HALF_DIGITS_FACTOR * unit**0.5
+    gradient_tolerance = min(half, probe.MOST_NOISE)
+    with probe.narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
         whole, sliced = (_passed(flat, inputs, each, call, not skipped) for each in (Decision(), Decision(cuts)))
-        padded = _passed(flat, row_inputs(model, rows), Decision(), call, not skipped)
-    errors = relative_errors(sliced.small, whole.small)
+        padded = _passed(flat, probe.row_inputs(model, rows), Decision(), call, not skipped)
+    errors = probe.relative_errors(sliced.small, whole.small)
     has_same_tokens = True
     if whole.embedded is not None and sliced.embedded is not None:
         has_same_tokens = torch.equal(*((x != 0).any(-1) for x in (sliced.embedded, whole.embedded)))
-        errors.append(relative_error(sliced.embedded, whole.embedded))
+        errors.append(probe.relative_error(sliced.embedded, whole.embedded))
     largest = float(np.max(errors)) if errors else float("nan")  # Python's `max` may leave out what is `nan`
     if errors and not largest <= gradient_tolerance:
         # Padded rows show what rounds more than the dtype says: 4-bit weights, many layers of bfloat16
-        noise_of_gradients = float(np.max(relative_errors(padded.small, whole.small), initial=0.0))
-        gradient_tolerance = max(gradient_tolerance, min(NOISE_FACTOR * noise_of_gradients, max(half, MOST_NOISE)))
+        noise = float(np.max(probe.relative_errors(padded.small, whole.small), initial=0.0))
+        gradient_tolerance = max(gradient_tolerance, min(probe.NOISE_FACTOR * noise, max(half, probe.MOST_NOISE)))
     # A pooled head gives one number a row: of so few, the measured noise may be near zero by chance
-    least = unit * (NOISE_FACTOR if flat.is_pooled else 1)
-    tolerance = min(NOISE_FACTOR * max(relative_error(padded.answers, whole.answers), least), half)
+    least = unit * (probe.NOISE_FACTOR if flat.is_pooled else 1)
+    tolerance = min(probe.NOISE_FACTOR * max(probe.relative_error(padded.answers, whole.answers), least), half)
     if vars(model).get("is_quantized"):  # slices have few tokens, for which some have kernels that round more
         tolerance = half
     return SlicesResult(
         num_slices=len(cuts) - 1,
-        error=relative_error(sliced.answers, whole.answers),
+        error=probe.relative_error(sliced.answers, whole.answers),
         tolerance=tolerance,
         gradients=largest,
         gradient_tolerance=gradient_tolerance,
@@ -118,7 +109,7 @@ class _Pass(NamedTuple):
     small: list[torch.Tensor]  # gradients of small parameters
 
 
-def _passed(flat: FlatModel, inputs: Inputs, decision: Decision, call: Call | None, trains: bool) -> _Pass:
+def _passed(flat: FlatModel, inputs: Inputs, decision: Decision, call: probe.Call | None, trains: bool) -> _Pass:
     """Compute rows or a flat batch as `decision` says."""
     model = flat.model
     # Padded rows stay padded, also where a trainer has calls of its own become flat
