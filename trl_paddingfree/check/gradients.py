@@ -44,7 +44,7 @@ _GROUPS = ((0, 2), (1, 3))
 # Names in configurations for how far a token sees, where layers are built with that: nothing can narrow it afterwards
 _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
-# Rows exceed such limits, and flat rows the positions of a model, only if these are below so many: it takes time
+# Rows are made longer than limits up to so many tokens, and flat rows than the positions of a model: more takes long
 _LONGEST_LIMIT = {"cpu": 256, "accelerator": 1024}
 _LONGEST_FLAT = {"cpu": 2048, "accelerator": 8192}
 # Gradients below this share of the largest count as zero: rounding alone may make them so
@@ -158,7 +158,7 @@ class RowsInTraining:
         """The largest error that passes. Of gradients, rounding is measured only if `error` is above `tolerance`."""
         if not self.trains:
             with buffers_restored(self.model.modules()):  # "dynamic" frequencies follow the width
-                width = len(self.rows[0]) + 5  # another width is another draw of the noise
+                width = len(self.rows[0]) + 5  # in another width, kernels round differently
                 padded = self.answers(probe.row_inputs(self.model, self.rows, width)).double().cpu()
             noise = probe.relative_error(padded[:, : self.log_probs.size(1)], self.log_probs)
             # The difference may be zero by chance, where kernels sum up both widths alike
@@ -225,7 +225,7 @@ def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
             errors["gradients of small parameters"] = float(np.max(of_parameters))  # Python's `max` may leave out `nan`
         elif reference.small:
             notes += ("gradients of parameters were not compared, because an engine keeps them to itself",)
-        # Both groups compute the same batch: if the answers differ, the model draws at random, and so do the gradients
+        # Both passes computed the same batch: if their answers differ, the model draws at random, also in the gradients
         first, second = answers
         is_random = probe.root_mean_square(first - second) > reference.unit * probe.root_mean_square(first)
     if failure := _beyond_positions(reference, batch.counts.computed, is_random):
