@@ -31,9 +31,9 @@ from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
-from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, taken
+from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, of_images, taken
 from trl_paddingfree.images.examples import first_with_images, images_of
-from trl_paddingfree.images.model import refuse_blind, vision_rules, why_no_images
+from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.trainers import TRAINERS, collated
 from trl_paddingfree.training.steps import Part
@@ -168,7 +168,7 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
     assert len(images) == sum(len(row["images"]) for row in rows)  # cut, and not processed again
     assert sum(len(part["input_ids"]) for part in parts) == 2 * len(rows)
     owners = [0, 3, 2]
-    cut = taken(whole.images(), whole._cuts(), [whole.sources[i] for i in owners])
+    cut = taken(of_images(whole.rows), whole._cuts(), [whole.sources[i] for i in owners])
     for name, values in cut.items():
         alone = torch.as_tensor(collator.rows([rows[i] for i in owners])[name])
         if alone.shape == values.shape:  # else the others are larger, and it is padded to their size
@@ -343,10 +343,10 @@ def test_options_that_images_rule_out(options, message):
 def test_statistics_over_all_images_are_refused():
     """Equal images are computed once, and would count once."""
     model = make_vision("llava", seed=SEED)[0]
-    refuse_blind(model)
+    rules_of_all([model])
     model.model.vision_tower.norm = torch.nn.BatchNorm2d(3)
     with pytest.raises(ValueError, match=r"`vision_tower.norm` takes statistics over all images of a call"):
-        refuse_blind(model)
+        rules_of_all([model])
 
 
 def test_positions_that_are_counted_by_something_unknown_are_refused():
@@ -431,4 +431,4 @@ def test_architectures_that_cannot_train_on_images(kind, reason):
     model = refused_model(kind)
     assert reason in why_no_images(model)
     with pytest.raises(ValueError, match="cannot train on images without padding"):
-        refuse_blind(model)
+        rules_of_all([model])

@@ -1,4 +1,4 @@
-"""Any model, proven and then flat in all its padded calls: one function, for any trainer and any loop."""
+"""`padding_free(model)`: the start-up check, and then padded calls computed flat, in any trainer or loop."""
 
 import time
 from contextlib import nullcontext
@@ -69,8 +69,9 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
     calls = PaddedCalls.install(flat)
     if not check:
         return model
-    call = _Rows(model, calls)
+    call = _CallWithRows(model, calls)
     try:
+        # Calls of the check neither warn nor count
         with attributes_set([(calls, "says", False), (flat, "counts", flat.counts)]):
             result, _ = prove(base, route, call=call)
             with undisturbed(base):
@@ -78,7 +79,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
     except BaseException as error:
         calls.remove()
         upstream.set_attn_implementation(base, before)
-        if isinstance(error, UnprovenModelError):  # which speaks of the option of the trainers
+        if isinstance(error, UnprovenModelError):  # its message names the option of the trainers
             raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None
         raise
     where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")
@@ -88,35 +89,33 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
 
 
 def transformers_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The model of transformers under whatever wrappers."""
+    """The outermost model of transformers within `model`, under PEFT or other wrappers."""
     base = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
     if base is None:
         raise TypeError(f"`padding_free` takes a model of transformers, and there is none in a {type(model).__name__}.")
     return base
 
 
-class _Rows:
-    """A model as the check calls it: with a flat batch, by its padded calls, and without, as it was before."""
+class _CallWithRows:
+    """What the check calls in place of a model: its padded calls if a flat batch is given, else the model as before."""
 
     def __init__(self, model: torch.nn.Module, calls: PaddedCalls):
         self.model, self.calls, self.base = model, calls, calls.flat.model
 
     def __call__(self, flat_batch: object = None, **inputs: Any) -> Any:
-        if flat_batch is None:
-            return self.answers(inputs)
         before = self.calls.flat.counts
-        answers = self.answers(inputs, is_flat=True)
-        if self.calls.flat.counts == before:
+        answers = self.answers(inputs, is_flat=flat_batch is not None)
+        if flat_batch is not None and self.calls.flat.counts == before:
             raise ValueError(
                 f"the forward of {type(self.base).__name__} calls neither its `base_model` nor its decoder with rows"
             )
         return answers
 
     def answers(self, inputs: Inputs, is_flat: bool = False) -> Any:
-        """What the check reads of an answer, of calls that are computed flat, or as before."""
-        given = {name: x for name, x in inputs.items() if name not in ("labels", "fused_lm_head")}
+        """The `log_probs` of rows, or the `logits` of a pooled head, and the whole `output` of the model."""
+        arguments = {name: x for name, x in inputs.items() if name not in ("labels", "fused_lm_head")}
         with nullcontext() if is_flat else self.calls.aside():
-            output = self.model(**given)
+            output = self.model(**arguments)
         if "logits" not in output:
             raise ValueError(
                 f"`padding_free` proves a model by its `logits`, and {type(self.base).__name__} answers with "
@@ -125,41 +124,40 @@ class _Rows:
         if not is_pooled(self.base):
             return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
         logits = output.logits
-        if logits.ndim == 3:  # of tokens: that of the last one says most of its row
+        if logits.ndim == 3:  # one for each token: the last one depends on its whole row
             last = (inputs["attention_mask"] * torch.arange(logits.size(1), device=logits.device)).argmax(1)
             logits = logits[torch.arange(len(last)), last]
         return SimpleNamespace(logits=logits, output=output)
 
     def try_padding(self, tolerance: float) -> None:
-        """Find with which padding the model itself computes what its rows alone are; with others, rows stay padded."""
-        calls, rows = self.calls, check_rows(self.base.config.get_text_config().vocab_size, draw=0)
+        """Leave rows with padding on the left, and router losses, as before where padding changes the model's own."""
+        config = self.base.config.get_text_config()
+        rows = check_rows(config.vocab_size, draw=0)
         right = row_inputs(self.base, rows)
         columns, lengths = torch.arange(right["input_ids"].size(1)), torch.tensor(list(map(len, rows)))[:, None]
         order = ((columns + lengths) % len(columns)).to(right["input_ids"].device)
-        tensors = {name: x for name, x in right.items() if isinstance(x, torch.Tensor)}
-        left = {**right, **{name: x.gather(1, order) for name, x in tensors.items()}}
-        calls.with_left_padding = self._is_alike(left, tolerance)
-        if architecture.config_value(self.base.config.get_text_config(), "output_router_logits") is not None:
-            # Far more padding than tokens: who counts it shows in any precision
+        left = {name: x.gather(1, order) if isinstance(x, torch.Tensor) else x for name, x in right.items()}
+        self.calls.with_left_padding = self._is_alike(left, tolerance)
+        if architecture.config_value(config, "output_router_logits") is not None:
+            # Far more padding than tokens: a router loss that counts padding differs by more than rounding
             wide = {**row_inputs(self.base, rows, 4 * len(columns)), "output_router_logits": True}
             flat, padded = (self.answers(wide, is_flat).output.get("aux_loss") for is_flat in (True, False))
-            alike = flat is None or torch.isclose(flat, padded, rtol=rounding_unit(self.base) ** 0.5)
-            calls.with_routers = bool(alike)
+            is_alike = flat is None or torch.isclose(flat, padded, rtol=rounding_unit(self.base) ** 0.5)
+            self.calls.with_routers = bool(is_alike)
 
     def _is_alike(self, inputs: Inputs, tolerance: float) -> bool:
-        """Whether padded calls of some rows answer as before."""
-        mask = inputs["attention_mask"].bool()
-        inputs = {**inputs}
-        if "labels" in inputs:  # padding predicts nothing that counts
-            known = mask & torch.nn.functional.pad(mask, (1, -1))
-            inputs["labels"] = inputs["labels"].masked_fill(~known, IGNORE_INDEX)
-        flat, padded = (vars(self.answers(inputs, is_flat)) for is_flat in (True, False))
+        """Whether padded rows get the same answers flat as before."""
+        if "labels" in inputs:  # without the first token of each row, which padding would predict
+            mask = inputs["attention_mask"].bool()
+            has_context = mask & torch.nn.functional.pad(mask, (1, -1))
+            inputs = {**inputs, "labels": inputs["labels"].masked_fill(~has_context, IGNORE_INDEX)}
         name = "logits" if is_pooled(self.base) else "log_probs"
-        return root_mean_square(flat[name].double() - padded[name].double()) <= tolerance
+        flat, padded = (vars(self.answers(inputs, is_flat))[name].double() for is_flat in (True, False))
+        return root_mean_square(flat - padded) <= tolerance
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """`(R, L-1)` float32: log-probabilities of `labels` by logits `(R, L, vocabulary)`; 0 where a label is -100."""
     targets = labels[:, 1:].to(logits.device)
-    found = logits[:, :-1].float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
-    return found.masked_fill(targets == IGNORE_INDEX, 0.0)
+    log_probs = logits[:, :-1].float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
+    return log_probs.masked_fill(targets == IGNORE_INDEX, 0.0)

@@ -5,8 +5,8 @@ import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
-OPTIONAL_PACKAGES = ("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
+_PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
+_OPTIONAL = ("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
 
 
 def flash_implementations() -> list[str]:
@@ -19,29 +19,30 @@ def flash_implementations() -> list[str]:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that matter; `None` for those that are not installed."""
-    found: dict[str, str | None] = dict.fromkeys((*PACKAGES, *OPTIONAL_PACKAGES))
-    for name in found:
+    versions: dict[str, str | None] = dict.fromkeys((*_PACKAGES, *_OPTIONAL))
+    for name in versions:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def accelerators() -> tuple[str, list[str]]:
     """The kind of this machine's accelerators, and name, memory and capability of each, as far as PyTorch tells."""
     import torch
 
-    accelerator, found = torch.accelerator.current_accelerator(check_available=True), []
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "", []
+    descriptions = []
     describe = vars(torch.get_device_module(accelerator)).get("get_device_properties", lambda index: None)
     for properties in map(describe, range(torch.accelerator.device_count())):
-        # Each kind of device has a class of its own for these, in C++: only by their names are they alike
+        # Each kind of device has a class of its own for these, in C++, in which only the names are the same
         name, memory, major = (getattr(properties, name, None) for name in ("name", "total_memory", "major"))
         words = [name or accelerator.type]
         words += [f"{memory / 2**30:.0f} GiB"] if memory else []
         words += [f"compute capability {major}.{properties.minor}"] if major else []
-        found.append(", ".join(words))
-    return accelerator.type, found
+        descriptions.append(", ".join(words))
+    return accelerator.type, descriptions
 
 
 def software() -> dict[str, object]:
@@ -64,7 +65,7 @@ def hardware() -> dict[str, object]:
         "gpus": gpus,
         "attention": {
             "flash": flash or "no flash attention package installed",
-            # The rule is that of `model/attention.py`, which takes seconds to import
+            # `model/attention.py` decides by the same rule, but takes seconds to import
             "varlen": "yes" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",

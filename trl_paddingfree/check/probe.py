@@ -1,4 +1,4 @@
-"""What a model says of a few rows one by one, and what a difference from that means."""
+"""Random rows to try a model on, its answers to each of them alone, and which differences from these are rounding."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,23 +14,31 @@ from ..model.forward import is_pooled
 from ..model.restored import attributes_set, modes_restored, random_state_restored
 from ..model.state_layers import carries_state, in_small_chunks, is_state_layer
 
-# Flat and padded runs round differently, each as often up as down: both are draws of one noise. Over the routes, dtypes
-# and models tried (576 runs of 2 and 32 layers), the larger of two draws was exceeded by half at most
+# A tolerance is this many times the noise of padded runs: flat runs round differently, but as much. Over the routes,
+# dtypes and models tried (576 runs of 2 and 32 layers), errors were at most 1.5 times the larger of two such noises
 NOISE_FACTOR = 4.0
-# However large the noise, an error of more than about half the digits, relative to what a token of context does, is not
-# rounding: padding itself may change a model's answers, and then agreement within its noise means nothing
+# No tolerance exceeds this times the square root of the rounding unit (half the digits), relative to the effect of one
+# token of context: padding itself may change a model's answers, and agreement within such noise would mean nothing
 HALF_DIGITS_FACTOR = 3.0
-# Rows that move with others must move far less than with their own context: all that may move them is rounding
+# The most that a row may move when other rows change, relative to the effect of its own context
 LEAK_FRACTION = 0.1
-# The share of long rows that two of them have in common
+# The most that measured noise may raise the tolerance of gradients to, where arithmetic rounds more than its dtype says
+# (4-bit weights): mistakes move gradients by more
+MOST_NOISE = 0.1
+# Errors of a parameter's gradients are relative to their norm, or to this share of the largest norm if that is more:
+# gradients of some parameters are nothing but rounding
+_LEAST_NORM = 0.1
+# The share of a long row that is a prefix it shares with another
 SHARED = 0.75
-# Tokens that stand in for one of a row, to see what context does: of two, both may be new, with one embedding
+# How many tokens replace one of a row in turn, to measure the effect of context: a single one may have the same
+# embedding, if both were added to the vocabulary and are not trained yet
 _STAND_INS = 8
 # One unit of the 10 bits that products of float32 keep, where TF32 is on
 _TF32 = 2.0**-10
-# What limits how far a token sees, in layers and configurations, and how far it sees while rows are tried: to meet the
-# limits of real models, rows would have to be thousands of tokens long
-_LIMITS, _NARROW = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk"), 8
+# Attributes of layers and configurations that limit how far a token sees, and their value during the check: to exceed
+# the limits of real models, rows would have to be thousands of tokens long
+_LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
+_NARROW = 8
 
 Call = Callable[..., Any]
 Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
@@ -40,7 +48,8 @@ Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients. Afterwards modes and the random state are as before."""
     with modes_restored(model.modules()), random_state_restored(model), torch.no_grad():
-        for module in model.modules():  # layers that carry state may have a kernel for training, and draw nothing
+        # Layers that carry state may have another kernel for training, which is to be tried, and have no dropout
+        for module in model.modules():
             module.training = upstream.spoilt_by_evaluation(module) or is_state_layer(module)
         yield
 
@@ -56,8 +65,9 @@ def set_where(
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     configs = [config for module in models for config in (module.config, module.config.get_text_config())]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
-    found = [(holder, name) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)]
-    return attributes_set((*attribute, value) for attribute in found)
+    return attributes_set(
+        (holder, name, value) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)
+    )
 
 
 def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -73,15 +83,15 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
 
 
 def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
-    """Rows to try: two of them share a prompt, every length is different, the shortest is two tokens."""
-    rng = np.random.default_rng(draw)  # of our own: the training's random state stays as it is
+    """Four random rows: two of them share a prompt, every length is different, the shortest is two tokens."""
+    rng = np.random.default_rng(draw)  # not the global one, whose state belongs to the training
 
     def tokens(n):
         return rng.integers(0, vocab_size, n)
 
     prompt = tokens(9)
     rows = [np.concatenate([prompt, tokens(7)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
-    # Branches part right after the prompt and rows at their first token, also where each token is replaced by the next
+    # Answers differ from their first token on, and prompts too, also after [`RowsAlone.changed`] replaces tokens
     rows[2][9] = (rows[0][9] + 2) % vocab_size
     rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
     return rows
@@ -99,7 +109,7 @@ def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
 
 
 def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:
-    """Arguments of a model for rows: padded to `width`, or flat, with shared prefixes or without, if that is said."""
+    """Arguments of a model for rows, padded to at least `width`, and with a flat batch unless `prefix_sharing=None`."""
     pooled, pad_token_id = is_pooled(model), 0
     if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
         raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
@@ -124,10 +134,21 @@ def root_mean_square(x: torch.Tensor) -> float:
     return float(x.pow(2).mean().sqrt())
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference, relative to that of what is expected."""
+    return float((found - expected).norm()) / max(float(expected.norm()), 1e-300)
+
+
+def relative_errors(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+    """The norm of the difference for the gradients of each parameter, relative to what `_LEAST_NORM` says."""
+    least = _LEAST_NORM * max((float(x.norm()) for x in expected), default=0.0)
+    return [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in zip(found, expected, strict=True)]
+
+
 class RowsAlone:
     """
-    The reference for answers: what a model says of a few random rows one by one, in evaluation mode, and how large a
-    difference from that rounding explains.
+    The reference for answers: those of a model to a few random rows one by one, in evaluation mode, and the tolerances
+    for differences from them.
 
     Args:
         model (`PreTrainedModel`):
@@ -145,36 +166,31 @@ class RowsAlone:
         with self.trying():
             self.alone = [self.answers([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))
-            # Another width is another draw: kernels choose their tiles by it
-            paddings = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
-            paddings += self.in_small_chunks()
+            # In another width, kernels choose other tiles, and round differently
+            padded = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
             first, others = self.rows[3][0], self.rows[3][1:]
             steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
             moved = self.answers([np.concatenate([[token], others]) for token in (first + steps) % self.vocab_size])
-        self.measure(paddings, torch.cat(moved), self.alone[3].repeat(len(moved)))
+            self.measure(padded, torch.cat(moved), self.alone[3].repeat(len(moved)))
 
-    def in_small_chunks(self) -> list[list[torch.Tensor]]:
-        """Another draw of what recurrences round, if there are any."""
-        if not carries_state(self.model):
-            return []
-        with in_small_chunks(self.model):
-            return [self.answers(self.rows)]
-
-    def measure(self, paddings: Iterable[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
-        """Set what differences are judged by: answers in `paddings`, and `moved` ones in other context than `still`."""
-        self.noise = max(self.difference(padded, self.alone) for padded in paddings)
+    def measure(self, padded: list[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
+        """Set the tolerances by `padded` answers to all rows, and by `moved` ones, in other context than `still`."""
+        if carries_state(self.model):  # recurrences in other chunks round differently
+            with in_small_chunks(self.model):
+                padded = [*padded, self.answers(self.rows)]
+        self.noise = max(self.difference(answers, self.alone) for answers in padded)
         self.effect = root_mean_square(moved - still)
-        # Noise can be zero by chance, or because the padded run took the same kernels: one unit of rounding, relative
-        # to the log-probabilities, is the least that can be told apart
+        # The measured noise may be zero by chance, or because padded rows took the same kernels: at least one unit of
+        # rounding, relative to the log-probabilities, is tolerated
         scale = root_mean_square(torch.cat(self.alone))
         unit = rounding_unit(self.model)
-        # A pooled head gives one number per row, so few that what they vary by is as often missed
+        # A pooled head gives one number per row: of so few, the measured noise may be near zero by chance
         least = unit * scale * (NOISE_FACTOR if is_pooled(self.model) else 1)
-        believed = min(NOISE_FACTOR * self.noise + least, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
-        # Where context does next to nothing, half the digits of that are less than this unit: not so much is asked for
-        self.tolerance = max(believed, min(least, LEAK_FRACTION * self.effect))
-        # Shapes stay the same when other rows change, and with them how a model rounds: here nothing is excused
-        self.leak_tolerance = min(believed, LEAK_FRACTION * self.effect)
+        explained = min(NOISE_FACTOR * self.noise + least, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
+        # If context has next to no effect, half the digits of it are less than a unit of rounding, which is tolerated
+        self.tolerance = max(explained, min(least, LEAK_FRACTION * self.effect))
+        # When other rows change, shapes stay the same, and with them the rounding: a leak has no such minimum
+        self.leak_tolerance = min(explained, LEAK_FRACTION * self.effect)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         """The root mean square by which answers differ from those expected, in nats."""
@@ -182,12 +198,12 @@ class RowsAlone:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """The context in which the model answers."""
+        """The context in which the model is tried: it changes modes and windows, and puts them back."""
         with undisturbed(self.model), narrowed(self.model):
             yield
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
-        """Log-probabilities of tokens but the first, or what a pooled head says of prefixes, by [`row_inputs`]."""
+        """Log-probabilities of all tokens of each row but the first, or a pooled head's answers to all its prefixes."""
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
             logits = self.call(**row_inputs(self.model, prefixes, width, prefix_sharing)).logits.double().cpu()
@@ -195,22 +211,21 @@ class RowsAlone:
         output = self.call(**row_inputs(self.model, rows, width, prefix_sharing)).log_probs.double().cpu()
         return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
 
-    def _others(self, tokens: np.ndarray) -> np.ndarray:
+    def _replaced(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + 1) % self.vocab_size
 
     def changed(self) -> list[tuple[Rows, list[int]]]:
-        """Variants with other tokens in some rows, with the places of those that stay. The tree stays the same."""
+        """Variants of the rows with other tokens in some of them, and the places of those that stay as they are."""
         a, b, c, d = self.rows
-        prompt, a_branch, c_branch = a[:9], self._others(a[9:]), self._others(c[9:])
         return [
-            ([a, self._others(b), np.concatenate([prompt, c_branch]), d], [0, 3]),
-            ([np.concatenate([prompt, a_branch]), self._others(b), c, d], [2, 3]),
+            ([a, self._replaced(b), np.concatenate([c[:9], self._replaced(c[9:])]), d], [0, 3]),
+            ([np.concatenate([a[:9], self._replaced(a[9:])]), self._replaced(b), c, d], [2, 3]),
         ]
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which the model computes."""
-    # Weights that FSDP1 has offloaded are not where it computes
+    # FSDP1 may have offloaded the weights, and computes on the accelerator
     accelerator = torch.accelerator.current_accelerator()
     for device in (model.device, accelerator):
         if device is not None and torch.is_autocast_enabled(device.type):
@@ -221,7 +236,7 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def rounding_unit(model: PreTrainedModel) -> float:
-    """The relative error of one rounding in which the model computes: with TF32, that of its products."""
+    """The relative error of one rounding, as the model computes: with TF32, that of its products."""
     dtype = compute_dtype(model)
     is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return _TF32 if is_tf32 and torch.cuda.is_available() else torch.finfo(dtype).eps

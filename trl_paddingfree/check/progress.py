@@ -1,4 +1,4 @@
-"""What a check that takes long says of itself."""
+"""Messages for users who wait for a check."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

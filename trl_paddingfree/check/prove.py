@@ -79,8 +79,8 @@ class CheckResult:
     @property
     def smallest_mistake(self) -> float:
         """The smallest mistake that would show, relative to what one token of context does. Leaks show at any size."""
-        found = self.gradients
-        in_gradients = found.tolerance if found and found.passed and not found.skipped else math.inf
+        gradients = self.gradients
+        in_gradients = gradients.tolerance if gradients and gradients.passed and not gradients.skipped else math.inf
         return min(self.tolerance / self.effect if self.effect else math.inf, in_gradients)
 
     @property
@@ -134,11 +134,11 @@ def check_flat(
         model (`PreTrainedModel`), route (`Route`):
             The model, with TRL's fused LM head, and how it computes flat batches.
         reference (`RowsAlone`, *optional*):
-            What the model says of the rows one by one. Computed by default.
+            The model's answers to the rows one by one. Computed by default.
         in_training (`Callable`, *optional*):
             Gives the reference for gradients, which are compared if all else has passed. By default, none are.
         agree (`Callable[[bool], bool]`, *optional*):
-            Whether all processes say what this one says. Each has to call it as often as the others.
+            Whether a verdict is true on all processes. Each process has to call it as often as the others.
     """
     reference = reference or RowsAlone(model)
     FlatModel.install(model, route)
@@ -151,7 +151,7 @@ def compare_rows(
     in_training: Callable[[], RowsInTraining] | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
-    """What `reference` says of its rows flat, as its model computes them now, and one by one; see [`check_flat`]."""
+    """[`check_flat`] of the rows of `reference`, by whatever computes its model's flat batches now."""
     with reference.trying():
         try:
             flat = reference.answers(reference.rows, prefix_sharing=route.prefix_sharing)
@@ -162,24 +162,24 @@ def compare_rows(
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
             refuse_broken_slices(reference.model, error)
             if in_training is not None:
-                agree(False)  # processes on which it answered ask this below
+                agree(False)  # processes on which the model has answered call this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
-    wrong = reference.difference(flat, reference.alone)
     figures = (reference.noise, max(movements), reference.effect, reference.tolerance, reference.leak_tolerance)
-    result = CheckResult(route, wrong, *figures)
+    result = CheckResult(route, reference.difference(flat, reference.alone), *figures)
     if in_training is None or not agree(result.passed):
         return result
     return replace(result, gradients=check_gradients(in_training, route.prefix_sharing))
 
 
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
-    """Sentences for the error on what in `model` makes flat batches fail; `failed` is what was found on each route."""
+    """Why flat batches of `model` fail, in sentences for the error; `failed` is what was found on each route."""
     in_training = [result.gradients.reason for result in failed if result.gradients is not None]
     if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
         return reasons
     if (group := FlatModel.group_of(model)) is not None:
         return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
-    config, failures = vars(model.config.get_text_config()), [result.failure for result in failed]
+    config = vars(model.config.get_text_config())
+    failures = [result.failure for result in failed]
     is_stateful = model._is_stateful or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
@@ -193,15 +193,15 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
         "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,
         "It makes its masks from a 2-D one, and takes no 4-D mask.": failures and all(failures),
     }
-    found = [obstacle for obstacle, is_so in obstacles.items() if is_so]
-    if not found and all(result.isolated for result in failed):
+    reasons = [obstacle for obstacle, is_so in obstacles.items() if is_so]
+    if not reasons and all(result.isolated for result in failed):
         best = min(failed, key=lambda result: result.error / result.tolerance if result.tolerance else math.inf)
         return [
             f"No row moves with others, but rows are off by {best.error:.1e} nats, where rounding explains "
             f"{best.tolerance:.1e} and one token of context does {best.effect:.1e}: wrong positions, forgotten "
             "context, or coarse arithmetic."
         ]
-    return found or ["Something in it does not ask where the sequences of a flat row begin."]
+    return reasons or ["Something in it does not ask where the sequences of a flat row begin."]
 
 
 class UnprovenModelError(ValueError):
@@ -266,7 +266,7 @@ def prove(
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
     failed: list[CheckResult] = []
     routes = routes_to_try(model, route, fallback=fallback)
-    if FlatModel.group_of(model) is not None:  # layers that see rows have no slices
+    if FlatModel.group_of(model) is not None:  # other ways to compute layers with a state cannot be cut into slices
         routes = [candidate for candidate in routes if candidate.states == route.states]
     for candidate in routes:
         for draw in range(draws):

@@ -23,13 +23,13 @@ from .prove import CheckResult, UnprovenModelError, check_flat, prove
 class ModelReport:
     """What the start-up check says of a model, on this machine."""
 
-    model: str  # its class
+    model: str  # name of its class
     device: str
     dtype: str
     attn_implementation: str
-    backends: dict[str, tuple[list[CheckResult], str]]  # the fastest first, as [`try_backends`] gives them
-    chosen: CheckResult | None = None  # how a trainer would train it
-    refusal: str = ""  # what the trainer would say else
+    backends: dict[str, tuple[list[CheckResult], str]]  # see [`try_backends`]
+    chosen: CheckResult | None = None  # by the route that a trainer would take; `None` if it would refuse the model
+    refusal: str = ""  # the error that it would raise then
 
     def as_dict(self) -> dict[str, object]:
         """The report as plain values, for JSON."""
@@ -73,9 +73,9 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
 def try_backends(
     model: PreTrainedModel, tell: Callable[[str], None] = lambda doing: None
 ) -> dict[str, tuple[list[CheckResult], str]]:
-    """What every backend makes of a model, with shared prefixes and without, or why it cannot serve it."""
+    """By backend, the fastest first: what the check found with shared prefixes and without, or why it cannot run."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
-    found: dict[str, tuple[list[CheckResult], str]] = {}
+    by_backend: dict[str, tuple[list[CheckResult], str]] = {}
     for backend in BACKENDS:
         results: list[CheckResult] = []
         try:
@@ -86,8 +86,8 @@ def try_backends(
             tell(f"Trying {route} ...")
             results.append(check_flat(model, route, reference, in_training))
             tell(str(results[-1]))
-        found[backend] = results, reasons
-    return found
+        by_backend[backend] = results, reasons
+    return by_backend
 
 
 def check_model(
@@ -101,26 +101,26 @@ def check_model(
     and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is called
     with each step, in words.
     """
-    model, chosen, refusal = load_model(name, dtype, attn_implementation), None, ""
+    model = load_model(name, dtype, attn_implementation)
     loaded_with = upstream.attn_implementation(model)
+    chosen, refusal = None, ""
     try:
         tell("As a trainer would choose ...")
         chosen, _ = prove(model, choose_route(model), tell=tell)
     except UnprovenModelError as error:
         refusal = str(error)
-    backends = try_backends(model, tell)
-    kind, device, precision = type(model).__name__, model.device, str(model.dtype).removeprefix("torch.")
-    del model  # which might leave no room for itself, loaded again
-    for flash in flash_implementations() if attn_implementation is None and device.type != "cpu" else ():
-        gc.collect()  # a model and its flat model hold each other
-        found = try_backends(load_model(name, dtype, flash), tell)
-        backends |= {backend: report for backend, report in found.items() if not backends[backend][0]}
-    return ModelReport(
-        model=kind,
-        device=str(device),
-        dtype=precision,
+    report = ModelReport(
+        model=type(model).__name__,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
         attn_implementation=loaded_with,
-        backends=backends,
+        backends=try_backends(model, tell),
         chosen=chosen,
         refusal=refusal,
     )
+    del model  # with it in memory, there may be no room to load it again
+    for flash in flash_implementations() if attn_implementation is None and report.device != "cpu" else ():
+        gc.collect()  # a model and its flat model hold each other
+        tried = try_backends(load_model(name, dtype, flash), tell)
+        report.backends.update((backend, found) for backend, found in tried.items() if not report.backends[backend][0])
+    return report

@@ -1,4 +1,4 @@
-"""A model as training will have it, or as it answers, for a moment, and afterwards bit for bit as it was."""
+"""Contexts in which a model is tried, in training or in evaluation mode. Afterwards it is bit for bit as it was."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,9 +17,9 @@ from .probe import Call, set_where, undisturbed
 
 Output: TypeAlias = torch.Tensor | tuple  # of a layer
 
-# Spread of weights that are moved off zero: as after some steps of training
+# Standard deviation of weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
-# Parameters of at most this many entries are small: norms, biases, routers, adapters
+# The most entries of a small parameter
 _SMALL = 2**18
 
 
@@ -56,7 +56,7 @@ def as_it_answers(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """FSDP2 may leave weights whole after a pass: what is done to parameters is done to each process's own part."""
+    """FSDP2 may leave weights gathered after a pass. Within this context, parameters are each process's own parts."""
     with ExitStack() as after:
         for module in modules:
             if isinstance(module, FSDPModule):
@@ -66,10 +66,13 @@ def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _kind(layer: torch.nn.Module) -> str:
-    """What layers of one kind have in common: all but the numbers of their weights, and their place."""
-    others = ("layer_idx", "training")
-    held = [(type(part), name, *each) for name, part in layer.named_modules() for each in vars(part).items()]
-    settings = [each for each in held if isinstance(each[-1], bool | int | float | str) and each[-2] not in others]
+    """Equal for layers that compute alike, but for the values of their weights: their settings, shapes and dtypes."""
+    settings = [
+        (type(part), name, attribute, value)
+        for name, part in layer.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, bool | int | float | str) and attribute not in ("layer_idx", "training")
+    ]
     weights = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
     return f"{sorted(map(repr, settings))} {weights}"
 
@@ -77,12 +80,12 @@ def _kind(layer: torch.nn.Module) -> str:
 @contextmanager
 def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
     """
-    Within this context, of layers of one kind only the first and the last compute: what a kind forgets shows in any,
-    and a deep model takes the time of a shallow one. With sharded weights all compute, as engines expect.
+    Within this context, only the first and the last layer of each kind compute: a mistake shows in any layer of a kind,
+    and a deep model takes no longer than a shallow one. If weights are sharded, all layers compute, as engines expect.
     """
     skipped: list[tuple[torch.nn.Module, str, Callable]] = []
     outputs: dict[str, Output] = {}
-    # FSDP1 has flat parameters, or DTensors; DeepSpeed marks parameters as its own
+    # Parameters of FSDP may be DTensors, and those of DeepSpeed have this attribute
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     is_sharded |= any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
@@ -91,8 +94,8 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
             kinds = [_kind(layer) for layer in stack]
             for i, (layer, kind) in enumerate(zip(stack, kinds, strict=True)):
                 if kind not in kinds[:i]:
-                    note = partial(outputs.__setitem__, kind)
-                    hooks.enter_context(layer.register_forward_hook(lambda _, args, output, note=note: note(output)))
+                    keep = partial(outputs.__setitem__, kind)
+                    hooks.enter_context(layer.register_forward_hook(lambda _, args, output, keep=keep: keep(output)))
                 elif kind in kinds[i + 1 :]:
                     skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
         with attributes_set(skipped):
@@ -100,13 +103,13 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwargs: torch.Tensor) -> Output:
-    """In place of a layer's forward: its input, in a tuple if the first layer of its kind gives one."""
+    """Stands in for a layer's forward: returns its input, as what the first layer of its kind returned."""
     hidden, output = args[0] if args else kwargs["hidden_states"], outputs[kind]
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Dropout of modules, and of functions whose probability stands in one or in a configuration, and noise are off."""
+    """Dropout is off, of modules and of functions whose rate a module or a configuration holds, and so is noise."""
 
     def is_rate(holder: object, name: str, value: object) -> bool:
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
@@ -118,83 +121,84 @@ def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManag
 @contextmanager
 def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> Iterator[None]:
     """
-    Within this context, weights that are zero are not: those of adapters and of projectors of images hide what these
-    do. `frozen` moves weights that are not trained, too: a reference starts as the model that is.
+    Within this context, weights that are all zeros get small random values: adapters and projectors of images that
+    start at zero hide mistakes beneath them. `frozen` moves weights that are not trained, too.
     """
     generator = torch.Generator().manual_seed(0)
     with ExitStack() as after:
-        after.callback(torch.clear_autocast_cache)  # which may hold these weights as they were here
+        after.callback(torch.clear_autocast_cache)  # which may then hold copies of the moved weights
         for parameter in dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)):
             weight = local_part(parameter.detach())
             is_taken = (frozen or parameter.requires_grad) and weight.is_floating_point()
             if is_taken and weight.numel() and not weight.any():
                 after.callback(weight.copy_, weight.clone())
                 weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
-        torch.clear_autocast_cache()  # or as they were before
+        torch.clear_autocast_cache()  # which may hold copies of the weights before
         yield
 
 
 def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Trainable parameters of which a second gradient fits beside everything else: norms, routers, adapters."""
+    """Trainable parameters small enough to hold a second gradient of each: norms, biases, routers, adapters."""
     return [p for p in model.parameters() if p.requires_grad and 0 < p.numel() <= _SMALL]
 
 
 @contextmanager
 def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within this context, the list gets what the input embeddings of a model give, each of which takes a gradient."""
-    found: list[torch.Tensor] = []
+    """Within this context, the list gets each output of the model's input embeddings, to take its gradient."""
+    outputs: list[torch.Tensor] = []
 
     def watch(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        found.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
-        return output.clone()  # some models (GIT) write into what they get, which a leaf forbids
+        outputs.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
+        return output.clone()  # some models (GIT) write into it in place, which a leaf forbids
 
     with model.get_input_embeddings().register_forward_hook(watch):
-        yield found
+        yield outputs
 
 
 @contextmanager
 def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
     """
-    Within this context, each frozen layer is differentiated by itself when it is first called with what needs gradient.
-    The list names those that pass none on, which kernels for inference do without a word.
+    Within this context, each frozen layer is differentiated by itself when it is first called with an input that needs
+    a gradient. The list gets the names of layers that pass none on: kernels for inference lose it without an error.
     """
-    lost, tried = list[str](), set[str]()
+    lost: list[str] = []
+    tried: set[str] = set()
 
     def differentiate(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        first = args[0] if args else None
-        needs_gradient = torch.is_grad_enabled() and isinstance(first, torch.Tensor) and first.requires_grad
-        if name in tried or not needs_gradient:
+        states = args[0] if args else None
+        if name in tried or not (torch.is_grad_enabled() and torch.is_tensor(states) and states.requires_grad):
             return
         tried.add(name)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # those of a checkpoint would count
-            states = args[0].detach().requires_grad_()
+        # Hooks of a checkpoint around the layer would count these tensors as its own: these hooks hide them
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            states = states.detach().requires_grad_()
             output = module.forward(states.clone(), *args[1:], **kwargs)
-            answers = [x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)]
-            answers = [x for x in answers if x.is_floating_point()]
-            losses = [(x * torch.randn_like(x)).sum() for x in answers if x.requires_grad]
-            found = torch.autograd.grad(losses, states, allow_unused=True)[0] if losses else None
-        if answers and (found is None or not found.any()):
+            outputs = [*output] if isinstance(output, tuple) else [output]
+            outputs = [x for x in outputs if torch.is_tensor(x) and x.is_floating_point()]
+            losses = [(x * torch.randn_like(x)).sum() for x in outputs if x.requires_grad]
+            gradient = torch.autograd.grad(losses, states, allow_unused=True)[0] if losses else None
+        if outputs and (gradient is None or not gradient.any()):
             lost.append(f"`{name}` ({type(module).__name__})")
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            # Quantized weights may be buffers. Those in floating point may be tables: no gradient comes through them
-            packed = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
-            own = [*module.parameters(recurse=False), *packed]
-            if not any(x.requires_grad for x in own) and any(x.ndim > 1 and not _is_zero(x) for x in own):
+            # Quantized weights may be buffers, of integers. Buffers in floating point may be tables, without gradient
+            quantized = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
+            weights = [*module.parameters(recurse=False), *quantized]
+            if not any(x.requires_grad for x in weights) and any(x.ndim > 1 and not _is_zero(x) for x in weights):
                 hook = partial(differentiate, name)
                 hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield lost
 
 
 def _is_zero(weight: torch.Tensor) -> bool:
-    """Whether a plain weight is all zeros, as in blocks that a model was expanded by: no gradient comes through it."""
+    """Whether a weight is all zeros, as in blocks that were added to a model, so that no gradient comes through it."""
     is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
     return is_plain and weight.dtype.itemsize > 1 and not weight.any()
 
 
 def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
-    """Raise what a model raises in slices: other processes may wait for this one, which has to end."""
+    """If the model computes slices with other processes, raise its `error`: they may wait for this process."""
     if (group := FlatModel.group_of(model)) is not None:
         raise ValueError(
             f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "

@@ -1,4 +1,4 @@
-"""Images are proven on the user's own first examples: flat, against TRL's rows of each example alone.
+"""The start-up check of images, on the user's own first examples: a flat batch of them, against each example alone.
 
 The figures are those of [`~trl_paddingfree.check.prove`]. Here, `leak` is how much rows move when the images of *other*
 rows are inverted, and `effect` how much they move when their *own* are.
@@ -6,7 +6,6 @@ rows are inverted, and `effect` how much they move when their *own* are.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -17,31 +16,31 @@ from ..check.prove import CheckResult, UnprovenModelError, check_flat
 from ..check.training import moved_off_zero
 from ..flat.batch import IGNORE_INDEX
 from ..model.routes import Route
+from .examples import ImageProbe
 
 
 class ImagesAlone(RowsAlone):
-    """[`RowsAlone`] of the examples of an [`~trl_paddingfree.images.examples.ImageProbe`], each over its rows."""
+    """[`RowsAlone`] of examples with images. The answers to an example are those to all of its rows."""
 
-    def __init__(self, model: PreTrainedModel, examples: Any, call: Call | None = None):
+    def __init__(self, model: PreTrainedModel, examples: ImageProbe, call: Call | None = None):
         self.model, self.call, self.examples = model, model if call is None else call, examples
         self.rows = examples.names
         with self.trying():
             self.alone = [self.answers([name])[0] for name in self.rows]
-            paddings = [self.answers(self.rows), *self.in_small_chunks()]
-        self.measure(paddings, *self.alone[:2])
+            first, inverted, *_ = self.alone
+            self.measure([self.answers(self.rows)], moved=inverted, still=first)
 
     def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        # Behind a projector that starts at zero no image makes a difference yet
+        # Images make no difference to a model whose projector starts at zero
         with undisturbed(self.model), moved_off_zero([*self.model.modules()], frozen=True):
             yield
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
-        is_padded = prefix_sharing is None
-        batch = self.examples.padded(rows) if is_padded else self.examples.flat(rows, prefix_sharing)
+        batch = self.examples.padded(rows) if prefix_sharing is None else self.examples.flat(rows, prefix_sharing)
         inputs = send_to_device(batch, self.model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
         output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
         scored = batch["labels"][:, 1:] != IGNORE_INDEX
@@ -53,9 +52,9 @@ class ImagesAlone(RowsAlone):
 
 
 def check_images(model: PreTrainedModel, route: Route, reference: ImagesAlone) -> CheckResult:
-    """Run a vision-language model on examples flat, and one by one, see [`~trl_paddingfree.check.prove.check_flat`]."""
+    """[`~trl_paddingfree.check.prove.check_flat`] of a vision-language model, on examples with images."""
     result = check_flat(model, route, reference)
-    if reference.effect == 0 and not result.failure:  # an exact result would say nothing
+    if reference.effect == 0 and not result.failure:  # then flat answers prove nothing of images
         return CheckResult(route, failure="images make no difference to the model: they never arrive")
     return result
 
@@ -63,13 +62,14 @@ def check_images(model: PreTrainedModel, route: Route, reference: ImagesAlone) -
 def prove_images(
     model: PreTrainedModel,
     route: Route,
-    examples: Any,
+    examples: ImageProbe,
     *,
     call: Call | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
-    """Prove that images arrive where they belong, by a `route` that is exact on text, else without shared prefixes."""
-    reference, failed = ImagesAlone(model, examples, call), []
+    """Prove images on a `route` that is exact on text, or else on the same without shared prefixes."""
+    reference = ImagesAlone(model, examples, call)
+    failed = []
     for candidate in dict.fromkeys((route, route.without_sharing())):
         result = check_images(model, candidate, reference)
         if agree(result.passed):

@@ -1,7 +1,8 @@
-"""Collators of images and text: TRL's rows, each image processed once, and beside them the flat batch."""
+"""Collators of images and text: TRL's rows and the flat batch of them, with each image processed once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,26 +16,26 @@ from ..data.collate import FlatCollator, FlatMismatchedCollator
 from ..data.lengths import Example
 from ..data.rows import CollatedRows
 from ..flat.batch import Inputs
+from ..model.architecture import TYPE_ROWS
 from .examples import images_of
 from .rows import RowImages, VisionRules, equal_images, sources_of
 
-# What a processor and TRL's collators give row by row; all else belongs to images
-_TYPES = ("token_type_ids", "mm_token_type_ids")
-_MASKED = ("input_ids", "attention_mask", "completion_mask", *_TYPES)
+# What processors and TRL's collators return with one entry per row. Everything else belongs to images
+_MASKED = ("input_ids", "attention_mask", "completion_mask", *TYPE_ROWS)
 _ROWS = (*_MASKED, "labels", "label", *(f"KL_{name}" for name in _MASKED))
-# Under which name `torch_call` hands on the examples that it was called with
+# The name of the examples in what `torch_call` returns, for `collated_rows`
 _EXAMPLES = "examples"
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
 class ImagesOnce:
-    """A processor to which TRL gives each prompt twice, for chosen and rejected row: it doubles rows, not images."""
+    """A processor in TRL's collator of pairs, which gives it each prompt twice: it doubles rows, and not images."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.__dict__["processor"], name)  # what else TRL's collator asks of a processor
+        return getattr(self.__dict__["processor"], name)  # TRL's collator reads its attributes
 
     def __call__(self, text: list[str], **kwargs: Any) -> BatchFeature:
         if "images" not in kwargs:  # completions
@@ -53,10 +54,10 @@ class FlatVisionCollator(FlatCollator):
     """What the collators of this module add to TRL's: with `padding_free`, rows come with a `"flat_batch"`."""
 
     padded_by: ClassVar[tuple[str, ...]] = ()
-    rules: VisionRules | None = None  # what the model wants to know; needed if `padding_free`
+    rules: VisionRules | None = None  # how the model reads images; needed if `padding_free`
 
     def rows(self, examples: list[Example]) -> Inputs:
-        """TRL's rows, with one copy of what belongs to images."""
+        """TRL's rows, with each image once."""
         return dict(self.padded(examples))
 
     def padded(self, examples: list[Example]) -> Inputs:
@@ -83,7 +84,7 @@ class FlatVisionCollator(FlatCollator):
         return rows["labels"] if "labels" in rows else super().row_labels(rows)
 
     def images(self, rows: Inputs, sources: Sequence[int]) -> RowImages | None:
-        """What the flat batch has to know of the images of examples with these `sources`; `None` if rows have none."""
+        """The images of rows, whose examples have these `sources`; `None` if there are none."""
         rules = self.rules
         assert rules is not None
         if not (rows["input_ids"] == rules.token_id).any():
@@ -121,41 +122,42 @@ class VisionUnpairedCollator(FlatMismatchedCollator, FlatVisionCollator, DataCol
 
 @dataclass(frozen=True)
 class CollatedImageRows(CollatedRows):
-    """The rows of a batch with images, and what belongs to their images, once for those that are equal."""
+    """The rows of a batch with images, and what belongs to the images, of which equal ones are there once."""
 
     collator: FlatVisionCollator
-    examples: Sequence[Example] = ()  # processed again, where images of some cannot be cut out of those of all
-    sources: Sequence[int] = ()  # of each example, whose images it has: numbered in the order of the examples
+    examples: Sequence[Example] = ()  # processed again if images of some cannot be cut out of those of all
+    sources: Sequence[int] = ()  # the source of each example: those with equal images have one, numbered in order
 
     @classmethod
     def of(cls, collator: FlatVisionCollator, rows: Inputs, examples: Sequence[Example]) -> "CollatedImageRows":
-        """Those of some examples, of TRL's rows."""
-        found = cls(collator, rows, len(examples), examples, range(len(examples)))
-        images, cuts = found.images(), found._cuts()
+        """Makes them of TRL's rows and their examples."""
+        whole = cls(collator, rows, len(examples), examples, range(len(examples)))
+        images, cuts = of_images(rows), whole._cuts()
         if not images or cuts is None or not all(isinstance(x, torch.Tensor) for x in images.values()):
-            return found
+            return whole
         sources, owners = sources_of(equal_images(images, cuts))
-        return replace(found, rows={**rows, **taken(images, cuts, owners)}, sources=sources)
+        return replace(whole, rows={**rows, **taken(images, cuts, owners)}, sources=sources)
 
     def _cuts(self) -> dict[str, list[int]] | None:
-        """How many entries of what belongs to images each source has, by name; `None` if nothing tells."""
-        if not self.images():
+        """How many entries each source has of what belongs to images, by name; `None` if the lengths do not tell."""
+        images = of_images(self.rows)
+        if not images:
             return {}
         assert self.collator.rules is not None
         tokens = (self.rows["input_ids"] == self.collator.rules.token_id).sum(1).tolist()
         of_examples = zip(map(len, map(images_of, self.examples)), tokens, strict=False)
         of_sources = dict(zip(self.sources, of_examples, strict=True)).values()
-        return image_cuts(self.images(), *map(list, zip(*of_sources, strict=True)))
+        return image_cuts(images, *map(list, zip(*of_sources, strict=True)))
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
-        chosen, cuts, numbers = [self.examples[i] for i in examples], self._cuts(), self.row_numbers(examples)
+        chosen = [self.examples[i] for i in examples]
+        numbers = self.row_numbers(examples)
         rows = {name: x[numbers] for name, x in self.rows.items() if name in _ROWS}
-        if cuts is None:  # of rows, those that were collated stay: a subclass may have edited them
-            again, sources = self.collator.rows(chosen), [*range(len(chosen))]
-            images = of_images(again)
+        if (cuts := self._cuts()) is None:  # only images are taken from this: a subclass may have edited the rows
+            images, sources = of_images(self.collator.rows(chosen)), [*range(len(chosen))]
         else:
             sources, owners = sources_of([self.sources[i] for i in examples])
-            images = taken(self.images(), cuts, owners) if any(map(images_of, chosen)) else {}
+            images = taken(of_images(self.rows), cuts, owners) if any(map(images_of, chosen)) else {}
         return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, sources)
 
     def with_flat(self, reach: int | None = None) -> Inputs:
@@ -163,50 +165,49 @@ class CollatedImageRows(CollatedRows):
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
         return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
 
-    def images(self) -> Inputs:
-        return of_images(self.rows)
-
 
 def of_images(rows: Inputs) -> Inputs:
-    """What of a processor's output, or of a batch, belongs to images."""
+    """The entries of a batch, or of a processor's output, that belong to images."""
     return {name: value for name, value in rows.items() if name not in _ROWS}
 
 
 def image_cuts(images: Inputs, counts: Sequence[int], tokens: Sequence[int]) -> dict[str, list[int]] | None:
     """
-    How many entries of what belongs to images each example has, by name, if each has so many images and placeholders.
+    How many entries each example has of what belongs to images, by name. Each has so many images (`counts`) and
+    placeholders (`tokens`).
 
-    Processors stack it by example, by image, by patch of each image's grid, or by tile of equally many placeholders.
-    Where the lengths do not tell which, the images have to be processed again: `None`.
+    Processors stack images by example, by image, by patch of each image's grid, or by tile of equally many
+    placeholders. If the lengths do not tell which, the result is `None`, and the images have to be processed again.
     """
-    if not any(counts):  # images that were not found in the examples
+    if not any(counts):  # the images stand where `images_of` does not look
         return None
     ends = np.cumsum([0, *counts]).tolist()
-    cuts = [list(counts), [min(count, 1) for count in counts]]
-    # Images of four dimensions may be tiles, of which there may be as many as examples
+    candidates = [list(counts), [min(count, 1) for count in counts]]
+    # Pixels of four dimensions may be tiles, and these as many as examples by chance, if some have no image
     pixels, grids = images.get("pixel_values"), images.get("image_grid_thw")
     if 0 not in counts or not isinstance(pixels, torch.Tensor) or pixels.ndim != 4:
-        cuts.append([1] * len(counts))
+        candidates.append([1] * len(counts))
     if grids is not None and len(grids) == ends[-1]:
         patches = grids.prod(-1).tolist()
-        cuts.append([sum(patches[a:b]) for a, b in zip(ends, ends[1:], strict=False)])
-    found: dict[str, list[int]] = {}
+        candidates.append([sum(patches[a:b]) for a, b in pairwise(ends)])
+    cuts: dict[str, list[int]] = {}
+    total = sum(tokens)
     for name, value in images.items():
-        size, total = len(value), sum(tokens)
-        sizes = {tuple(cut) for cut in cuts if sum(cut) == size}
-        if not sizes and total and not any(count * size % total for count in tokens):
-            sizes = {tuple(count * size // total for count in tokens)}
-        if len(sizes) != 1:
+        size = len(value)
+        possible = {tuple(cut) for cut in candidates if sum(cut) == size}
+        if not possible and total and not any(count * size % total for count in tokens):
+            possible = {tuple(count * size // total for count in tokens)}
+        if len(possible) != 1:
             return None
-        found[name] = [*sizes.pop()]
-    return found
+        cuts[name] = [*possible.pop()]
+    return cuts
 
 
 def taken(images: Inputs, cuts: dict[str, list[int]], owners: Sequence[int]) -> Inputs:
-    """What belongs to the images of some `owners` of these, of which each has as many entries as `cuts` says."""
-    found: Inputs = {}
+    """The entries of some `owners`, one after another, where `cuts` says how many entries each owner has."""
+    entries: Inputs = {}
     for name, value in images.items():
         ends = np.cumsum([0, *cuts[name]]).tolist()
         index = [k for owner in owners for k in range(ends[owner], ends[owner + 1])]
-        found[name] = value[index] if isinstance(value, torch.Tensor) else [value[k] for k in index]
-    return found
+        entries[name] = value[index] if isinstance(value, torch.Tensor) else [value[k] for k in index]
+    return entries

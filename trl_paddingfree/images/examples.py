@@ -1,8 +1,8 @@
-"""The images of an example: where they stand, which examples have equal ones, and which to try a model on."""
+"""The images of examples: where they are found, and which examples to try a model on."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 # How many examples are searched for images
 _EXAMPLES_SEARCHED = 256
-# A kind of examples to try: of those that only tools or environments may give
+# The kind of an [`ImageProbe`] for prompts without images, to which tools or environments may add some
 MADE_UP = "made-up"
 
 
 def has_images(dataset: AnyDataset) -> bool:
-    """Whether TRL takes a data set for one with images. What is none, it refuses in its own words."""
+    """Whether TRL takes a data set for one with images. Anything but a data set is left for TRL to refuse."""
     is_dataset = isinstance(dataset, Dataset | IterableDataset)
     return is_dataset and not {"image", "images"}.isdisjoint(column_names(dataset))
 
@@ -46,7 +46,7 @@ def first_with_images(dataset: Dataset) -> int:
 
 
 def first_examples(dataset: AnyDataset, columns: Collection[str] | None = None) -> Iterator[Example]:
-    """Examples from the one before the first with an image in its column on, with some of their columns, or all."""
+    """Examples from one before the first that has an image in its column, with some of their columns, or all."""
     if has_images(dataset) and has_known_lengths(dataset):
         dataset = dataset.select(range(max(first_with_images(dataset) - 1, 0), len(dataset)))
     return ({k: v for k, v in row.items() if columns is None or k in columns} for row in dataset)
@@ -55,13 +55,13 @@ def first_examples(dataset: AnyDataset, columns: Collection[str] | None = None) 
 def prompt_in_messages(example: Example) -> Example:
     """A prompt with images as a conversation that holds them, as TRL makes it."""
     prompt = example["prompt"]
-    is_text = isinstance(prompt, str)  # with which TRL takes no images
+    is_text = isinstance(prompt, str)  # TRL adds images to conversations only
     messages = [{"role": "user", "content": prompt}] if is_text else prompt
     return {"images": [], "messages": prepare_multimodal_messages(messages, [] if is_text else _in_columns(example))}
 
 
 def made_up_examples() -> Iterator[Example]:
-    """Conversations with and without images, of which nothing is known but that they will come."""
+    """Conversations with and without images of noise, where the data shows none that may come."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -76,8 +76,8 @@ def _in_columns(example: Example) -> list[object]:
     return [image for image in images if image is not None]
 
 
-def images_of(example: Example) -> list[object]:
-    """The images of an example, Pillow's, arrays or text that names one: its column, and those in its messages."""
+def images_of(example: Example) -> list[Any]:
+    """The images of an example, in its column and its messages: each an image of Pillow, an array, or text to load."""
     images = _in_columns(example)
     for messages in example.values():
         for message in messages if isinstance(messages, list) else ():
@@ -88,7 +88,7 @@ def images_of(example: Example) -> list[object]:
 
 
 def _image_of(part: Example) -> list[object]:
-    """The image that stands in a part of a message, if one does: by itself, by a name, or as OpenAI writes it."""
+    """The image in a part of a message, if there is one: itself, what to load it from, or OpenAI's `image_url`."""
     if part.get("type") == "image_url":
         url = part["image_url"]
         return [url["url"] if isinstance(url, dict) else url]
@@ -97,7 +97,7 @@ def _image_of(part: Example) -> list[object]:
 
 
 def inverted(value: Any, is_image: bool = False) -> Any:
-    """An example with other images of the same sizes: in its columns, and in its messages."""
+    """An example with its images inverted, in its columns and in its messages: other images of the same sizes."""
     from PIL import Image, ImageChops
 
     if is_image and isinstance(value, str):  # a path, an address or base64
@@ -117,8 +117,8 @@ def inverted(value: Any, is_image: bool = False) -> Any:
 
 class ImageProbe:
     """
-    The user's own first examples with images, to try a model on: two of them, one of these with its image inverted, and
-    one without images, as far as the data has them. The trainer's collator makes batches of them.
+    The user's own first examples to try a model on, in batches of the trainer's collator: two with different images,
+    the same with images inverted, and one without images, as far as the data has them.
     """
 
     def __init__(self, collator: "FlatVisionCollator", examples: Iterable[Example], kind: str = "the data's"):
@@ -140,11 +140,11 @@ class ImageProbe:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The examples to try together, `"first"` and `"inverted"` if the data begins with images at all."""
+        """The examples to try together, by their names; empty if no example with images was found."""
         wanted = ("first", "inverted", "second", "text")
         return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
 
-    def variants(self) -> list[tuple[list[str], list[int]]]:
+    def variants(self) -> list[tuple[Sequence[str], list[int]]]:
         """The same examples with other images in some of them, and the places of those whose images stay."""
         first, inverted, *others = self.names
         swapped = [inverted, first, *others]
@@ -153,7 +153,7 @@ class ImageProbe:
         return [(names, staying) for names, staying in found if 0 < len(staying) < len(names)]
 
     def to_count(self, prefix_sharing: bool) -> list[Inputs]:
-        """Flat batches with the images of one example, and of two if they have different ones."""
+        """Flat batches by which memory is counted: with the images of one example, and of two if these differ."""
         seen = [name for name in ("first", "second") if name in self.examples]
         return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*((name,) for name in seen), (*seen,)])]
 
@@ -170,15 +170,15 @@ class ImageProbe:
 
 def _scoring_all(rows: Inputs) -> Inputs:
     labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
-    others = ("completion_mask", "label")  # KTO's mismatched rows have the same images, and more to score
+    others = ("completion_mask", "label")  # and KTO's mismatched rows, which have the same images
     scored = {name: x for name, x in rows.items() if name not in others and not name.startswith("KL_")}
     return {**scored, "labels": labels}
 
 
 def _are_equal(one: Example, other: Example) -> bool:
-    pairs = [map(np.asarray, images_of(example)) for example in (one, other)]
-    return all(a is not None and b is not None and np.array_equal(a, b) for a, b in zip_longest(*pairs))
+    ones, others = images_of(one), images_of(other)
+    return len(ones) == len(others) and all(map(np.array_equal, ones, others))
 
 
 def _sizes(example: Example) -> list[tuple[int, ...]]:
-    return [np.shape(np.asarray(image)) for image in images_of(example)]
+    return [np.shape(image) for image in images_of(example)]

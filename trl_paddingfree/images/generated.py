@@ -1,4 +1,4 @@
-"""The images of generated rows: TRL gives them to a whole pass, and flat batches take them row by row."""
+"""Images in GRPO, RLOO and distillation: TRL gives those of all rows to a pass, which calls the model in chunks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import Inputs
-from .rows import RowImages, VisionRules, equal_images
+from .rows import RowImages, VisionRules, equal_images, sources_of
 
-# Arguments of TRL's passes that hold images. Beside them, a pass is told how many each row has, in pieces too
+# Arguments of TRL's passes that hold images, and those that say how many images, or tiles of them, each row has
 IMAGE_ARGUMENTS = (
     *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
     *("image_position_ids", "spatial_shapes"),
@@ -19,7 +19,7 @@ _COUNTS = ("num_images", "num_tiles")
 
 
 class GeneratedImages:
-    """The images of the rows of a pass, of which each call of the model takes the next."""
+    """The images of all rows of a pass. Each call of the model takes those of the next rows."""
 
     def __init__(self, images: Inputs, num_images: list[int], cuts: Mapping[str, list[int]]):
         self.num_images = num_images  # of each row
@@ -31,59 +31,61 @@ class GeneratedImages:
         self.num_taken = 0  # rows that calls have taken
 
     @classmethod
-    def of(cls, given: Inputs) -> "GeneratedImages | None":
-        """Those among the arguments of a pass; `None` if nothing tells whose they are."""
-        if given.get("num_images") is None or given.get("pixel_values") is None:
+    def of(cls, arguments: Inputs) -> "GeneratedImages | None":
+        """Those among the arguments of a pass; `None` if there are none, or nothing says which row has how many."""
+        there = {name: x for name in (*IMAGE_ARGUMENTS, *_COUNTS) if (x := arguments.get(name)) is not None}
+        if "num_images" not in there or "pixel_values" not in there:
             return None
-        images = {name: given[name] for name in IMAGE_ARGUMENTS if given.get(name) is not None}
-        counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
-        return cls(images, given["num_images"], row_cuts({**images, **counts}))
+        images = {name: x for name, x in there.items() if name not in _COUNTS}
+        return cls(images, there["num_images"], row_cuts(there))
 
     def next(self, num_rows: int, rules: VisionRules) -> RowImages:
-        """What the flat batch of the next rows has to know, for a call that is given their images."""
+        """The images of the next rows, for the flat batch of a call that gets the entries of these rows."""
         rows = range(self.num_taken, self.num_taken + num_rows)
         self.num_taken += num_rows
-        owners: dict[int, int] = {}  # within these rows, by the first row of all
-        for row in rows:
-            owners.setdefault(self.firsts[row], row)
-        kept, places = {}, dict[str, np.ndarray]()
+        sources, firsts = sources_of([self.firsts[row] for row in rows])
+        owners = [rows[sources.index(source)] for source in range(len(firsts))]  # the first of these rows with each
+        places: dict[str, np.ndarray] = {}  # of the owners' entries, among those of the pass
+        kept: dict[str, np.ndarray] = {}
         for name, ends in self.ends.items():
-            spans = [np.arange(*ends[row : row + 2]) for row in owners.values() if self.num_images[row]]
+            spans = [np.arange(*ends[row : row + 2]) for row in owners if self.num_images[row]]
             places[name] = np.concatenate([np.zeros(0, np.int64), *spans])
             if len(places[name]) < ends[rows.stop] - ends[rows.start] or not len(places[name]):
-                kept[name] = places[name] - ends[rows.start]  # of the entries that the call is given
-        order, grids = list(owners), None
+                kept[name] = places[name] - ends[rows.start]
+        grids = None
         if rules.counts_grids and self.grids is not None and len(places["image_grid_thw"]):
             grids = self.grids[places["image_grid_thw"]]
-        num_pixels = len(places["pixel_values"]) * self.pixels_per_entry
-        return RowImages(rules, [order.index(self.firsts[row]) for row in rows], grids, kept, num_pixels)
+        return RowImages(rules, sources, grids, kept, len(places["pixel_values"]) * self.pixels_per_entry)
 
 
 def split_by_row(batch: Inputs) -> Inputs:
-    """A batch of TRL's with lists of what images of each row have, where they may have several entries."""
-    # A processor that gives such a mask stacks images by row, which TRL takes for images if there are as many
+    """TRL's split of a batch: arguments with several entries per row become lists, with those of each row together."""
+    # With such a mask, each row has one entry, also if there are as many rows as images, and TRL would split by images
     is_stacked = batch.get("pixel_attention_mask") is not None and batch.get("spatial_shapes") is None
     return batch if is_stacked else split_pixel_values_by_grid(batch)
 
 
-def row_cuts(given: Inputs) -> dict[str, list[int]]:
-    """How many entries each row has of the arguments with images, as TRL cuts them."""
-    cut, num_rows, found = split_by_row(given), len(given["num_images"]), {}
-    for name in given.keys() - {*_COUNTS}:
-        found[name] = list(map(len, cut[name])) if isinstance(cut[name], list) else [1] * num_rows
-        if sum(found[name]) != len(given[name]):
+def row_cuts(arguments: Inputs) -> dict[str, list[int]]:
+    """How many entries each row has of the arguments with images, as TRL splits them."""
+    num_rows = len(arguments["num_images"])
+    cuts = {}
+    for name, value in split_by_row(arguments).items():
+        if name in _COUNTS:
+            continue
+        cuts[name] = list(map(len, value)) if isinstance(value, list) else [1] * num_rows
+        if sum(cuts[name]) != len(arguments[name]):
             raise ValueError(
-                f"`{name}` has {len(given[name])} entries, and nothing tells to which of the {num_rows} rows they "
+                f"`{name}` has {len(arguments[name])} entries, and nothing tells to which of the {num_rows} rows they "
                 "belong. Set `padding_free=False`."
             )
-    return found
+    return cuts
 
 
 def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     """
-    The rows of some micro-batches of one width, those of one prompt with equal images together, in micro-batches of the
-    same size. As TRL keeps them, these hold tensors and lists of one entry per row, values that all rows have in
-    common, and images, which may have several entries per row.
+    The rows of micro-batches of one width in another order, so that rows with the same prompt and equal images come
+    together, in micro-batches of the same size. As TRL keeps them, these hold tensors and lists of one entry per row,
+    values that all rows have in common, and images, which may have several entries per row.
 
     >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
     >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
@@ -91,7 +93,8 @@ def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     """
     batches = list(map(split_by_row, batches))
     whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-    images, prompts = GeneratedImages.of(unsplit_pixel_values_by_grid(whole)), whole["prompt_ids"].cpu().numpy()
+    images = GeneratedImages.of(unsplit_pixel_values_by_grid(whole))
+    prompts = whole["prompt_ids"].cpu().numpy()
     firsts = [0] * len(prompts) if images is None else images.firsts
     keys = [(row.tobytes(), first) for row, first in zip(prompts, firsts, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)

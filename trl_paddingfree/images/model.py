@@ -1,7 +1,7 @@
-"""Vision-language models: what they are told of a flat row's images, and which of them cannot be told.
+"""Vision-language models: by which rules they read images in a row, and which of them cannot read those of a flat row.
 
-The model merges its images itself. It is given its features in the order of the flat row's placeholders, the positions
-that it counts itself over the rows, and the blocks of image tokens that see one another.
+A model puts the features of its images in the place of placeholder tokens itself. For a flat row, it gets them in the
+order of its placeholders, with positions that its own function counts in each row.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _REFUSED = {
 def vision_rules(model: PreTrainedModel) -> VisionRules:
     """The [`VisionRules`] of a model."""
     config = model.config  # not the processor: Gemma 3's calls another token its `image_token_id`
-    # The others cut blocks where the window ends
+    # In other models, a token sees those of its image within the window only
     longest = config.get_text_config().sliding_window if config.model_type == "gemma4_unified" else None
     counts_grids = hasattr(model.base_model, "get_rope_index")  # Qwen's backbones have it, without a common class
     return VisionRules(config.image_token_id, sees_both_ways(model), longest, counts_grids)
@@ -37,7 +37,7 @@ def sees_both_ways(model: PreTrainedModel) -> bool:
 
 
 def why_no_images(model: PreTrainedModel) -> str:
-    """Why `model` cannot train on images without padding, whatever a check would say; empty if that has to be tried."""
+    """Why `model` cannot train on images without padding; empty if nothing is known to stand against it."""
     config, backbone = model.config, model.base_model
     if reason := _REFUSED.get(config.model_type):
         return reason
@@ -48,26 +48,20 @@ def why_no_images(model: PreTrainedModel) -> str:
     if config_value(config, "image_token_id") is None:
         return "its configuration names no `image_token_id`"
     for name, module in backbone.named_modules():
-        if isinstance(module, BATCH_NORMS):  # TRL computes equal images as often as rows have them
+        if isinstance(module, BATCH_NORMS):  # TRL gives equal images to the tower once for each row
             return f"`{name}` takes statistics over all images of a call, in which equal ones are there once"
     return ""
 
 
-def refuse_blind(model: PreTrainedModel) -> None:
-    """Refuse to train a model on images that cannot take them from a flat row."""
-    if reason := why_no_images(model):
-        raise ValueError(
-            f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, or "
-            "train another model."
-        )
-
-
 def rules_of_all(models: Sequence[PreTrainedModel]) -> VisionRules:
-    """What models that compute the same rows want to know of images. Refuses those that cannot, or that disagree."""
+    """The rules of models that compute the same rows. Refuses those that cannot train on images, or that disagree."""
     for model in models:
-        refuse_blind(model)
-    first, *others = map(vision_rules, models)
-    for model, rules in zip(models[1:], others, strict=True):
+        if reason := why_no_images(model):
+            raise ValueError(
+                f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, "
+                "or train another model."
+            )
+        rules, first = vision_rules(model), vision_rules(models[0])
         if rules != first:
             raise ValueError(
                 f"{type(model).__name__} and {type(models[0]).__name__} compute the same rows, and read images by "

@@ -1,7 +1,7 @@
 """The images of a flat batch: which feature stands at which placeholder, which images are equal, and image blocks.
 
-A model merges its images itself, once, on the flat row: it writes the next feature of its vision tower at each
-placeholder token. Shape legend: see `segments`; in addition
+A model merges the images of a flat row itself: at each placeholder token, it writes the next feature of its vision
+tower. Shape legend: see `segments`; in addition
     S = sources, each the images of one row, or of several rows with equal ones, in the order of the tower
     F = features of the images, in the order in which the tower gives them, source by source
     I = placeholders on the flat axis; several of them may want one feature, where rows have the same source
@@ -20,25 +20,25 @@ from ..flat.batch import FlatBatch
 from ..flat.transfer import HasTensors, on_device
 from ..model.restored import attributes_set
 
-# As a model gives them: of all images, or of each
+# As models return them: one tensor for all images, or one for each
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 _MISMATCH = "Image features and image tokens do not match"  # TRL knows these words, and says that `max_length` cuts
 
 
 @dataclass(frozen=True)
 class VisionRules:
-    """What has to be known of a vision-language model before its rows are flattened."""
+    """How a vision-language model reads the images of a row."""
 
     token_id: int  # the placeholder
     has_blocks: bool = False  # whether the tokens of an image see one another in both directions
-    longest_block: int | None = None  # beyond which a block sees more than a layer's window, and ours do not
+    longest_block: int | None = None  # the most tokens of an image, if it sees all of them whatever a layer's window
     counts_grids: bool = False  # whether positions of image tokens are counted by the images' grids
 
 
 @dataclass(frozen=True)
 class RowImages:
     """
-    What is known of the images of `R` rows before these are flattened.
+    The images of `R` rows, from which those of their flat batch are made.
 
     >>> images, rows = RowImages(VisionRules(9), sources=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
     >>> [row.tolist() for row in images.identities(rows)], [row.tolist() for row in images.features(rows)[0]]
@@ -46,27 +46,27 @@ class RowImages:
     """
 
     rules: VisionRules
-    sources: Sequence[int]  # of each row, whose images it has: numbered from 0 in the order of the rows
+    sources: Sequence[int]  # the source of each row, numbered from 0 in the order of the rows
     grids: torch.Tensor | None = None  # (images, 3) int64, on the CPU: of all sources, if positions are counted by them
-    # By argument of the model, which of its entries the sources are, of those arguments that have others, too
+    # For arguments of the model that have entries of other images, too: which of their entries are those of the sources
     kept: Mapping[str, np.ndarray] = field(default_factory=dict)
-    num_pixels: int = 0  # how many numbers the images have, as the vision tower gets them
+    num_pixels: int = 0  # how many numbers the vision tower gets for the sources
 
     def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
-        """The placeholders of each row counted from its entry in `firsts`, and -1 elsewhere."""
-        found = [row == self.rules.token_id for row in rows]
-        return [np.where(x, first + np.cumsum(x) - 1, -1) for x, first in zip(found, firsts, strict=True)]
+        """For each row, its placeholders numbered from its entry in `firsts` on, and -1 at other tokens."""
+        masks = [row == self.rules.token_id for row in rows]
+        return [np.where(x, first + np.cumsum(x) - 1, -1) for x, first in zip(masks, firsts, strict=True)]
 
     def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """`R` int64 arrays by which rows are compared: the tokens, and a negative number for each image's tokens."""
+        """`R` int64 arrays by which rows are compared: tokens, and negative numbers for each source's placeholders."""
         longest = max(map(len, rows), default=0)
         numbered = self._numbered(rows, [source * longest for source in self.sources])
         return [np.where(number < 0, row, -1 - number) for row, number in zip(rows, numbered, strict=True)]
 
     def features(self, rows: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
         """
-        `R` int64 arrays, the feature that each placeholder wants, and -1 elsewhere; and `(S+1,)`, where the features of
-        each source begin. Refuses rows of one source with different placeholders.
+        `R` int64 arrays with the number of the feature at each placeholder, and -1 at other tokens; and `(S+1,)`, where
+        the features of each source begin. Refuses rows of one source with different placeholders.
         """
         counts = [int((row == self.rules.token_id).sum()) for row in rows]
         of_source = dict(zip(self.sources, counts, strict=True))
@@ -78,13 +78,13 @@ class RowImages:
         return self._numbered(rows, firsts[list(self.sources)].tolist()), firsts
 
     def counted(self, rows: Sequence[np.ndarray], firsts: np.ndarray) -> dict[str, torch.Tensor]:
-        """By what a model counts positions: rows padded on the right, their placeholders, and the grids of each row."""
+        """Arguments of `get_rope_index`, with which a model counts positions: right-padded rows, and their grids."""
         if self.grids is None:
             return {}
         ids, mask = np.zeros((2, len(rows), max(map(len, rows))), dtype=np.int64)
         for r, row in enumerate(rows):
             ids[r, : len(row)], mask[r, : len(row)] = row, 1
-        # A grid has as many tokens as all others, relative to its size
+        # The tokens of images are in proportion to the sizes of their grids
         sizes = np.cumsum([0, *self.grids.prod(1).tolist()])
         ends = sizes * firsts[-1] // sizes[-1]
         if not np.isin(firsts, ends).all():
@@ -110,11 +110,11 @@ class RowImages:
                     f"An image has {lengths.max()} tokens, and in layers with `sliding_window={longest}` all of them "
                     "see one another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
                 )
-            flat[path[inside]] = path[firsts[inside]]  # the first token's place: rows that share a block name it alike
+            flat[path[inside]] = path[firsts[inside]]  # the place of its first token: the same in rows that share it
         return flat
 
     def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> "FlatImages":
-        """Those of a batch of `size` flat tokens, from rows and the flat positions of their tokens."""
+        """Those of a flat batch of `size` tokens, whose `paths` are the flat positions of the tokens of each row."""
         wanted, (features, firsts) = np.full(size, -1), self.features(rows)
         for feature, path in zip(features, paths, strict=True):
             wanted[path] = feature
@@ -135,23 +135,23 @@ class FlatImages(HasTensors):
     """The images of a flat batch."""
 
     num_features: int  # `F`, by the placeholders of the sources: the vision tower must give as many
-    feature_index: torch.Tensor | None  # (I,) int64: of each placeholder, in flat order; `None` if that is their own
+    feature_index: torch.Tensor | None  # (I,) int64: the feature at each placeholder; `None` if it is 0, 1, 2, ...
     grids: Mapping[str, torch.Tensor]  # see [`RowImages.counted`]; they stay on the CPU, where positions are counted
     places: np.ndarray  # flat positions of the rows' tokens, one row after another, int64
-    kept: tuple[tuple[str, torch.Tensor], ...] = ()  # of an argument of the model, the entries of the sources, int64
+    kept: tuple[tuple[str, torch.Tensor], ...] = ()  # see [`RowImages`]
     num_pixels: int = 0
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the model with the images of the sources only, and none of images if there are no sources."""
+    def arguments(self, of_all: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the model with the images of the sources only, and without images if there are none."""
         kept = dict(self.kept)
         return {
             name: x.index_select(0, kept[name].to(x.device)) if name in kept else x
-            for name, x in given.items()
+            for name, x in of_all.items()
             if name not in kept or len(kept[name])
         }
 
     def features_in_order(self, model: Any) -> AbstractContextManager[None]:
-        """Within this context, a model gets the features of its images in the order of the flat row's placeholders."""
+        """Within this context, a model's features of images come in the order of the flat row's placeholders."""
         backbone = model.base_model
         features_of = backbone.get_image_features
 
@@ -165,7 +165,7 @@ class FlatImages(HasTensors):
         return attributes_set([(backbone, "get_image_features", get_image_features)])
 
     def _ordered(self, features: Features) -> Features:
-        """Features in the order of the placeholders, in the form that the model gave them: tensor, tuple or list."""
+        """Features in the order of the placeholders, as a tensor, tuple or list, as the model returns them."""
         parts = features if isinstance(features, list | tuple) else [features]
         flat = torch.cat([part.reshape(-1, part.size(-1)) for part in parts])
         if len(flat) != self.num_features:
@@ -182,7 +182,7 @@ class FlatImages(HasTensors):
         if not self.grids:
             return batch.position_ids
 
-        def count() -> torch.Tensor:  # by the model's own function, on the CPU: it asks for each grid's numbers
+        def count() -> torch.Tensor:  # by the model's own function, on the CPU, because it reads each grid's numbers
             of_rows, _ = model.base_model.get_rope_index(**self.grids)
             flat = torch.zeros(3, 1, batch.input_ids.size(1), dtype=torch.long)
             flat[:, 0, self.places] = of_rows[:, self.grids["attention_mask"] > 0]
@@ -193,7 +193,7 @@ class FlatImages(HasTensors):
 
 def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
     """
-    Of each of some rows, the first row with equal images, itself if there is none. Waits for the device twice.
+    For each row, the first row with equal images, which may be itself. Waits for the device twice.
 
     Args:
         arguments (`Mapping[str, torch.Tensor]`):
@@ -205,21 +205,19 @@ def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Seque
     >>> equal_images({"pixel_values": pixels}, {"pixel_values": [1, 1, 1]})
     [0, 1, 0]
     """
-    num_rows = len(next(iter(cuts.values())))
-    ends = {name: np.cumsum([0, *cut]).tolist() for name, cut in cuts.items()}
+    entries = [arguments[name] for name in cuts]
+    bits = [x.reshape(len(x), -1 if len(x) else 1).contiguous().view(torch.uint8) for x in entries]
+    sums = torch.cat([x.sum(1) for x in bits]).cpu().split(list(map(len, bits)))
 
-    def of_row(values: Mapping[str, torch.Tensor] | Mapping[str, np.ndarray], row: int) -> list:
-        return [x[slice(*ends[name][row : row + 2])] for name, x in values.items()]
+    def by_row(values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+        return list(zip(*(x.split(list(cut)) for x, cut in zip(values, cuts.values(), strict=True)), strict=True))
 
-    bits = {name: arguments[name].reshape(len(arguments[name]), -1 if len(arguments[name]) else 1) for name in cuts}
-    bits = {name: x.contiguous().view(torch.uint8) for name, x in bits.items()}
-    sums = torch.cat([x.sum(1) for x in bits.values()]).cpu().numpy()  # which other images may have, too
-    by_name = dict(zip(bits, np.split(sums, np.cumsum([*map(len, bits.values())])), strict=False))
-    found = dict[tuple[bytes, ...], int]()
-    firsts = [found.setdefault(tuple(x.tobytes() for x in of_row(by_name, row)), row) for row in range(num_rows)]
+    keys = [tuple(x.numpy().tobytes() for x in of_row) for of_row in by_row(sums)]
+    first_with: dict[tuple[bytes, ...], int] = {}
+    firsts = [first_with.setdefault(key, row) for row, key in enumerate(keys)]
     if pairs := [(row, first) for row, first in enumerate(firsts) if row != first]:
-        compared = [[of_row(bits, row) for row in pair] for pair in pairs]
-        same = [torch.stack([(a == b).all() for a, b in zip(*each, strict=True)]).all() for each in compared]
+        rows = by_row(bits)  # other images may have the same sums
+        same = [torch.stack([(a == b).all() for a, b in zip(rows[i], rows[j], strict=True)]).all() for i, j in pairs]
         for (row, _), is_same in zip(pairs, torch.stack(same).tolist(), strict=True):
             firsts[row] = firsts[row] if is_same else row
     return firsts
@@ -227,10 +225,10 @@ def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Seque
 
 def sources_of(keys: Sequence[Any]) -> tuple[list[int], list[Any]]:
     """
-    Of each row, the place of what it has in common with others among all such keys; and these, each once.
+    Rows with equal keys have one source: the number of each row's source, and the key of each source, in order.
 
     >>> sources_of([0, 1, 0, 3])
     ([0, 1, 0, 2], [0, 1, 3])
     """
-    owners = list(dict.fromkeys(keys))
-    return [owners.index(key) for key in keys], owners
+    distinct = list(dict.fromkeys(keys))
+    return [distinct.index(key) for key in keys], distinct

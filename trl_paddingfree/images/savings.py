@@ -1,11 +1,11 @@
-"""What padding wastes on data with images, and what sharing saves: tokens of the processor, equal images once."""
+"""What padding wastes on data with images, and what sharing saves: counted in tokens, of rows from the processor."""
 
-from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from datasets.fingerprint import Hasher
 
 from ..data.rows import PromptGroups
 from ..data.savings import Counted
@@ -20,13 +20,13 @@ from .rows import RowImages, VisionRules, sources_of
 def image_counts(
     token_id: int, dataset: Dataset, processor: Any, task: Task, max_length: int | None, options: dict[str, Any]
 ) -> Counted:
-    """Count examples with images, whose placeholder is `token_id`, and which the model's processor prepares."""
+    """Count examples with images, which the model's `processor` prepares, with `token_id` as the placeholder."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)
     groups: Any = task.make_collator(**options) if issubclass(task.collator, PromptGroups) else None
     as_prompts = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    lengths, left = [], []
+    lengths, prepared = [], []
     for example in dataset:
         if groups is None:
             batch = collator.rows([example])
@@ -39,14 +39,10 @@ def image_counts(
             [row[mask][:max_length].numpy() for row, mask in zip(x, masks, strict=True)]
             for x in (batch["input_ids"], collator.row_labels(batch))
         )
-        digest = blake2b()
-        for name in sorted(images := of_images(batch)):
-            for entry in images[name]:
-                digest.update(np.asarray(entry).tobytes())
-        left.append((rows, labels, digest.digest()))  # of data with images, TRL drops none
+        prepared.append((rows, labels, Hasher.hash(of_images(batch))))
 
     def count(index: np.ndarray) -> BatchCounts:
-        rows, labels, keys = zip(*(left[i] for i in index), strict=True)
+        rows, labels, keys = zip(*(prepared[i] for i in index), strict=True)
         sources = sources_of(keys)[0] * len(rows[0])
         images = RowImages(VisionRules(token_id), sources)
         if groups is not None:
@@ -54,4 +50,4 @@ def image_counts(
         by_copy = [[*chain(*zip(*of_examples, strict=True))] for of_examples in (rows, labels)]
         return FlatBatch.from_rows(*by_copy, images=images).counts
 
-    return len(left), np.array(lengths), count
+    return len(prepared), np.array(lengths), count  # TRL drops no examples with images
