@@ -13,7 +13,8 @@ from ..flat.counts import BatchCounts
 from .task import Task
 from .validate import refuse_bad_messages, refuse_unread_instructions
 
-# How many rows TRL keeps, lengths before truncation of shape `(rows, sequences)`, and what counts a batch of kept rows
+# How many rows TRL keeps; lengths before truncation, of shape `(rows, sequences)`; and a function that counts the batch
+# of some of the rows kept, by their numbers
 Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
 
 
@@ -83,12 +84,14 @@ def measure(
     """
     Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
 
-    The `sample` and the batches are drawn at random, or are neighbours, `in_order`. Data with images needs the model's
-    processor in place of its tokenizer, and what counts them, such as that of [`~trl_paddingfree.images.savings`].
-    `track` shows progress: it gets the batches, how many will come, and what they are. `options` are further ones of
-    the task's collator.
+    The `sample` and the batches are drawn at random or, `in_order`, are the first rows and neighbours. Data with images
+    needs the model's processor in place of its tokenizer, and `count_images`, such as
+    [`~trl_paddingfree.images.savings.image_counts`]. `track` shows progress: it gets the batches, their number, and
+    what they are. `options` are further ones of the task's collator.
     """
-    num_rows, max_length = len(dataset), max_length if task.truncates else None
+    num_rows = len(dataset)
+    if not task.truncates:
+        max_length = None
     if sample is not None and sample < num_rows:
         drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
         dataset = dataset.select(drawn[:sample])
@@ -102,12 +105,12 @@ def measure(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
         )
     order = np.arange(num_left) if in_order else np.random.default_rng(seed).permutation(num_left)
-    found: dict[int, tuple[BatchCounts, ...]] = {}
+    by_size: dict[int, tuple[BatchCounts, ...]] = {}
     for batch_size in batch_sizes:
-        if found and batch_size > num_left:
+        if by_size and batch_size > num_left:
             break
         batches = np.split(order, range(batch_size, num_left, batch_size))
-        found[batch_size] = tuple(track(map(count, batches), len(batches), f"Batches of {batch_size}"))
+        by_size[batch_size] = tuple(track(map(count, batches), len(batches), f"Batches of {batch_size}"))
     num_dropped = len(dataset) - num_left
     num_long = 0 if max_length is None else int((lengths.max(1) > max_length).sum())
     return WasteReport(
@@ -118,7 +121,7 @@ def measure(
         num_dropped=num_dropped,
         max_length=max_length,
         lengths=tuple(lengths.flatten().tolist()),
-        batches=found,
+        batches=by_size,
     )
 
 
@@ -138,7 +141,7 @@ def _text_counts(
     rows = prepare(dataset, tokenizer, max_length=None)
     lengths = task.sequence_lengths(rows)
     is_long = np.zeros(len(rows), dtype=bool) if max_length is None else lengths.max(1) > max_length
-    if in_order:  # nothing says which of several rows are dropped: all are cut, or none
+    if in_order:  # TRL does not say which rows it drops, so their places are lost: it cuts all rows at once, or none
         is_long[:] = is_long.any()
     if is_long.any():  # only these can lose tokens, or be dropped
         cut = prepare(dataset.select(np.flatnonzero(is_long)), tokenizer, max_length=max_length)
