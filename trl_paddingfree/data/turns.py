@@ -103,18 +103,19 @@ def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
 
 
 def _refuse_other_data(columns: list[str]) -> None:
-    """Refuse data without conversations, or with columns that would no longer belong to them."""
+    """Refuse data without conversations, or with columns that cannot be cut with them."""
     if not {"messages", "conversations"} & set(columns):
         raise ValueError(
             f"The data has the columns {columns}, and turns are cut from `messages` or `conversations`. Rename yours "
             "with `dataset.rename_column`, or do not cut."
         )
-    if found := [name for name in ("input_ids", "labels", "image", "images") if name in columns]:
-        what = "images" if "image" in found[0] else "tokens"
-        raise ValueError(
-            f"The data has a column `{found[0]}`, whose {what} belong to whole conversations: they cannot be cut into "
-            f"turns. Leave it out with `dataset.remove_columns({found[0]!r})`, or do not cut."
-        )
+    for name in ("input_ids", "labels", "image", "images"):
+        if name in columns:
+            what = "images" if "image" in name else "tokens"
+            raise ValueError(
+                f"The data has a column `{name}`, whose {what} belong to whole conversations: they cannot be cut into "
+                f"turns. Leave it out with `dataset.remove_columns({name!r})`, or do not cut."
+            )
 
 
 def _report_lost(dataset: Dataset, num_kept: int) -> None:

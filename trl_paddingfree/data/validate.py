@@ -49,10 +49,10 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
     formats: list[Sequence[str]] = [("prompt", "completion"), ("input_ids",), ("messages",)]
     formats += [(text_field,), ("conversations",)]
     if "prompt" in columns and "completion" not in columns:
-        alone = ", ".join(f"`{column}`" for (column, *_) in formats[1:])
+        others = ", ".join(f"`{column}`" for (column,) in formats[1:])
         raise ValueError(
             f"The {name} data has no columns that SFT reads, only {columns}. It reads `prompt` and `completion`, or, "
-            f"without a `prompt`, one of {alone}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
+            f"without a `prompt`, one of {others}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
         )
     refuse_unread(dataset, name, "SFT", *formats)
 
@@ -87,8 +87,8 @@ def check_preferences(
     options: dict[str, object] = {"num_proc": num_proc, "desc": f"Checking {name} dataset", "with_indices": True}
     oddities = dataset.map(_pair_oddities, fn_kwargs={"name": name}, remove_columns=dataset.column_names, **options)
     counts = {oddity: sum(oddities[oddity]) for oddity in oddities.column_names}
-    if found := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
-        logger.warning(f"The {name} data: {', '.join(found)}, of {len(dataset)} pairs. They are kept, as in TRL.")
+    if listed := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
+        logger.warning(f"The {name} data: {', '.join(listed)}, of {len(dataset)} pairs. They are kept, as in TRL.")
     return dataset
 
 

@@ -108,7 +108,7 @@ class FlatTrainer(PlannedTrainer):
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
         # Once log-probabilities of the reference are precomputed, TRL has dropped it
-        self.flat.models = [each for each in self.flat.models if each.model in bases]
+        self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
         self.refuse_data(given_datasets(arguments))
         self.refuse_options()
         refusals.refuse_lost_router_loss(self.flat.options, self.args, self.router_losses())

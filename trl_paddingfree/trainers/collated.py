@@ -201,10 +201,9 @@ class CollatedTrainer(FlatTrainer):
             batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
             if plan.least_bytes(batch) > plan.budget:
                 raise plan.too_small_for(batch, "a micro-batch of the largest examples")
-        alone = [(i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone()]
-        least = [plan.least_bytes(batch) for _, batch in alone]
-        if max(least) > plan.budget:
-            worst, batch = alone[int(np.argmax(least))]
+        batches = [(i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone()]
+        worst, batch = max(batches, key=lambda numbered: plan.least_bytes(numbered[1]))
+        if plan.least_bytes(batch) > plan.budget:
             raise plan.too_small_for(batch, f"example {worst} of the training data")
 
     def parts_of(self, whole: Part) -> list[Part]:

@@ -57,9 +57,9 @@ class PlannedTrainer(GroupedTrainer):
             )
         flat.plan = plan = self._plan()
         flat.steps = TrainingSteps(self, plan)
-        for each in flat.models:  # a teacher, or a reference, may be another architecture
-            if not why_not_in_slices(each.model, each.route, each.group):
-                each.decide = plan.decide
+        for flat_model in flat.models:  # a teacher, or a reference, may be another architecture
+            if not why_not_in_slices(flat_model.model, flat_model.route, flat_model.group):
+                flat_model.decide = plan.decide
         flat.check.prove_slices([model, *self.flat_models()[1:]])
         flat.trained.decide = plan.decide  # even if it cannot compute slices: the plan says which layers recompute
         if flat.resumed_from is not None:
@@ -81,7 +81,7 @@ class PlannedTrainer(GroupedTrainer):
                 models=self.flat_models(),
                 wrapped=self.model_wrapped,
                 optimizer=self.get_optimizer_cls_and_kwargs(args, self.model) if optimizer is None else optimizer,
-                head=type(self).head_bytes(*(each.model for each in self.flat.models)),
+                head=type(self).head_bytes(*(flat_model.model for flat_model in self.flat.models)),
                 images=self.images_in_memory() if options.memory_budget else (),
                 arguments={"output_router_logits": True} if self.aux_loss_enabled else {},
             )
@@ -109,4 +109,4 @@ class PlannedTrainer(GroupedTrainer):
         return architecture.rotary_limits(*self._text_configs())
 
     def _text_configs(self) -> list[PreTrainedConfig]:
-        return [each.model.config.get_text_config() for each in self.flat.models]
+        return [flat_model.model.config.get_text_config() for flat_model in self.flat.models]

@@ -8,7 +8,8 @@ on others, is computed in slices beneath the loss, see [`~trl_paddingfree.model.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,15 +53,10 @@ def weighted_parts(
     sizes = list(map(part_sizes, batches))
     total = max(sum(size["loss"] for size in sizes), 1)
     weights = [1.0 if whole.is_normalized else size["loss"] / total for size in sizes]
-    for _ in range(len(batches), num_wanted):
-        masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
-        batches = [*batches, masked]
-        sizes.append(dict.fromkeys(sizes[-1], 0))
-        weights.append(0.0)
-    return [
-        Part(batch, size, weight, i == num_wanted - 1)
-        for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
-    ]
+    parts = list(map(partial(Part, is_last=False), batches, sizes, weights))
+    masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
+    parts += [Part(masked, dict.fromkeys(sizes[-1], 0), 0.0, is_last=False)] * (num_wanted - len(parts))
+    return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
 @contextmanager
