@@ -15,7 +15,7 @@ from tests.runs import run
 from trl_paddingfree.model import attention
 
 # Generated rows are read back once in each pass of a model: what is flat is laid out on the host
-FLATTEN = ("trl_paddingfree/data/rows.py", "GeneratedRows.of")
+FLATTEN = ("trl_paddingfree/data/rows.py", "generated_on_host")
 # There for both models, and for the loss
 DISTILLED = ("trl_paddingfree/trainers/distillation.py", "PaddingFreeDistillationTrainer._compute_loss")
 PLACES = {"grpo": {FLATTEN: 1}, "rloo": {FLATTEN: 2}, "distillation": {DISTILLED: 1}}

@@ -82,7 +82,7 @@ ARGUMENTS = {
     ),
     "eval data of another kind": (
         {"eval_dataset": Dataset.from_list([{"text": "w1"}])},
-        r"The eval data has no column `chosen`, its columns are \['text'\]",
+        r"The eval data has no columns that DPO reads, only \['text'\]",
     ),
 }
 
@@ -173,10 +173,10 @@ def assistant(text):
 GOOD = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
 GOOD_CHAT = {"prompt": user("w1"), "chosen": assistant("w2"), "rejected": assistant("w3")}
 ROWS = {
-    "no `rejected`": ([{"prompt": "w1", "chosen": "w2"}], "train data has no column `rejected`"),
+    "no `rejected`": ([{"prompt": "w1", "chosen": "w2"}], "train data has no columns that DPO reads, only"),
     "tokens only": (
         [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}],
-        r"no column `chosen`, its columns are \['prompt_ids'",
+        r"no columns that DPO reads, only \['prompt_ids'",
     ),
     "nothing": ([GOOD, {**GOOD, "chosen": None}], "Row 1 of the train data: `chosen` is None"),
     "a number": ([{**GOOD, "rejected": 3}], "Row 0 of the train data: `rejected` is 3"),
@@ -567,7 +567,7 @@ if hasattr(peft, "VeloraConfig"):  # not in the oldest version that will do
 def test_inputs_of_the_wrong_kind_are_refused(name, task, untouched, tokenizer, tmp_path):
     changed, message = INPUTS[name]
     if name == "messages without roles" and task == "dpo":
-        message = "The train data has no column `chosen`"
+        message = "The train data has no columns that DPO reads"
     data = preference_data(4, SEED) if task == "dpo" else conversations(4, SEED)
     trainer, config = (PaddingFreeDPOTrainer, DPOConfig) if task == "dpo" else (PaddingFreeSFTTrainer, SFTConfig)
     arguments = {"train_dataset": data, "processing_class": tokenizer, **changed}

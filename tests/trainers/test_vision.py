@@ -164,7 +164,7 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
 
     with patch.object(type(processor.image_processor), "__call__", counting):
         whole = collator(rows)["rows"]
-        parts = [whole.take(examples).batch() for examples in ([0, 3], [1, 2, 4], [5])]
+        parts = [whole.take(examples).with_flat() for examples in ([0, 3], [1, 2, 4], [5])]
     assert len(images) == sum(len(row["images"]) for row in rows)  # cut, and not processed again
     assert sum(len(part["input_ids"]) for part in parts) == 2 * len(rows)
     owners = [0, 3, 2]

@@ -19,8 +19,8 @@ class StepSampler(Sampler[int]):
     """
     The order of another sampler of example indices, rearranged within each optimizer step of `step_size` examples, over
     all processes and accumulation steps. An incomplete last step stays as it is: its micro-batches differ in size, so
-    moving examples would change their weights. Where there is one, and `keeps_first`, the first step stays, too: with
-    several processes, accelerate fills the last batches with the examples that came first.
+    moving examples would change their weights. With `keeps_first`, the first step then stays, too: with several
+    processes, accelerate fills the last batches with the examples that came first.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepSampler(Sampler[int]):
 
     @property
     def generator(self) -> torch.Generator | None:
-        """That of the sampler underneath, if it has one: accelerate makes it the same on every process."""
+        """The generator of the sampler underneath, if it has one: accelerate seeds it alike on every process."""
         return self.sampler.generator  # type: ignore[union-attr]
 
     @generator.setter
@@ -88,12 +88,12 @@ def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int
 def by_tokens(
     costs: Sequence[float] | np.ndarray, batch_size: int, num_processes: int
 ) -> Callable[[list[int]], list[int]]:
-    """An arrangement of a step in which micro-batches, and processes, have about the same work, by their `costs`."""
+    """An arrangement of a step in which micro-batches, and processes, have about the same work: a sum of `costs`."""
 
     def arrange(step: list[int]) -> list[int]:
         bins = balance([costs[index] for index in step], len(step) // batch_size)
-        # Processes wait for each other after each round of micro-batches, and after the step: neighbours in cost run
-        # side by side, and each round deals them out in the other direction
+        # Processes wait for each other after each round of micro-batches, so those of a round cost about the same; and
+        # after the step, so rounds are dealt out to processes in turn from the first to the last, and back
         rounds = [bins[first : first + num_processes] for first in range(0, len(bins), num_processes)]
         dealt = [bin_ for turn, round_ in enumerate(rounds) for bin_ in (round_[::-1] if turn % 2 else round_)]
         return [step[item] for bin_ in dealt for item in bin_]
@@ -103,7 +103,7 @@ def by_tokens(
 
 def by_prefix(keys: Sequence[bytes]) -> Callable[[list[int]], list[int]]:
     """An arrangement of a step in which examples that start alike stand side by side, sorted by their `keys`."""
-    ranks = np.empty(len(keys), dtype=np.int64)  # the keys of a large data set are large, and not kept
+    ranks = np.empty(len(keys), dtype=np.int64)  # kept in place of the keys, which hold all tokens
     ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
     return lambda step: sorted(step, key=ranks.__getitem__)
 

@@ -35,7 +35,8 @@ class FlatCollator(DataCollatorMixin):
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether prefixes that rows share are computed once. Read only if `padding_free`.
         keeps_rows (`bool`, *optional*, defaults to `False`):
-            Whether batches have what they were made of under `"rows"`, on the host, so that a trainer can split them.
+            Whether batches also have their [`~trl_paddingfree.data.rows.CollatedRows`], under `"rows"`, of which a
+            trainer can make smaller batches.
 
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -52,10 +53,10 @@ class FlatCollator(DataCollatorMixin):
     prefix_sharing: bool = True
     keeps_rows: bool = False
 
-    # Rows of each example, all first ones before all second ones; `None`: as many as there are for each that is given.
-    # A collator that leaves out examples has to set it
+    # How many rows an example has; first come the first rows of all examples, then the second ones. `None`: all rows by
+    # all examples that the collator is called with. One that leaves out examples has to set it
     rows_per_example: ClassVar[int | None] = None
-    # Arguments of TRL's collator that flat batches are padded by, too
+    # Arguments of TRL's collator that say how its rows, and flat batches, too, are padded
     padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
@@ -80,11 +81,11 @@ class FlatCollator(DataCollatorMixin):
         rows = super().__call__(features, return_tensors)
         if not self.padding_free:
             return rows
-        made_of = self.collated_rows(rows, features)
-        return made_of.batch() if self.keeps_rows else made_of.with_flat()
+        collated = self.collated_rows(rows, features)
+        return {**collated.with_flat(), "rows": collated} if self.keeps_rows else collated.with_flat()
 
     def collated_rows(self, rows: Inputs, features: list[Example]) -> CollatedRows:
-        """What batches are made of: the rows of the `features` that the collator was given."""
+        """The `rows` that TRL's collator has made of some examples, `features`, and how many of these they hold."""
         num_rows, per_example, num_features = len(rows["input_ids"]), self.rows_per_example, len(features)
         if per_example is None and isinstance(self, (DataCollatorForPreference, DataCollatorForReward)):
             per_example = 2  # however many pairs a subclass has left out
@@ -125,8 +126,8 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     With `padding_free`, it gives one padded row of integers per document, where TRL's gives one row without padding.
     Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their documents, so no document sees
-    another on any attention implementation, and the first token of each is no label, as in TRL: unless
-    `cuts_packed=False`, as padded TRL, which does not read the lengths.
+    another on any attention implementation, and the first token of each is not scored, as in TRL. With
+    `cuts_packed=False`, they stay whole, as in padded TRL, which does not read `"seq_lengths"`.
 
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
@@ -143,7 +144,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     prefix_sharing: bool = False
     cuts_packed: bool = True
 
-    rows_per_example: ClassVar[int | None] = 1  # documents are examples of their own
+    rows_per_example: ClassVar[int | None] = 1  # each document of a packed example counts as one
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"]
@@ -154,7 +155,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
         pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
         rows = pad([document for example in examples for document in _documents(example, self.cuts_packed)])
         if self.cuts_packed:
-            rows["labels"][:, 0] = IGNORE_INDEX  # as TRL's: some losses are means over all labels, before the shift
+            rows["labels"][:, 0] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows
 
     def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
@@ -167,7 +168,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 def _documents(example: Example, cuts_packed: bool) -> list[Example]:
     """The documents of one example, each with its `input_ids` and `labels`."""
     ids = example["input_ids"]
-    labels: list[int] = {"labels": ids, **example}["labels"]
+    labels: Any = example.get("labels", ids)
     lengths = example["seq_lengths"] if cuts_packed and "seq_lengths" in example else [len(ids)]
     if len(labels) != len(ids) or sum(lengths) != len(ids):
         raise ValueError(
@@ -200,7 +201,7 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 
 @dataclass
 class FlatMismatchedCollator(FlatCollator):
-    """Gives mismatched rows (`"KL_input_ids"`), too: their flat batch is the `companion` of the batch's."""
+    """Of KTO's batches with mismatched rows (`"KL_input_ids"`), the flat batch has that of these as `companion`."""
 
     def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)

@@ -14,7 +14,7 @@ Example = dict[str, Any]  # a row of a data set, by its columns
 
 
 def has_known_lengths(dataset: AnyDataset) -> bool:
-    """Whether the lengths of all examples are known before training: not of streams, or of what a transform makes."""
+    """Whether the lengths of all examples are known before training: not in a stream, or where a transform is set."""
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
@@ -36,8 +36,8 @@ def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
     """`(examples, 3)` int64, of pairs: tokens of the prefix that both sequences share, and of the rest of each."""
     rows = []
     for a, b in token_ids(dataset, (chosen, rejected)):
-        alike = common_prefix(a, b)
-        rows.append((alike, len(a) - alike, len(b) - alike))
+        shared = common_prefix(a, b)
+        rows.append((shared, len(a) - shared, len(b) - shared))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
@@ -46,8 +46,8 @@ def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str)
     Tokens of the prompt and of each completion, `(examples, 1 + completions)`, int64, of examples that are cut so that
     the prompt and a completion have `max_length` tokens at most.
 
-    With `"keep_end"`, rows of a long example keep different parts of the prompt, unless all are equally long: their
-    lengths are given as those of sequences without a prompt.
+    With `"keep_end"`, the rows of an example that is cut keep different parts of the prompt, unless all are equally
+    long. They then share nothing: the prompt counts 0 tokens, and each completion those of its whole row.
     """
     if max_length is None:
         return lengths
@@ -82,7 +82,7 @@ def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
 
 def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) -> np.ndarray:
     """
-    Work of each example, of `lengths` as for [`example_tokens`], in units of one token through the linear layers.
+    Work of each example, by `lengths` as in [`example_tokens`], in units of one token through the linear layers.
 
     A transformer layer has about `12 h^2` weights, `24 h^2` operations per token; causal attention of a sequence of `n`
     tokens adds `2 h n^2`, so `n^2 / 12 h` in these units (Kaplan et al., 2020, table 1).

@@ -24,8 +24,20 @@ def refuse_missing(name: str | None, advice: str) -> None:
         raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
 
 
+def _loader_of(file: Path) -> str | None:
+    """What `datasets` calls the loader of a file; `None` for a folder and a name on the hub."""
+    if not file.is_file():
+        return None
+    loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
+    if loader is None:
+        raise ValueError(f"'{file}' ends in none of {', '.join(LOADERS)}: name a file that does.")
+    if not file.stat().st_size:
+        raise ValueError(f"'{file}' is an empty file.")
+    return loader
+
+
 def broken_json(file: str) -> str:
-    """Where a file of JSON, one value or one in each line, is no JSON; empty if it is, or if that is not known."""
+    """Where a file, of one JSON value or of one in each line, is no JSON; empty if it is, or if that is not known."""
     import fsspec
 
     is_lines = ".jsonl" in Path(file).suffixes
@@ -34,7 +46,7 @@ def broken_json(file: str) -> str:
             try:
                 json.loads(text.strip("\n") or "0")
             except json.JSONDecodeError as error:
-                # What follows the first of several values is extra data
+                # Several values in one `.json` file are extra data after the first, and `datasets` reads them as lines
                 place = f"line {number + error.lineno}, column {error.colno}"
                 return "" if error.msg == "Extra data" else f"{place} is no JSON: {error.msg}."
     return ""
@@ -47,31 +59,22 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
     With `test_split_size`, data without a test split is split at random, by `seed`.
     """
     from datasets import DatasetDict, load_dataset
-    from datasets.exceptions import DatasetGenerationError, DatasetsError
+    from datasets.exceptions import DatasetBuildError
     from trl import get_dataset
 
-    name, streaming = script_args.dataset_name, script_args.dataset_streaming
-    if not dataset_args.datasets:
-        refuse_missing(name, NAME_THE_DATA)
-    file = Path(str(name))
     if dataset_args.datasets:  # TRL would split without a seed: in each process and each resumed run in another way
-        dataset, streaming = get_dataset(replace(dataset_args, test_split_size=None)), dataset_args.streaming
-    elif file.is_file():
-        loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
-        if loader is None:
-            raise ValueError(f"{name!r} ends in none of {', '.join(LOADERS)}: name a file that does.")
-        if not file.stat().st_size:
-            raise ValueError(f"{name!r} is an empty file.")
+        streaming = dataset_args.streaming
+        dataset = get_dataset(replace(dataset_args, test_split_size=None))
+    else:
+        name, streaming = script_args.dataset_name, script_args.dataset_streaming
+        refuse_missing(name, NAME_THE_DATA)
+        loader = _loader_of(Path(str(name)))
+        source = {"name": script_args.dataset_config} if loader is None else {"data_files": name}
         try:
-            dataset = load_dataset(loader, data_files=name, streaming=streaming)
-        except (ValueError, DatasetsError) as error:
+            dataset = load_dataset(loader or name, **source, streaming=streaming)
+        except (ValueError, DatasetBuildError) as error:
             reason = (broken_json(str(name)) if loader == "json" else "") or f"{error}. {error.__cause__ or ''}"
             raise ValueError(f"{name!r} cannot be read: {reason}") from error
-    else:
-        try:
-            dataset = load_dataset(name, name=script_args.dataset_config, streaming=streaming)
-        except DatasetGenerationError as error:
-            raise ValueError(f"{name!r} cannot be read: {error}. {error.__cause__ or ''}") from error
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if dataset_args.test_split_size is not None and train in dataset and test not in dataset:
         if streaming:

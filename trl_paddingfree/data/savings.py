@@ -6,14 +6,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..flat.counts import BatchCounts
 from .task import Task
 from .validate import refuse_bad_messages, refuse_unread_instructions
 
-# How many rows TRL keeps, lengths before truncation of shape `(rows, sequences)`, and what counts a batch of kept rows
+# How many rows TRL keeps; lengths before truncation, of shape `(rows, sequences)`; and a function that counts the batch
+# of some of the rows kept, by their numbers
 Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
 
 
@@ -83,12 +84,14 @@ def measure(
     """
     Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
 
-    The `sample` and the batches are drawn at random, or are neighbours, `in_order`. Data with images needs the model's
-    processor in place of its tokenizer, and what counts them, such as that of [`~trl_paddingfree.images.savings`].
-    `track` shows progress: it gets the batches, how many will come, and what they are. `options` are further ones of
-    the task's collator.
+    The `sample` and the batches are drawn at random or, `in_order`, are the first rows and neighbours. Data with images
+    needs the model's processor in place of its tokenizer, and `count_images`, such as
+    [`~trl_paddingfree.images.savings.image_counts`]. `track` shows progress: it gets the batches, their number, and
+    what they are. `options` are further ones of the task's collator.
     """
-    num_rows, max_length = len(dataset), max_length if task.truncates else None
+    num_rows = len(dataset)
+    if not task.truncates:
+        max_length = None
     if sample is not None and sample < num_rows:
         drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
         dataset = dataset.select(drawn[:sample])
@@ -96,18 +99,18 @@ def measure(
         num_left, lengths, count = count_images(dataset, tokenizer, task, max_length, options)
     else:
         options |= {"max_length": max_length, "truncation_mode": truncation_mode}
-        num_left, lengths, count = _text_counts(dataset, tokenizer, task, in_order, options)
+        num_left, lengths, count = _text_counts(dataset, tokenizer, task, options)
     if not num_left:
         raise ValueError(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
         )
     order = np.arange(num_left) if in_order else np.random.default_rng(seed).permutation(num_left)
-    found: dict[int, tuple[BatchCounts, ...]] = {}
+    by_size: dict[int, tuple[BatchCounts, ...]] = {}
     for batch_size in batch_sizes:
-        if found and batch_size > num_left:
+        if by_size and batch_size > num_left:
             break
         batches = np.split(order, range(batch_size, num_left, batch_size))
-        found[batch_size] = tuple(track(map(count, batches), len(batches), f"Batches of {batch_size}"))
+        by_size[batch_size] = tuple(track(map(count, batches), len(batches), f"Batches of {batch_size}"))
     num_dropped = len(dataset) - num_left
     num_long = 0 if max_length is None else int((lengths.max(1) > max_length).sum())
     return WasteReport(
@@ -118,17 +121,12 @@ def measure(
         num_dropped=num_dropped,
         max_length=max_length,
         lengths=tuple(lengths.flatten().tolist()),
-        batches=found,
+        batches=by_size,
     )
 
 
-def _text_counts(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, in_order: bool, options: dict[str, Any]
-) -> Counted:
-    """
-    Count rows of text, which are tokenized as TRL's trainers do, and collated as in training. Rows that are cut come
-    last, unless they are to stay `in_order`, which takes longer.
-    """
+def _text_counts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, options: dict[str, Any]) -> Counted:
+    """Count rows of text, which are tokenized and cut as TRL's trainers do, and collated as in training."""
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
     if task.name == "sft":
@@ -137,12 +135,8 @@ def _text_counts(
     max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)
     lengths = task.sequence_lengths(rows)
-    is_long = np.zeros(len(rows), dtype=bool) if max_length is None else lengths.max(1) > max_length
-    if in_order:  # nothing says which of several rows are dropped: all are cut, or none
-        is_long[:] = is_long.any()
-    if is_long.any():  # only these can lose tokens, or be dropped
-        cut = prepare(dataset.select(np.flatnonzero(is_long)), tokenizer, max_length=max_length)
-        rows = concatenate_datasets([rows.select(np.flatnonzero(~is_long)), cut])
+    if max_length is not None and (lengths > max_length).any():
+        rows = prepare(dataset, tokenizer, max_length=max_length)
     rows, collator = rows.select_columns(task.columns), task.make_collator(prefix_sharing=True, **options)
 
     def count(index: np.ndarray) -> BatchCounts:

@@ -21,17 +21,17 @@ class Task:
 
     Args:
         name, unit (`str`):
-            The command and the word in results; what a batch holds, in the plural.
+            The name of the command, also in its results; what a batch holds, in the plural (`"pairs"`).
         sequences (`tuple[tuple[str, ...], ...]`):
             The sequences of one prepared example, each as the columns of token ids that make it up.
         collator, vision_collator (`type`, the second *optional*):
             The collator classes that give flat batches, of text and of data with images, if the trainer takes any.
         prepare (`Callable`, *optional*):
             TRL's own preparation: `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the collator
-            gets. Predictions from raw data need it, training does not.
+            gets. `trl-paddingfree inspect` needs it, training does not.
         found_by, other_columns (*optional*, default to `()`):
-            Sets of columns, by TRL's dataset formats: data that has all of one is data of this task. Further columns of
-            prepared data that the collator reads.
+            Sets of columns, by TRL's dataset formats: data that has all columns of one set is data of this task.
+            Columns of prepared data that the collator reads besides token ids.
         reads (`tuple[str, ...]`, *optional*, defaults to `()`):
             Columns of raw data that TRL reads, beside those of all tasks (`RAW_COLUMNS`): others are named in the log.
             `()` if all are read, by reward functions for example, or if it is not known.
@@ -65,10 +65,10 @@ class Task:
         return [*self.token_columns, *self.other_columns]
 
     def make_collator(self, **options: object) -> Callable[[list[Example]], Inputs]:
-        """A collator that gives flat batches. Options that it lacks are left out: preparation has applied them."""
-        known = {field.name for field in fields(self.collator)}
-        given = {"pad_token_id": 0, "padding_free": True, **options}
-        return self.collator(**{name: value for name, value in given.items() if name in known})
+        """A collator that gives flat batches, with those `options` that it has: TRL's preparation applies others."""
+        options = {"pad_token_id": 0, "padding_free": True, **options}
+        names = {field.name for field in fields(self.collator)}
+        return self.collator(**{name: value for name, value in options.items() if name in names})
 
     def sequence_lengths(self, rows: Dataset) -> np.ndarray:
         """`(rows, sequences)` int64: the tokens of each sequence of prepared rows."""

@@ -13,9 +13,9 @@ from .validate import column_names, message_problem
 logger = logging.get_logger(__name__)
 
 # Columns that each new row gets; columns of these names in the data are replaced
-CUT = ("prompt", "completion")
-# Column that says which conversation a row is of, until they have been counted and shuffled
-PLACE = "place_of_the_conversation"
+NEW = ("prompt", "completion")
+# Column with the index of the conversation that a row is cut from, until conversations are counted and shuffled
+INDEX = "index_of_the_conversation"
 Columns = dict[str, list[Any]]  # of some rows
 
 
@@ -43,7 +43,7 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
 
     Raises:
         `ValueError`: If there are no conversations to cut, naming the columns, or the row and what is wrong with it;
-            if a stream is to be put into another order.
+            if there is a `seed`, and the data is a stream.
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import split_turns
@@ -66,24 +66,24 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     if "messages" not in columns:
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **options)
         columns = column_names(dataset)
-    kept = [column for column in columns if column not in ("messages", "conversations", *CUT)]
-    if dataset.features is not None:  # otherwise a first batch without tool calls, say, would decide that none come
-        types = {column: dataset.features[column] for column in kept} | {PLACE: Value("int64")}
-        options["features"] = Features(types | dict.fromkeys(CUT, dataset.features["messages"]))
-    options["remove_columns"] = [column for column in columns if column not in (*kept, *CUT)]
+    kept = [column for column in columns if column not in ("messages", "conversations", *NEW)]
+    if dataset.features is not None:  # else the first batch decides: if it has no tool calls, later ones could not
+        types = {column: dataset.features[column] for column in kept} | {INDEX: Value("int64")}
+        options["features"] = Features(types | dict.fromkeys(NEW, dataset.features["messages"]))
+    options["remove_columns"] = [column for column in columns if column not in (*kept, *NEW)]
     turns = dataset.map(_cut, batched=True, with_indices=True, fn_kwargs={"kept": kept}, **options)
     if not is_stream:
-        places = turns.select_columns([PLACE]).with_format("arrow")[:][PLACE].to_numpy()
-        _report_lost(dataset, len(np.unique(places)))
+        indices = turns.select_columns([INDEX]).with_format("arrow")[:][INDEX].to_numpy()
+        _report_lost(dataset, len(np.unique(indices)))
         if seed is not None:
             order = np.random.default_rng(seed).permutation(len(dataset))
-            turns = turns.select(np.argsort(order[places], kind="stable"))
-    return turns.remove_columns([PLACE])
+            turns = turns.select(np.argsort(order[indices], kind="stable"))
+    return turns.remove_columns([INDEX])
 
 
 def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
     """The rows of some conversations."""
-    rows: Columns = {column: [] for column in (*kept, *CUT, PLACE)}
+    rows: Columns = {column: [] for column in (*kept, *NEW, INDEX)}
     for i, (index, messages) in enumerate(zip(indices, batch["messages"], strict=True)):
         problem = "a string" if isinstance(messages, str) else message_problem(messages)
         if problem:
@@ -92,29 +92,30 @@ def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
                 "messages, each with a `role` and a `content`. Correct the row, or leave it out with `dataset.filter`."
             )
         for turn, message in enumerate(messages):
-            if not turn or message["role"] != "assistant":  # no model is asked for one that opens a conversation
+            if not turn or message["role"] != "assistant":  # a turn that opens the conversation answers no prompt
                 continue
             rows["prompt"].append(messages[:turn])
             rows["completion"].append([message])
-            rows[PLACE].append(index)
+            rows[INDEX].append(index)
             for column in kept:
                 rows[column].append(batch[column][i])
     return rows
 
 
 def _refuse_other_data(columns: list[str]) -> None:
-    """Refuse data without conversations, or with columns that would no longer belong to them."""
+    """Refuse data without conversations, or with columns that cannot be cut with them."""
     if not {"messages", "conversations"} & set(columns):
         raise ValueError(
             f"The data has the columns {columns}, and turns are cut from `messages` or `conversations`. Rename yours "
             "with `dataset.rename_column`, or do not cut."
         )
-    if found := [name for name in ("input_ids", "labels", "image", "images") if name in columns]:
-        what = "images" if "image" in found[0] else "tokens"
-        raise ValueError(
-            f"The data has a column `{found[0]}`, whose {what} belong to whole conversations: they cannot be cut into "
-            f"turns. Leave it out with `dataset.remove_columns({found[0]!r})`, or do not cut."
-        )
+    for name in ("input_ids", "labels", "image", "images"):
+        if name in columns:
+            what = "images" if "image" in name else "tokens"
+            raise ValueError(
+                f"The data has a column `{name}`, whose {what} belong to whole conversations: they cannot be cut into "
+                f"turns. Leave it out with `dataset.remove_columns({name!r})`, or do not cut."
+            )
 
 
 def _report_lost(dataset: Dataset, num_kept: int) -> None:

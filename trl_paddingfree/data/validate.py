@@ -16,17 +16,16 @@ from .task import RAW_COLUMNS, Task
 
 logger = logging.get_logger(__name__)
 
-PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 _FIX = "Correct the row, or leave it out with `dataset.filter`."
 
 
 def column_names(dataset: AnyDataset) -> list[str]:
-    """A streaming data set may know its columns from its first example only."""
+    """The columns of a data set. A stream may know them from its first example only."""
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
 def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[str]) -> None:
-    """Refuse data that has the columns of none of the `formats` that `task` reads, and rows with nothing in one."""
+    """Refuse data that has the columns of none of the `formats` that `task` reads, and rows with `None` in one."""
     columns = column_names(dataset)
     read = next((needed for needed in formats if set(needed) <= set(columns)), None)
     if read is None:
@@ -50,16 +49,16 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
     formats: list[Sequence[str]] = [("prompt", "completion"), ("input_ids",), ("messages",)]
     formats += [(text_field,), ("conversations",)]
     if "prompt" in columns and "completion" not in columns:
-        alone = ", ".join(f"`{column}`" for (column, *_) in formats[1:])
+        others = ", ".join(f"`{column}`" for (column,) in formats[1:])
         raise ValueError(
             f"The {name} data has no columns that SFT reads, only {columns}. It reads `prompt` and `completion`, or, "
-            f"without a `prompt`, one of {alone}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
+            f"without a `prompt`, one of {others}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
         )
     refuse_unread(dataset, name, "SFT", *formats)
 
 
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
-    """Say which columns of raw data TRL does not read: a prompt under another name, for example."""
+    """Log which columns of raw data TRL does not read: a prompt under another name, for example."""
     read = {*RAW_COLUMNS, *task.reads, *task.columns, *also}
     columns = (dataset.column_names or []) if task.reads else []
     if unread := [f"`{column}`" for column in columns if column not in read]:
@@ -76,14 +75,8 @@ def check_preferences(
     Refuse preference data that TRL would fail on, and log how many pairs have little to learn from.
 
     Nothing is taken out: padded TRL trains on an empty prompt, an empty completion and an identical pair, so we do.
-    The data comes back; streaming data is checked row by row as it is read, and nothing is counted.
+    The data comes back; a stream is checked row by row as it is read, and nothing is counted.
     """
-    columns = column_names(dataset)
-    if missing := [column for column in ("chosen", "rejected") if column not in columns]:
-        raise ValueError(
-            f"The {name} data has no column `{missing[0]}`, its columns are {columns}. DPO reads `prompt`, `chosen` "
-            "and `rejected`. Rename yours with `dataset.rename_column`, or pass preference data."
-        )
     if tokenizer.eos_token is None and isinstance(next(iter(dataset))["chosen"], str):
         raise ValueError(
             f"The {name} data is plain text, and the tokenizer ({type(tokenizer).__name__}) has no `eos_token` to end "
@@ -94,8 +87,8 @@ def check_preferences(
     options: dict[str, object] = {"num_proc": num_proc, "desc": f"Checking {name} dataset", "with_indices": True}
     oddities = dataset.map(_pair_oddities, fn_kwargs={"name": name}, remove_columns=dataset.column_names, **options)
     counts = {oddity: sum(oddities[oddity]) for oddity in oddities.column_names}
-    if found := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
-        logger.warning(f"The {name} data: {', '.join(found)}, of {len(dataset)} pairs. They are kept, as in TRL.")
+    if listed := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
+        logger.warning(f"The {name} data: {', '.join(listed)}, of {len(dataset)} pairs. They are kept, as in TRL.")
     return dataset
 
 
@@ -103,7 +96,7 @@ def _pair_oddities(example: Example, index: int, name: str) -> dict[str, bool]:
     """What is odd about a pair that is trained on all the same."""
     _refuse_bad_pair(example, index, name)
     completions = [example["chosen"], example["rejected"]]
-    if "prompt" not in example:  # it is part of both, and the completions are what comes last
+    if "prompt" not in example:  # it begins both conversations, whose last message is the completion
         completions = [text if isinstance(text, str) else text[-1:] for text in completions]
     return {
         "an empty prompt": "prompt" in example and _is_empty(example["prompt"]),
@@ -113,7 +106,7 @@ def _pair_oddities(example: Example, index: int, name: str) -> dict[str, bool]:
 
 
 def _refuse_bad_pair(example: Example, index: int, name: str) -> Example:
-    texts = {column: example[column] for column in PAIR_COLUMNS if column in example}
+    texts = {column: example[column] for column in ("prompt", "chosen", "rejected") if column in example}
     problems = [f"`{column}` is {problem}" for column, text in texts.items() if (problem := message_problem(text))]
     if not problems and len(set(map(type, texts.values()))) > 1:
         problems = [", ".join(f"`{column}` is a {type(text).__name__}" for column, text in texts.items())]
@@ -126,7 +119,7 @@ def _refuse_bad_pair(example: Example, index: int, name: str) -> Example:
 
 
 def refuse_bad_messages(dataset: AnyDataset, name: str) -> None:
-    """Refuse conversations whose first row TRL would not know for one: it would look for a column of text instead."""
+    """Refuse data whose first row TRL would not take for a conversation: it would look for a column of text instead."""
     first: Example = next(iter(dataset), {})
     if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
         raise ValueError(
@@ -146,24 +139,24 @@ def message_problem(text: object) -> str:
     for message in text:
         if not isinstance(message, dict) or "role" not in message:
             return f"a list with {short(message)}, which has no role"
-        if not isinstance(message.get("content"), str | list) and not _says_something_else(message):
+        if not isinstance(message.get("content"), str | list) and not _has_other_content(message):
             return f"a list with a message whose content is {short(message.get('content'))}"
     return ""
 
 
-def _says_something_else(message: Example) -> bool:
-    """Whether a message without content calls tools or the like."""
+def _has_other_content(message: Example) -> bool:
+    """Whether a message has no content but, for example, calls of tools."""
     return message.get("content") is None and any(v for k, v in message.items() if k not in ("role", "content"))
 
 
 def _is_empty(text: str | list[Example]) -> bool:
     if isinstance(text, str):
         return not text.strip()
-    return not any(message.get("content") or _says_something_else(message) for message in text)
+    return not any(message.get("content") or _has_other_content(message) for message in text)
 
 
 def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
-    """Refuse tokenized data whose columns do not fit each other. The collator looks at streaming data, by the batch."""
+    """Refuse tokenized data whose columns do not fit each other. Of a stream, the collator does, batch by batch."""
     if not (columns := _token_columns(dataset)):
         return
     for column in columns:
@@ -218,7 +211,7 @@ def log_dropped(
     reason: str = "leaves nothing to learn from",
     per_row: int = 1,
 ) -> None:
-    """Say how many examples TRL left out for the `reason` of their length, `per_row` of each; refuse if none stays."""
+    """Log how many examples TRL dropped by their length, of which a row makes `per_row`; refuse if none is left."""
     if not isinstance(before, Dataset) or len(after) == (examples := per_row * len(before)):
         return
     why = f"which `max_length={max_length}` {reason}"

@@ -22,6 +22,7 @@ from ..images.model import rules_of_all
 from ..images.rows import VisionRules
 from ..memory.adapters import cast_inputs_once
 from ..memory.engine import base_of
+from ..model.restored import attributes_set
 from ..training import refusals
 from ..training.checkpoints import append_to_card
 from ..training.configs import Arguments, config_of, given_datasets, options_of, silence
@@ -50,7 +51,7 @@ class FlatTrainer(PlannedTrainer):
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
-    # Metrics that are no means over what a micro-batch holds: `min` or `max` over it, or differences of two others
+    # Metrics that are no means over a micro-batch: each with `min` or `max`, or with the two whose difference it is
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}
     differences: ClassVar[dict[str, tuple[str, str]]] = {}
     train_dataset: Dataset
@@ -94,25 +95,23 @@ class FlatTrainer(PlannedTrainer):
         if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
             for name, dataset in given_datasets(arguments):
                 log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
-        vars(config)["padding_free"] = False  # TRL's own flag warns and pads (DPO), or refuses `max_length` (SFT)
         if options.memory_budget is not None:
             config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
-        try:
+        # With the flag, TRL warns and pads (DPO), or refuses `max_length` (SFT)
+        with attributes_set([(config, "padding_free", False)]):
             self.trl_trainer.__init__(self, **arguments)
-        finally:
-            vars(config)["padding_free"] = True
         refuse_moved_names(type(self), self)
         refusals.warn_of_precision(self.accelerator.mixed_precision, config)
         self.padding_free = True
-        if self.task.vision_collator is None:  # what TRL refuses of images, it has refused in its own words
+        if self.task.vision_collator is None:  # only now: TRL has refused in its own words what it refuses of images
             refusals.refuse_images(arguments)
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
-        # TRL drops the reference once its log-probabilities are precomputed
-        self.flat.models = [each for each in self.flat.models if each.model in bases]
+        # Once log-probabilities of the reference are precomputed, TRL has dropped it
+        self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
         self.refuse_data(given_datasets(arguments))
         self.refuse_options()
-        refusals.refuse_lost_router_loss(self.flat.options, self.args, self.of_routers())
+        refusals.refuse_lost_router_loss(self.flat.options, self.args, self.router_losses())
         self.plan_if_placed()
 
     def refuse_arguments(self, arguments: Arguments) -> None:
@@ -129,16 +128,16 @@ class FlatTrainer(PlannedTrainer):
         return None
 
     def image_rules(self) -> VisionRules:
-        """What all models want to know of images."""
+        """How all models treat images, which flat batches follow."""
         return rules_of_all([self.flat_base(model) for model in self.flat_models()])
 
-    def of_routers(self) -> list[str]:
-        """Options under which the router of a mixture of experts has a loss of its own."""
+    def router_losses(self) -> list[str]:
+        """Options under which the routers of a mixture of experts have a loss of their own."""
         return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
 
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on which others share its micro-batch."""
-        return self.of_routers()
+        return self.router_losses()
 
     def refuse_options(self) -> None:
         """Refuse options that move examples between micro-batches where that would change the loss."""
@@ -148,7 +147,7 @@ class FlatTrainer(PlannedTrainer):
         """Refuse data, as the user gave it, that the model cannot compute."""
 
     def flat_models(self) -> list[torch.nn.Module]:
-        """The models that compute batches, under whatever wrappers; the one that is trained first."""
+        """The models that compute batches, first the one that is trained, under whatever wrappers."""
         return [self.model] if self.ref_model is None else [self.model, self.ref_model]
 
     def flat_base(self, model: torch.nn.Module) -> PreTrainedModel:
@@ -156,7 +155,7 @@ class FlatTrainer(PlannedTrainer):
         return base_of(self.accelerator, model)
 
     def start_flat(self) -> None:
-        """Prove the models, and have them compute flat batches: with shared prefixes, if every model can. Once."""
+        """Prove the models, and have them compute flat batches. Does nothing if called again."""
         flat = self.flat
         if flat.models:
             return
@@ -169,9 +168,9 @@ class FlatTrainer(PlannedTrainer):
         refusals.warn_of_dropout(flat.trained.model, self.args)
 
     def prove_placed(self, model: torch.nn.Module) -> None:
-        """The check of models that had no weights to call when the trainer was made, before they compute anything."""
+        """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
         flat = self.flat
-        if not flat.models or not flat.check.claims(model):
+        if not flat.check.claims(model):
             return
         models = [model]
         if self.flat_base(model) is self.flat_base(self.model):
@@ -189,7 +188,7 @@ class FlatTrainer(PlannedTrainer):
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if not self.flat.is_planned:  # what had to wait for the weights
+        if not self.flat.is_planned:  # it had to wait for the weights
             self.plan_steps(model)
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         parts = self.parts_of(Part(inputs, is_normalized=num_items_in_batch is not None))
@@ -198,25 +197,25 @@ class FlatTrainer(PlannedTrainer):
 
     def parts_of(self, whole: Part) -> list[Part]:
         """
-        The parts of a micro-batch, which are computed one after another: one, without a budget. Where each backward
-        pass is one of all processes, they all get equally many.
+        The parts of a micro-batch, which are computed one after another; without a budget, there is one. If processes
+        make each backward pass together, all get the same number.
         """
         return [whole]
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.flat.pads:  # not by `when_flat`: padded tokens are counted, too
+        if self.flat.pads:  # without `when_flat`, because padded tokens are counted, too
             if self.model.training:
                 self.counts.new.append(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
         if self.flat.check.awaits_weights:  # evaluation may come before any step of training
             self.prove_placed(model)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        for flat_model in self.flat.models:  # the device has answered: TRL has read its metrics
+        for flat_model in self.flat.models:  # without waiting: TRL has just read metrics from the device
             if flat_model.edits.pending:
                 flat_model.edits.read()
         if (steps := self.flat.steps) is None:
             return loss
-        self.flat.trained.set_layers()  # again: TRL's pass of the reference sets them all
+        self.flat.trained.set_layers()  # again: for its pass of the reference, TRL sets all layers to one mode
         return loss if steps.part is None else steps.weighted(loss)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
@@ -227,7 +226,7 @@ class FlatTrainer(PlannedTrainer):
 
     @property
     def method(self) -> str:
-        """How batches are computed, in words: a training step that computes them otherwise is an error."""
+        """How batches are computed, in words. A training step that computes them in another way raises an error."""
         if self.flat.route is None:
             # A trainer that pads has TRL's own `padding_free` only where TRL packs
             return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"
@@ -240,7 +239,7 @@ class FlatTrainer(PlannedTrainer):
         return self.task.unit
 
     def total_counts(self) -> BatchCounts:
-        """What was computed in training so far, on all processes. With TRL's padding, `distinct` is 0: not known."""
+        """What all processes have computed in training so far. With padding, `distinct` is not known, and 0."""
         counts = BatchCounts(*of_all_processes(self.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
         return counts if self.flat.pads or self.flat.trained.repeats else replace(counts, repeated=0)
 

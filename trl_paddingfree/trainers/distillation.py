@@ -15,7 +15,7 @@ from ..training.configs import Arguments, PaddingFreeDistillationConfig
 from ..training.state import when_flat
 from .online import PROMPTS, OnlineTrainer
 
-# Without Triton, TRL makes a tile into its gradient by ten more of its size at a time, in float32
+# Without Triton, TRL has up to ten more tensors of a tile's size, in float32, while it computes the tile's gradient
 _TORCH_TILES = 10
 
 
@@ -56,7 +56,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     head_bytes = staticmethod(divergence)
     _row: tuple[FlatBatch, torch.Tensor]  # the rows of a micro-batch, and which of their tokens are scored
     _pixels: Inputs  # arguments with their images
-    _states: dict[tuple[torch.nn.Module, bool], torch.Tensor]  # what models have made of them
+    _states: dict[tuple[torch.nn.Module, bool], torch.Tensor]  # by model, with gradients or not: its hidden states
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
@@ -85,8 +85,8 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         self._row, self._states = (batch, scored[:, 1:] > 0), {}
         self._pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
         ones = ids.new_ones(1, int(scored.sum()))
-        nothing = ones[:, :0]
-        row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
+        no_prompt = ones[:, :0]
+        row = {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "completion_ids": ones, "completion_mask": ones}
         teacher = self.accelerator.unwrap_model(self.teacher_model.eval())
         try:
             with torch.no_grad():
@@ -98,10 +98,10 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
 
     @when_flat
     def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):
-        """`(1, N, D)`, for which TRL asks both models; the teacher was asked before."""
-        name = unwrapped_model, torch.is_grad_enabled()
-        if name not in self._states:
+        """`(1, N, D)`, of the scored tokens. TRL asks both models; the teacher's states are there from before."""
+        key = unwrapped_model, torch.is_grad_enabled()
+        if key not in self._states:
             flat = FlatModel.of(unwrapped_model)
             assert flat is not None
-            self._states[name] = flat.hidden_states(*self._row, **self._pixels)
-        return self._states[name]
+            self._states[key] = flat.hidden_states(*self._row, **self._pixels)
+        return self._states[key]

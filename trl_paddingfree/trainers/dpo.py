@@ -8,7 +8,7 @@ from .. import upstream
 from ..data.collate import PreferenceCollator
 from ..data.lengths import truncated
 from ..data.task import Task
-from ..data.validate import check_preferences, log_dropped
+from ..data.validate import check_preferences, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionPreferenceCollator
 from ..training.configs import PaddingFreeDPOConfig
@@ -55,7 +55,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     takes_sequence_parallel = True
 
     def coupled_by(self) -> list[str]:
-        coupled = {"aot", "aot_unpaired", "sft"}  # sorted over, or averaged over the tokens of, the micro-batch
+        coupled = {"aot", "aot_unpaired", "sft"}  # two sort a micro-batch, and one is a mean over its tokens
         return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
@@ -75,6 +75,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
 
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        refuse_unread(dataset, dataset_name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
         with args.main_process_first(desc=f"checking the {dataset_name} data"):
             dataset = check_preferences(dataset, self._tokenizer, dataset_name, args.dataset_num_proc)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)

@@ -50,7 +50,7 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     def coupled_by(self) -> list[str]:
         args = self.args
         options = {
-            "loss_type": args.loss_type == "bnpo",  # a mean over the tokens of the micro-batch
+            "loss_type": args.loss_type == "bnpo",  # which is a mean over the tokens of the micro-batch
             "top_entropy_quantile": args.top_entropy_quantile < 1,
             "entropy_coef": args.entropy_coef != 0,
             "use_adaptive_entropy": args.use_adaptive_entropy,

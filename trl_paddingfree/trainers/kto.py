@@ -57,7 +57,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     differences: ClassVar[dict[str, tuple[str, str]]] = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
     def coupled_by(self) -> list[str]:
-        # The divergence is a mean over the micro-batch inside the loss, and over pairs made with their neighbours
+        # Each loss has the mean divergence of the micro-batch, of prompts with the completions of their neighbours
         return [*([f"`loss_type={self.loss_type!r}`"] if self.calculate_KL else []), *super().coupled_by()]
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
@@ -82,7 +82,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     @when_flat
     def _compute_kl_logps(self, model, batch):
-        # TRL hands what it does not know to the model: the mismatched rows would be computed as the matched ones
+        # TRL hands `flat_batch` on to the model, also with the mismatched rows: these need the one of their own
         if self.calculate_KL:
             batch = {**batch, "flat_batch": batch["flat_batch"].companion}
         return super()._compute_kl_logps(model, batch)
@@ -90,6 +90,6 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
         self.prove_placed(model)
-        # TRL calls the model on the matched rows and then on the mismatched ones, with arguments that it knows
+        # TRL calls the model on the matched rows and then on the mismatched ones, and hands on no `flat_batch` here
         batches = iter((inputs["flat_batch"], inputs["flat_batch"].companion))
         return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)

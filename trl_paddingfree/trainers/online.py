@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import ProcessorMixin
 
 from .. import upstream
-from ..data.rows import GeneratedRows, PromptGroups
+from ..data.rows import PromptGroups, generated_on_host
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
@@ -27,11 +28,11 @@ from ..memory.plan import Plan
 from ..model.architecture import takes_images
 from ..model.flat_model import FlatModel
 from ..training.configs import Arguments
-from ..training.refusals import refuse_to_move, refuse_untried
+from ..training.refusals import refuse_to_move, refuse_untried_images
 from ..training.state import when_flat
 from .base import FlatTrainer
 
-# Of tasks that generate. Trainers give it their names, and the first of them what it is found by
+# What tasks that generate have in common. Each gives it its name, and GRPO, the first, also the columns it is found by
 PROMPTS = Task(
     name="prompts",
     unit="prompts",
@@ -64,9 +65,9 @@ class OnlineTrainer(FlatTrainer):
     _buffered_inputs: Any
     _step: int
     _rules: VisionRules  # of the models, if rows may have images
-    _seen: WeakTensorKeyDictionary  # what is known of the images of passes, by their `pixel_values`
-    _images: GeneratedImages | None = None  # those of the pass that is computed
-    _generated: Inputs | None = None  # the rows of the last pass under a budget, which may have to be made again
+    _known: WeakTensorKeyDictionary  # the `GeneratedImages` of passes so far, by their `pixel_values`
+    _images: GeneratedImages | None = None  # those of the pass that is being made
+    _generated: Inputs | None = None  # under a budget, the rows of the last pass, for one that is computed again
     sample_unit = "completions"
 
     def refuse_arguments(self, arguments: Arguments) -> None:
@@ -82,7 +83,8 @@ class OnlineTrainer(FlatTrainer):
 
     def images_to_try(self) -> ImageProbe | None:
         """The first prompts with images, or made-up ones if only tools or environments give any; `None` for text."""
-        data, processor, in_column = self.train_dataset, self.processing_class, has_images(self.train_dataset)
+        data, processor = self.train_dataset, self.processing_class
+        in_column = has_images(data)
         if not isinstance(processor, ProcessorMixin) or not (in_column or takes_images(self.flat_base(self.model))):
             if in_column:
                 raise ValueError(
@@ -97,25 +99,26 @@ class OnlineTrainer(FlatTrainer):
             probe = ImageProbe(collator, made_up_examples() if can_train else (), MADE_UP)
         if not probe.names:
             if in_column:
-                refuse_untried(data)
+                refuse_untried_images(data)
             return None
-        self._rules, self._seen = self.image_rules(), WeakTensorKeyDictionary()
+        self._rules = self.image_rules()
+        self._known = WeakTensorKeyDictionary()
         probe.collator = replace(collator, rules=self._rules)
         return probe
 
     @contextmanager
-    def images_of(self, given: Inputs) -> Iterator[None]:
-        """Within this context, the rows that become flat have the images that are among the arguments of a pass."""
-        pixels = given.get("pixel_values")
+    def images_of(self, inputs: Inputs) -> Iterator[None]:
+        """Within this context, the rows that become flat have the images among the `inputs` of a pass."""
+        pixels = inputs.get("pixel_values")
         if pixels is not None and self.flat.check.images is None:
             raise ValueError(
                 "The rows come with `pixel_values`, and the start-up check has tried no images, or could not: the "
                 f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
                 "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
             )
-        if pixels is not None and pixels not in self._seen:  # policy, reference and all iterations ask the same
-            self._seen[pixels] = GeneratedImages.of(given)
-        self._images = None if pixels is None else copy(self._seen[pixels])
+        if pixels is not None and pixels not in self._known:  # policy, reference and all iterations have the same ones
+            self._known[pixels] = GeneratedImages.of(inputs)
+        self._images = None if pixels is None else copy(self._known[pixels])
         try:
             yield
         finally:
@@ -125,22 +128,21 @@ class OnlineTrainer(FlatTrainer):
 
     def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
         """The flat batch of rows with prompts padded on the left and completions on the right."""
-        rows = GeneratedRows.of(
-            *(input_ids, attention_mask, labels),
+        make = partial(
+            FlatBatch.from_padded,
+            *generated_on_host(input_ids, attention_mask, labels),
             prefix_sharing=self.flat.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
             images=self._images and self._images.next(len(input_ids), self._rules),
         )
-        batch = rows.batch()
+        batch = make()
         if reach := self.reach_of(batch):
-            batch = rows.batch(reach=reach)
+            batch = make(reach=reach)
         if torch.is_grad_enabled():  # the policy's pass, which trains
             self.counts.new.append(batch.counts)
         return batch.to(input_ids.device, non_blocking=True)
 
     def prove_placed(self, model: torch.nn.Module) -> None:
-        if not self.flat.models:
-            return
         super().prove_placed(model)
         flat_model = FlatModel.of(model)
         if flat_model is None:
@@ -164,7 +166,7 @@ class OnlineTrainer(FlatTrainer):
     # --- budgets ----------------------------------------------------------------------------------------------------
 
     def refuse_small_budget(self, plan: Plan) -> None:
-        """Refuse a budget that a micro-batch does not fit into, if its rows are as long as they may be."""
+        """Refuse a budget that a micro-batch does not fit into, should all its rows be as long as they may."""
         if self.max_completion_length is None or self.flat.check.images is not None:  # tokens of images are not known
             return
         prompt, name = self.longest_row()
@@ -173,19 +175,17 @@ class OnlineTrainer(FlatTrainer):
             plan.refuse_oversized(len(row), name)
         if plan.needs is None:
             return
-        # Other completions of one prompt, at best, and of as many prompts, at worst
         number = self.args.per_device_train_batch_size
-        rows = [[*row[:prompt], i + 1, *row[prompt + 1 :]] for i in range(number)]
-        labels = [[IGNORE_INDEX] * prompt + each[prompt:] for each in rows]
-        best, worst = (
-            FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing and shares)
-            for shares in (True, False)
-        )
+        rows = [[*row[:prompt], i + 1, *row[prompt + 1 :]] for i in range(number)]  # different from the completion on
+        labels = [[IGNORE_INDEX] * prompt + tokens[prompt:] for tokens in rows]
+        # Refused if not even rows of one prompt fit; named is the budget for rows of as many prompts
+        best = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
         if plan.least_bytes(best) > plan.budget:
+            worst = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
             raise plan.too_small_for(worst, f"a micro-batch of {number} rows, each {name}", "`max_completion_length`")
 
     def longest_row(self) -> tuple[int, str]:
-        """Tokens of the longest prompt, by its characters, or 1 where none is known before; and what its row is."""
+        """Tokens of the prompt with the most characters, 1 if none is known yet; and its longest row in words."""
         data, prompt = self.train_dataset, 1
         if isinstance(data, Dataset) and "prompt" in data.column_names and not self.environment_factories:
             longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
@@ -194,9 +194,8 @@ class OnlineTrainer(FlatTrainer):
         return prompt, f"a prompt of {prompt} tokens with a completion of {limit}"
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
-        masks = [inputs["prompt_mask"], inputs["completion_mask"]]
-        slots, real = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
-        return BatchCounts(slots, real, slots, 0)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        return BatchCounts(mask.numel(), int(mask.sum()), mask.numel(), 0)
 
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
@@ -223,11 +222,11 @@ class OnlineTrainer(FlatTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self.flat.options.arrange_micro_batches != "none" and self._buffered_inputs is not before:
             number = self.steps_per_generation
-            window = math.gcd(self.args.gradient_accumulation_steps, number)  # these share each optimizer step
-            windows = [self._buffered_inputs[first : first + window] for first in range(0, number, window)]
-            self._buffered_inputs = [batch for each in windows for batch in by_prompt(each)]
+            size = math.gcd(self.args.gradient_accumulation_steps, number)  # micro-batches of one optimizer step
+            windows = [self._buffered_inputs[first : first + size] for first in range(0, number, size)]
+            self._buffered_inputs = [batch for window in windows for batch in by_prompt(window)]
             inputs = self._buffered_inputs[self._step % number]
         if steps is not None and self.model.training:
             self._generated = inputs
-            steps.remember()  # what generation has changed is not taken back
+            steps.remember()  # from here on: what generation has changed is not put back
         return inputs

@@ -60,7 +60,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         collator = super()._flat_collator()
         if not isinstance(collator, LanguageModelingCollator):
             return collator
-        return replace(collator, cuts_packed=self.data_collator.padding_free)  # as TRL has made its own
+        return replace(collator, cuts_packed=self.data_collator.padding_free)  # which TRL sets if it packs
 
     @property
     def _cuts_packed(self) -> bool:
@@ -68,21 +68,21 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         return isinstance(self.data_collator, LanguageModelingCollator) and self.data_collator.cuts_packed
 
     def item_lengths(self) -> np.ndarray:
-        """Of packed rows, the lengths of their longest documents: a budget divides such rows."""
+        """Of packed rows, the lengths of their longest documents, into which a budget divides them."""
         if not self._cuts_packed or "seq_lengths" not in self.train_dataset.column_names:
             return super().item_lengths()
         rows = self.train_dataset.with_format(None)["seq_lengths"]
         return np.array([[max(documents)] for documents in rows], dtype=np.int64)
 
     def coupled_by(self) -> list[str]:
-        # What a function of the user's own makes of the rows of a micro-batch is not known
+        # How a function of the user's own combines the rows of a micro-batch is not known
         reasons = [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
         if (alpha := self.args.neftune_noise_alpha) is not None and self._cuts_packed:
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise has the size of the packed row
         return reasons
 
     def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
-        modules = self.flat_base(self.model).get_input_embeddings().modules()  # adapters may stand around them
+        modules = self.flat_base(self.model).get_input_embeddings().modules()  # adapters may wrap the embeddings
         sizes = [vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)]
         for name, dataset in datasets if sizes else ():
             refuse_unknown_tokens(dataset, name, sizes[0])
@@ -94,8 +94,8 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     def weighed_by_micro_batch(self) -> list[str]:
         if not (self.model_accepts_loss_kwargs or self.compute_loss_func):
             return [f"{type(self.flat_base(self.model)).__name__}, whose loss is a mean over each micro-batch"]
-        alone = self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices
-        return ["`average_tokens_across_devices=False`"] if alone else []
+        is_apart = self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices
+        return ["`average_tokens_across_devices=False`"] if is_apart else []
 
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
@@ -113,10 +113,10 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         mask = inputs["attention_mask"].bool()
 
-        def of_packed_row(outputs, labels, **given):  # as TRL has it: documents in one row, none scored from another
+        def of_packed_row(outputs, labels, **kwargs):  # documents in one row, as in TRL, which scores no first tokens
             outputs.logits = outputs.logits[mask][None]
             labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], 1)
-            return function(outputs, labels[mask][None], **given)
+            return function(outputs, labels[mask][None], **kwargs)
 
         with attributes_set([(self, "compute_loss_func", of_packed_row)]):
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -126,7 +126,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if logits is None or not self._cuts_packed:
             return loss, logits, labels
-        # Documents come one after another in one row, as TRL has those of packed rows: the number of rows says nothing
+        # All documents in one row, as in TRL, however many packed rows there were
         mask = inputs["attention_mask"].bool()
         inputs["input_ids"] = inputs["input_ids"][mask][None]  # which `include_for_metrics` may ask for
         return loss, logits[mask][None], labels[mask][None]

@@ -1,4 +1,4 @@
-"""Where an allocation fails, a pass is taken back, and computed again under a smaller budget."""
+"""If an allocation fails in a pass, all that the pass has changed is put back, and a smaller budget decides anew."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -28,22 +28,22 @@ class Attempt:
     What a forward and backward pass changes, as it was before: gradients of `parameters`, the random state of the CPU
     and of `device`, and what `put_back` puts back.
 
-    No gradient is copied. One that the pass has added to is whole, because each parameter is added to once; it is kept,
-    and what a repeated pass computes for it is dropped.
+    No gradient is copied. A pass adds to the gradient of a parameter once, so one that a failed pass has changed is
+    complete. It is kept, and the one that the repeated pass computes is dropped.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device, put_back: Callable[[], None]):
-        # PyTorch counts the changes of each tensor
+        # PyTorch counts how often each tensor was changed
         self.versions = [(p, None if p.grad is None else p.grad._version) for p in parameters]
         self.put_back, self.device = put_back, device
         self.random = torch.get_rng_state()
         self.on_device = None if device.type == "cpu" else torch.get_device_module(device)
         self.device_random = None if self.on_device is None else self.on_device.get_rng_state(device)
-        self.whole: dict[torch.Tensor, torch.Tensor | None] = {}  # gradients that a failed pass has added to
-        self.dropping = ExitStack()
+        self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass has changed
+        self.dropping = ExitStack()  # hooks that drop gradients of these parameters
 
     def undo(self) -> None:
-        """Have what failed computed again."""
+        """A pass has failed: put back what it has changed, so that it can be repeated."""
         self.put_back()
         torch.set_rng_state(self.random)
         if self.on_device is not None:
@@ -51,36 +51,37 @@ class Attempt:
             torch.accelerator.empty_cache()
         for parameter, version in self.versions:
             gradient = parameter.grad
-            if parameter not in self.whole and gradient is not None and gradient._version != version:
-                self.whole[parameter], parameter.grad = gradient, None
-                self.dropping.enter_context(gradients_dropped([parameter]))  # a second one might find no room
+            if parameter not in self.complete and gradient is not None and gradient._version != version:
+                self.complete[parameter] = gradient
+                parameter.grad = None
+                self.dropping.enter_context(gradients_dropped([parameter]))  # at once: there may be no room for two
 
     def finish(self) -> None:
-        """The pass has ended well: every gradient counts once."""
+        """A pass has succeeded: put the gradients in place that failed ones have completed."""
         self.dropping.close()
-        for parameter, gradient in self.whole.items():
+        for parameter, gradient in self.complete.items():
             parameter.grad = gradient
 
 
 def figures_restorer(trainer: Any) -> Callable[[], None]:
-    """A function that puts back what a pass changes of metrics, counts, and what TRL's loss keeps account of."""
+    """A function that puts back what a pass changes on a trainer: metrics, counts, and the state of TRL's loss."""
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-    tokens, counted = trainer._total_train_tokens, [*trainer.counts.new]
+    num_tokens, counts = trainer._total_train_tokens, [*trainer.counts.new]
     state = {name: vars(trainer)[name] for name in trainer.changed_by_loss}
 
     def put_back() -> None:
         trainer._metrics["train"].clear()
-        # Copies: what is put back may have to be once more
+        # Copies, which the repeated pass changes: it may fail, too
         trainer._metrics["train"].update({name: list(values) for name, values in metrics.items()})
-        trainer._total_train_tokens, trainer.counts.new = tokens, [*counted]
+        trainer._total_train_tokens, trainer.counts.new = num_tokens, [*counts]
         vars(trainer).update(state)
 
     return put_back
 
 
 def shrink(plan: Plan, error: RuntimeError) -> None:
-    """Have a plan decide otherwise if `error` says that memory ran out in its current pass. Else raise it."""
-    # Before the decision, there is no current pass: where a trainer generates its rows, with memory of its own
+    """Lower the budget or limit of a plan if `error` says that memory ran out in its current pass; else raise it."""
+    # A pass is current from its decision on: before, a trainer may generate rows, which the plan does not decide on
     if (failed := plan.current) is None or not is_allocation_failure(error):
         raise error
     if advice := why_not_again(plan):
@@ -105,7 +106,7 @@ def shrink(plan: Plan, error: RuntimeError) -> None:
 
 
 def _smaller(plan: Plan, failed: Pass) -> Iterator[tuple[int, int | None]]:
-    """Budgets and limits to go on with: lower budgets for a batch that was computed whole, then slices of half."""
+    """Budgets and limits to try in turn: lower budgets, if the batch was computed whole; then slices of half size."""
     budget, limit = plan.budget, plan.limit
     if plan.needs is not None and not failed.decision.cuts:
         lower, held = min(budget, failed.decision.peak), plan.needs.fixed
@@ -118,7 +119,7 @@ def _smaller(plan: Plan, failed: Pass) -> Iterator[tuple[int, int | None]]:
 
 
 def _size(decision: Decision, failed: Pass) -> tuple[int, int]:
-    """What makes one decision on a batch smaller than another: the largest slice, and the layers that keep all."""
+    """By what decisions on a batch compare: tokens of the largest slice, then the negative of recomputed layers."""
     return int(max(np.diff(decision.cuts), default=failed.batch.counts.computed)), -(decision.num_recomputed or 0)
 
 

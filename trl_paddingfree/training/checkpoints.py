@@ -32,15 +32,11 @@ whose slots it computed {share:.0%}. Cite it as:
 
 
 def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
-    """Say at the end of the model card how batches were computed, and how much of them."""
-    card, share = Path(output_dir) / "README.md", computed.computed / max(computed.padded, 1)
+    """Say at the end of the model card how batches were computed, and what share of the padded slots."""
+    card = Path(output_dir) / "README.md"
+    share = computed.computed / max(computed.padded, 1)
     section = MODEL_CARD.format(version=__version__, method=method, share=share)
     card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
-
-
-def state_file(output_dir: str, step: int) -> Path:
-    """The file that is written last into the checkpoint of a step."""
-    return Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}" / TRAINER_STATE_NAME
 
 
 def _step_of(checkpoint: Path) -> str:
@@ -64,8 +60,8 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
     """
     if not resume_from_checkpoint:
         return None
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdigit()]
-    whole = next(filter(is_whole, sorted(found, key=lambda path: -int(_step_of(path)))), None)
+    paths = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path).isdigit()]
+    whole = next(filter(is_whole, sorted(paths, key=lambda path: -int(_step_of(path)))), None)
     if resume_from_checkpoint is True or str(resume_from_checkpoint).lower() == "true":
         if whole is None:
             raise ValueError(
@@ -83,10 +79,10 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
 
 
 def load_by_name(checkpoint: str, model: Any) -> None:
-    """Load the weights that a checkpoint has under other names, as `from_pretrained` finds them: all, or it refuses."""
+    """Load the weights that a checkpoint has under other names as `from_pretrained` does; refuse if any is missing."""
     options: dict[str, Any] = {"config": deepcopy(model.config), "dtype": model.dtype, "output_loading_info": True}
-    loaded, found = type(model).from_pretrained(checkpoint, **options)
-    if missing := sorted(found["missing_keys"]):
+    loaded, report = type(model).from_pretrained(checkpoint, **options)
+    if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and {len(missing[3:])} others "
             f"of {type(model).__name__}: it is one of another model."
@@ -105,15 +101,16 @@ class ResumableTrainer(Trainer):
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):
-        if self.args.should_save:  # a checkpoint that is written anew is not whole until it is whole again
-            state_file(self.args.output_dir, self.state.global_step).unlink(missing_ok=True)
+        if self.args.should_save:  # a checkpoint that is there from before is not whole while it is written over
+            checkpoint = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super()._save_checkpoint(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)  # which makes the folder, in every process
+        super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
         if self.flat.plan is not None:
             self.flat.plan.save(output_dir, self.args.process_index)
-        # The trainer state, written next, says that a checkpoint is whole: what other processes write is part of it
+        # The trainer state, written next, says that a checkpoint is whole: all processes must have written their part
         self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -124,8 +121,8 @@ class ResumableTrainer(Trainer):
         super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result):
-        # Models with images or experts have other names in files than in memory, which transformers' trainer does not
-        # know: it warns, and goes on with the weights that the model was made with
+        # Weights of models with images or experts have other names in files than in memory. transformers' trainer does
+        # not know this: it warns, and goes on with the weights that the model had before
         if load_result.missing_keys and load_result.unexpected_keys:
             load_by_name(*self.loading)
         else:

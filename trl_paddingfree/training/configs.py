@@ -27,27 +27,27 @@ Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
 
 
-# What types of options allow, in words
-_SAID: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
+# What an option of a type allows, in words
+_ALLOWED: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
 
 
 def silence() -> None:
-    """Silence warnings about names that TRL calls and transformers has renamed."""
+    """Silence the warnings that TRL still calls gradient checkpointing by names which transformers has changed."""
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
 
 
 def config_of(trainer_class: "type[FlatTrainer]", arguments: Arguments) -> TrainingArguments:
-    """The configuration among the arguments of a trainer. Without one, ours, with a folder named as TRL names it."""
+    """The configuration among the arguments of a trainer; by default one of ours, with the folder of TRL's default."""
     if (config := arguments.get("args")) is None:
         model = arguments["model"]
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         config = trainer_class.config_class(f"{name.split('/')[-1]}-{trainer_class.trl_trainer._name}")
-    refuse_wrong_options(config)  # again: they may have been set since
+    refuse_wrong_options(config)  # again: attributes may have been set since it was made
     return config
 
 
 def options_of(trainer_class: "type[FlatTrainer]", config: Any) -> "PaddingFreeOptions":
-    """The options of a configuration. With one of TRL's they have the defaults of the trainer."""
+    """The options in a configuration. One of TRL's has none: they have the defaults of the trainer's own."""
     is_ours = isinstance(config, PaddingFreeOptions)
     return config if is_ours else PaddingFreeOptions(prefix_sharing=trainer_class.config_class.prefix_sharing)
 
@@ -55,8 +55,8 @@ def options_of(trainer_class: "type[FlatTrainer]", config: Any) -> "PaddingFreeO
 def refuse_wrong_options(config: Any) -> None:
     """
     Refuse values that options of this package cannot have, in a configuration of ours or of TRL's, naming what to write
-    in their place. Annotations say which: `bool` allows `True` and `False`, `int` whole numbers from 1, with `None`
-    also that, and `Literal` its words.
+    in their place. Annotations say what is allowed: `bool` stands for `True` and `False`, `int` for whole numbers from
+    1, and `None` and the words of a `Literal` for themselves.
     """
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
@@ -68,7 +68,7 @@ def refuse_wrong_options(config: Any) -> None:
         is_whole = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
         words = [kind for kind in kinds if isinstance(kind, str)]
         expected += [f"one of {', '.join(map(repr, words))}"] if words else []
-        expected += [said for kind, said in _SAID.items() if kind in kinds]
+        expected += [phrase for kind, phrase in _ALLOWED.items() if kind in kinds]
         is_of_type = (isinstance(value, bool) and bool in kinds) or (is_whole and int in kinds)
         if not (is_of_type or (value is None and NoneType in kinds) or (isinstance(value, str) and value in words)):
             close = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
@@ -100,17 +100,17 @@ def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
     eval_dataset = arguments.get("eval_dataset")
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     datasets = {"train": arguments.get("train_dataset"), **eval_datasets}
-    # What is none of these, TRL refuses in its own words
+    # TRL refuses data of any other type in its own words
     return [(name, dataset) for name, dataset in datasets.items() if isinstance(dataset, Dataset | IterableDataset)]
 
 
 def train_where_one_can(config: TrainingArguments) -> None:
     """
     Choose the CPU and float32 on a machine without an accelerator, and say so, unless the precision or `use_cpu` is
-    set: TRL's default, bfloat16, is refused there until `use_cpu` is.
+    set. There, transformers refuses TRL's default, bfloat16, without `use_cpu`.
     """
-    is_open = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
-    if is_open and not has_accelerator() and not is_torch_xla_available():
+    is_undecided = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
+    if is_undecided and not has_accelerator() and not is_torch_xla_available():
         config.use_cpu, config.bf16 = True, False
         logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
 

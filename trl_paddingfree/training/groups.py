@@ -1,7 +1,7 @@
 """Groups of processes of which each computes a slice of one flat batch: `sequence_parallel_size`.
 
 All processes of a group get the same examples, and compute the same loss. accelerate and transformers know such groups
-from tensor parallelism: data loaders give them the same batches, and `get_tp_size` says how often each is there.
+from tensor parallelism: their data loaders give a group the same batches, and `get_tp_size` is its size.
 """
 
 from functools import partial
@@ -18,8 +18,7 @@ from ..model.sequence import SequenceGroup
 from .checkpoints import ResumableTrainer
 from .configs import Arguments
 
-OPTION = "sequence_parallel_size"
-# The names by which accelerate's data loaders know processes that get different batches, and those that get the same
+# The dimensions of a mesh along which accelerate's data loaders give processes different batches, and the same
 _DIFFERENT, _SAME = "dp_replicate", "tp"
 
 
@@ -37,12 +36,12 @@ class GroupedTrainer(ResumableTrainer):
 
     def refuse_ungrouped(self, arguments: Arguments) -> None:
         """Refuse arguments that cannot be combined with groups of processes, if there are to be any."""
-        size, pads, config = self.flat.options.sequence_parallel_size, self.flat.pads, arguments["args"]
+        size, config = self.group_size, arguments["args"]
         if size == 1:
             return
-        option = f"`{OPTION}={size}`"
-        if not self.takes_sequence_parallel or pads:
-            what = "padded rows" if pads else f"{self.trl_trainer.__name__}'s batches"
+        option = f"`sequence_parallel_size={size}`"
+        if not self.takes_sequence_parallel or self.flat.pads:
+            what = "padded rows" if self.flat.pads else f"{self.trl_trainer.__name__}'s batches"
             raise ValueError(
                 f"{option}: DPO and SFT compute slices of flat batches, and no other trainer. Leave it out for {what}."
             )
@@ -53,11 +52,12 @@ class GroupedTrainer(ResumableTrainer):
                 f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it "
                 "(`accelerate launch --num_processes`, on CPUs `torchrun --nproc_per_node`), or set it to a divisor."
             )
-        logits, alone = "it wants logits of all tokens in one place", "it gives each process examples of its own"
+        logits = "it wants logits of all tokens in one place"
+        apart = "it gives each process examples of its own"
         for name, is_set, reason in (
             *((name, arguments.get(name), logits) for name in ("compute_metrics", "compute_loss_func")),
             *((name, vars(config)[name], logits) for name in ("label_smoothing_factor", "eval_use_gather_object")),
-            ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", alone),
+            ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", apart),
             ("auto_find_batch_size", config.auto_find_batch_size, "a process would begin again while others wait"),
             ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
         ):
@@ -73,40 +73,40 @@ class GroupedTrainer(ResumableTrainer):
         if is_fsdp1 or accelerator.parallelism_config is not None:
             name = "`fsdp_version=1`" if is_fsdp1 else "`parallelism_config`"
             raise ValueError(
-                f"`{OPTION}={self.group_size}` forms groups under DDP, FSDP2 and DeepSpeed ZeRO, and not with {name}: "
-                "launch with another configuration."
+                f"`sequence_parallel_size={self.group_size}` forms groups under DDP, FSDP2 and DeepSpeed ZeRO, and not "
+                f"with {name}: launch with another configuration."
             )
         shape = accelerator.num_processes // self.group_size, self.group_size
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=(_DIFFERENT, _SAME))
         self.group = SequenceGroup(mesh[_SAME].get_group(), accelerator.device)
-        # Engines shard and average over all processes, so that loaders alone are told of the mesh
+        # Data loaders alone get to see the mesh: engines go on to shard and average over all processes
         accelerator.prepare_data_loader = partial(_with_mesh, accelerator, accelerator.prepare_data_loader, mesh)
-        # What is gathered of examples is there once, and the end of the data is cut off as without groups
+        # With one entry per example, what accelerate has added to fill the last batch is cut off as without groups
         accelerator.gather = partial(_of_each_group, accelerator.gather, self.group_size)
 
     def get_tp_size(self) -> int:
         return super().get_tp_size() * self.group_size
 
     def _get_num_items_in_batch(self, *args, **kwargs):
-        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # they are counted once
+        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # `gather` has counted each group once
             return super()._get_num_items_in_batch(*args, **kwargs)
 
     def largest_of_group(self, value: int) -> int:
-        """The largest that any process of the group has."""
+        """The largest `value` of all processes of the group."""
         return value if self.group is None else int(self.group.largest([value])[0])
 
     def floating_point_ops(self, inputs: Inputs) -> int:
-        is_counted = self.group is None or self.group.rank == 0  # sums go over all processes
+        is_counted = self.group is None or self.group.rank == 0  # transformers sums over all processes
         return super().floating_point_ops(inputs) if is_counted else 0
 
 
 def _with_mesh(accelerator: Any, prepare: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-    """A data loader that gives all processes of a group the same batches."""
+    """What `prepare` makes of a data loader: one that gives all processes of a group the same batches."""
     with attributes_set([(accelerator.state, "device_mesh", mesh)]):
         return prepare(*args, **kwargs)
 
 
 def _of_each_group(gather: Any, size: int, tensors: Any) -> Any:
-    """What one process of each group has, gathered."""
+    """What `gather` gives, of one process of each group."""
     processes = torch.distributed.get_world_size()
     return recursively_apply(lambda x: x.unflatten(0, (processes, -1))[::size].flatten(0, 1), gather(tensors))

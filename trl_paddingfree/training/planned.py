@@ -22,7 +22,7 @@ from .steps import TrainingSteps
 class PlannedTrainer(GroupedTrainer):
     """A trainer with a plan, if its options ask for a budget."""
 
-    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # of models, for the plan
+    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # what the head needs, by the models
     model: PreTrainedModel
     aux_loss_enabled: bool = False
     flat_models: Callable[[], list[torch.nn.Module]]
@@ -30,7 +30,7 @@ class PlannedTrainer(GroupedTrainer):
 
     @cached_property
     def peak_memory(self) -> PeakMemory:
-        """The most memory in use so far."""
+        """Measures the most memory in use on the device so far."""
         return PeakMemory(self.accelerator.device)
 
     def plan_if_placed(self) -> None:
@@ -39,7 +39,10 @@ class PlannedTrainer(GroupedTrainer):
             self.plan_steps(self.model)
 
     def plan_steps(self, model: torch.nn.Module) -> None:
-        """Plan for the budgets, once a `model` is proven, prove slices, and refuse what no example fits into. Once."""
+        """
+        Prove a `model`, if its weights came late; then plan for budgets, prove slices, and refuse a budget that an
+        example does not fit into. Does nothing if called again.
+        """
         self.prove_placed(model)
         flat = self.flat
         if flat.is_planned:
@@ -54,14 +57,14 @@ class PlannedTrainer(GroupedTrainer):
             )
         flat.plan = plan = self._plan()
         flat.steps = TrainingSteps(self, plan)
-        for each in flat.models:  # a teacher, or a reference, may be another architecture
-            if not why_not_in_slices(each.model, each.route, each.group):
-                each.decide = plan.decide
+        for flat_model in flat.models:  # a teacher, or a reference, may be another architecture
+            if not why_not_in_slices(flat_model.model, flat_model.route, flat_model.group):
+                flat_model.decide = plan.decide
         flat.check.prove_slices([model, *self.flat_models()[1:]])
-        flat.trained.decide = plan.decide  # in slices or not: the plan also says which layers recompute
+        flat.trained.decide = plan.decide  # even if it cannot compute slices: the plan says which layers recompute
         if flat.resumed_from is not None:
             plan.restore(flat.resumed_from, self.args.process_index)
-        if not plan.has_shrunk:  # which makes it smaller than the data was measured by
+        if not plan.has_shrunk:  # else it is smaller than the budget by which the data was measured before
             self.refuse_small_budget(plan)
 
     def _plan(self) -> Plan:
@@ -78,7 +81,7 @@ class PlannedTrainer(GroupedTrainer):
                 models=self.flat_models(),
                 wrapped=self.model_wrapped,
                 optimizer=self.get_optimizer_cls_and_kwargs(args, self.model) if optimizer is None else optimizer,
-                head=type(self).head_bytes(*(each.model for each in self.flat.models)),
+                head=type(self).head_bytes(*(flat_model.model for flat_model in self.flat.models)),
                 images=self.images_in_memory() if options.memory_budget else (),
                 arguments={"output_router_logits": True} if self.aux_loss_enabled else {},
             )
@@ -88,7 +91,7 @@ class PlannedTrainer(GroupedTrainer):
         raise NotImplementedError
 
     def images_in_memory(self) -> list[Inputs]:
-        """Arguments of calls with images, of which one differs from another in their number; none for text."""
+        """Arguments of calls with different numbers of images, from which the plan learns what one needs."""
         images = self.flat.check.images
         if images is not None and not images.names:
             raise ValueError(
@@ -98,12 +101,12 @@ class PlannedTrainer(GroupedTrainer):
         return [] if images is None else images.to_count(self.flat.trained.route.prefix_sharing)
 
     def reach_of(self, batch: FlatBatch) -> int | None:
-        """The length that rotary frequencies follow in the rows of a batch; `None` if they do not."""
+        """The length of a batch's longest row, if rotary frequencies of a model depend on it; else `None`."""
         return architecture.rotary_reach(batch.row_index.size(1), *self._text_configs())
 
     def rotary_limits(self) -> dict[str, int]:
-        """Kinds of rotary frequencies that follow the longest row, with the length from which on they do in a model."""
+        """By kind of rotary frequencies: the length from which on those of a model depend on the longest row."""
         return architecture.rotary_limits(*self._text_configs())
 
     def _text_configs(self) -> list[PreTrainedConfig]:
-        return [each.model.config.get_text_config() for each in self.flat.models]
+        return [flat_model.model.config.get_text_config() for flat_model in self.flat.models]

@@ -31,10 +31,8 @@ logger = logging.get_logger(__name__)
 
 # Seconds after which the check says what it does
 _PATIENCE = 2.0
-
-
-# What a process says in place of a verdict
-_FAILED = -1
+# What a process gathers in place of its verdict, 0 or 1, if its check has raised an error
+_ERROR = -1
 
 
 class _FailedElsewhereError(UnprovenModelError):
@@ -44,7 +42,7 @@ class _FailedElsewhereError(UnprovenModelError):
 class StartUpCheck:
     """
     Chooses and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
-    and its `args` (whether training recomputes). `images` are examples with some, if there are any.
+    and its `args` (whether training recomputes). `images` are examples to try, `None` if the data has text only.
     """
 
     def __init__(
@@ -58,8 +56,8 @@ class StartUpCheck:
         self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
         self.group = group  # the processes that compute slices of a batch with this one
         self.trained: PreTrainedModel | None = None  # the only model that needs gradients
-        self.awaits_weights = False  # whether it is still to come, because an engine has yet to place the weights
-        self.seen: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven meanwhile
+        self.awaits_weights = False  # whether an engine has yet to place weights: models are proven when first called
+        self.claimed: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven so
         self.progress = Progress(self._say)
 
     def _say(self, doing: str) -> None:
@@ -67,12 +65,16 @@ class StartUpCheck:
             logger.warning(f"The start-up check runs. {doing}.")
 
     def in_precision(self) -> AbstractContextManager:
-        """The context in which the trainer calls its models: autocast, but FSDP2 casts weights and inputs instead."""
+        """The context in which a trainer calls its models: autocast. FSDP2 casts weights and inputs in its place."""
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()
 
     def install(self, models: Sequence[torch.nn.Module]) -> list[FlatModel]:
-        """Have models, the trained one first, compute flat batches: by proven routes, before weights by chosen ones."""
-        self.trained, *_ = bases = [self._base(model) for model in models]
+        """
+        Have models, the trained one first, compute flat batches: by routes that are proven or, if an engine has yet to
+        place weights, by the first choices.
+        """
+        bases = [self._base(model) for model in models]
+        self.trained = bases[0]
         for base in bases:
             if (flat := FlatModel.of(base)) is not None and flat.padded is not None:
                 flat.padded.remove()  # this trainer calls its models with flat batches
@@ -90,17 +92,17 @@ class StartUpCheck:
         return flat
 
     def can_call(self, model: torch.nn.Module, is_trained: bool) -> bool:
-        """Whether `model` has its weights. DeepSpeed's own engines have, the model that it has yet to take has not."""
+        """Whether `model` has its weights. ZeRO-3 has prepared all models but the trained one by now."""
         plugin = self.accelerator.state.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
             return not is_trained
         return self._base(model).device.type == self.accelerator.device.type
 
     def claims(self, model: torch.nn.Module) -> bool:
-        """Whether a model, which has its weights by now, is still to be proven. From here on it counts as proven."""
-        if not self.awaits_weights or (base := self._base(model)) in self.seen:
+        """Whether the caller has to prove a model, which has its weights by now: once, if they came late."""
+        if not self.awaits_weights or (base := self._base(model)) in self.claimed:
             return False
-        self.seen.add(base)
+        self.claimed.add(base)
         return True
 
     def first_route(self, model: torch.nn.Module) -> Route:
@@ -115,23 +117,23 @@ class StartUpCheck:
         return route
 
     def prove_all(self, models: Sequence[torch.nn.Module]) -> Route:
-        """The route of the first model, once every model is proven. None shares prefixes if one cannot."""
+        """Prove all models, and give the route of the first. If one cannot share prefixes, none does."""
         start = time.perf_counter()
         with self.progress.after(_PATIENCE), self._failing_together():
             results = self._results_of(models)
         if self.accelerator.is_main_process:
             seconds, images = time.perf_counter() - start, self.images
-            missing = dict.fromkeys(each for result in results for each in result.not_compared)
-            found = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
+            missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
+            verdict = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
             tried = "" if images is None or not images.names else f", with {images.kind} images"
-            logger.warning(f"Padding-free, {results[0].route}: {found}{tried} (checked in {seconds:.1f} s).")
+            logger.warning(f"Padding-free, {results[0].route}: {verdict}{tried} (checked in {seconds:.1f} s).")
             logger.info(f"The start-up check: {results[0]}.")
-            if said := describe_state_layers(self._base(models[0])):
-                logger.warning(said)
+            if description := describe_state_layers(self._base(models[0])):
+                logger.warning(description)
         return results[0].route
 
     def prove_slices(self, models: Sequence[torch.nn.Module]) -> None:
-        """Prove that models which may compute slices compute what they do of the whole, the one that trains first."""
+        """Prove that models which may compute batches in slices get the results of whole ones."""
         for model in models:
             base = self._base(model)
             flat = FlatModel.of(base)
@@ -151,19 +153,19 @@ class StartUpCheck:
                     "out."
                 )
             if trains and self.accelerator.is_main_process:
-                found = "exact as far as it was compared" if result.skipped else "exact on this model"
-                logger.warning(f"Slices within the budget: {found} ({result}).")
+                verdict = "exact as far as it was compared" if result.skipped else "exact on this model"
+                logger.warning(f"Slices within the budget: {verdict} ({result}).")
 
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
+        """What the check finds on each model, all with shared prefixes or none."""
         routes = list(map(self.first_route, models))
         for model, route in zip(models, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
             if self.options.prefix_sharing and reason:
                 logger.warning(f"{type(self._base(model)).__name__} trains without shared prefixes: {reason}.")
         results = list(map(self._prove, models, routes))
-        sharing = {result.prefix_sharing for result in results}
-        if len(sharing) > 1:
-            results = [self._prove(*each) for each in zip(models, (r.without_sharing() for r in routes), strict=True)]
+        if len({result.prefix_sharing for result in results}) > 1:
+            results = list(map(self._prove, models, (route.without_sharing() for route in routes)))
         if self.images is not None:
             results = self._prove_images(models, results)
         return results
@@ -171,8 +173,8 @@ class StartUpCheck:
     def _prove(self, model: torch.nn.Module, route: Route) -> CheckResult:
         base = self._base(model)
         trains = base is self.trained
-        if (flat := vars(base).get(ATTRIBUTE)) is not None:  # beneath whatever head TRL has put on since
-            # The check compares with rows, and slices are those of this run: not by the budget of a trainer before
+        if (flat := vars(base).get(ATTRIBUTE)) is not None:  # not by `FlatModel.of`: TRL may have put on another head
+            # Rows alone are computed as rows, and whole; and a trainer before may have left its budget and its group
             flat.flattener = flat.decide = None
             flat.divide_among(None)
         if self.group is not None:
@@ -189,26 +191,26 @@ class StartUpCheck:
                 tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
         if failed and self.accelerator.is_main_process:
-            tried = "".join(f"\n    {each}" for each in failed)
-            logger.warning(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{tried}")
+            listed = "".join(f"\n    {other}" for other in failed)
+            logger.warning(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
         return result
 
     @contextmanager
     def _checkpointing(self, base: PreTrainedModel) -> Iterator[None]:
-        """Within this context, activations are recomputed if training will: its start turns that on, later."""
+        """Within this context, `base` recomputes activations if training will, which turns that on when it starts."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
         wanted = self.args.gradient_checkpointing and trains
         if not wanted or not base.supports_gradient_checkpointing:
             yield
             return
         options = dict(vars(self.args)["gradient_checkpointing_kwargs"] or {})
-        for name in ("every_n_layers", "offload"):  # where and how much, which gradients do not depend on
+        for name in ("every_n_layers", "offload"):  # they change no gradient, only in which layers and where to
             options.pop(name, None)
         with upstream.checkpointing(base, options or None):
             yield
 
     def _why_no_gradients(self, model: torch.nn.Module) -> str:
-        """Which engine stands between a model and its gradients; empty if none does."""
+        """Why an engine computes no gradients of a model before training; empty if it does, or if there is none."""
         engine = self.accelerator.distributed_type
         if engine == DistributedType.DEEPSPEED and self.accelerator.unwrap_model(model) is not model:
             return "DeepSpeed computes whole backward passes only"
@@ -217,53 +219,51 @@ class StartUpCheck:
         return ""
 
     def _prove_images(self, models: Sequence[torch.nn.Module], results: list[CheckResult]) -> list[CheckResult]:
-        """What the check says of images, which all models share or none does."""
-        images = self.images
+        """The `results` on text, changed by what the check finds on images: all models share prefixes, or none does."""
+        images, name = self.images, type(self._base(models[0])).__name__
         assert images is not None
         if not images.names:
             logger.warning("No example has an image in its column: nothing was there to try the model's images on.")
             return results
         if results[0].route.backend in ("flash", "positions") and sees_both_ways(self._base(models[0])):
             logger.warning(
-                f"`attn_implementation={results[0].route.previous!r}` lets image tokens of "
-                f"{type(self._base(models[0])).__name__} see only what precedes them, with padding and without. The "
-                "model was made to let them see their whole image: load it with 'sdpa'."
+                f"`attn_implementation={results[0].route.previous!r}` lets image tokens of {name} see only what "
+                "precedes them, with padding and without. The model was made to let them see their whole image: load "
+                "it with 'sdpa'."
             )
 
         def prove_each(routes: Sequence[Route]) -> list[CheckResult]:
-            found = []
+            proven = []
             for model, route in zip(models, routes, strict=True):
-                with self.in_precision(), self._cut_images_are_named():
-                    found.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
-            return found
+                with self.in_precision(), self._naming_max_length():
+                    proven.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
+            return proven
 
         try:
-            found = prove_each([result.route for result in results])
-        except Exception as error:  # whatever comes of images that may never come must not end a run on text
+            with_images = prove_each([result.route for result in results])
+        except Exception as error:  # made-up images stand for some that may never come: a run on text goes on
             if images.kind != MADE_UP:
                 raise
             self.images = None
             logger.warning(f"Made-up images cannot be tried ({error}): text trains, and images that come are refused.")
             return results
-        if len({result.prefix_sharing for result in found}) > 1:
-            found = prove_each([result.route.without_sharing() for result in found])
-        if results[0].prefix_sharing > found[0].prefix_sharing and self.accelerator.is_main_process:
-            name = type(self._base(models[0])).__name__
+        if len({result.prefix_sharing for result in with_images}) > 1:
+            with_images = prove_each([result.route.without_sharing() for result in with_images])
+        if results[0].prefix_sharing > with_images[0].prefix_sharing and self.accelerator.is_main_process:
             logger.warning(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
         # Gradients are compared on text: again, where images have changed the route
         texts = [
             text if text.route == image.route else self._prove(model, image.route)
-            for model, text, image in zip(models, results, found, strict=True)
+            for model, text, image in zip(models, results, with_images, strict=True)
         ]
-        notes = ("gradients were compared on text, not with images",)
-        gradients = [text.gradients for text in texts]  # the first are those of the model that is trained
-        if gradients[0] is not None and not gradients[0].skipped:
-            gradients[0] = replace(gradients[0], notes=(*gradients[0].notes, *notes))
-        return [replace(image, gradients=each) for image, each in zip(found, gradients, strict=True)]
+        gradients = [text.gradients for text in texts]
+        if (trained := gradients[0]) is not None and not trained.skipped:
+            gradients[0] = replace(trained, notes=(*trained.notes, "gradients were compared on text, not with images"))
+        return [replace(image, gradients=of_text) for image, of_text in zip(with_images, gradients, strict=True)]
 
     @contextmanager
-    def _cut_images_are_named(self) -> Iterator[None]:
-        """Say that `max_length` may cut an image, as TRL says in training: the check comes before."""
+    def _naming_max_length(self) -> Iterator[None]:
+        """Within this context, an error over an image that may be cut names `max_length`, as TRL does in training."""
         try:
             yield
         except ValueError as error:
@@ -277,23 +277,23 @@ class StartUpCheck:
         return base_of(self.accelerator, model)
 
     def _all_agree(self, verdict: bool) -> bool:
-        """Whether a check says so on all processes: they have to take the same route."""
-        said = self._said_by_all(verdict)
-        if (said == _FAILED).any():
+        """Whether the verdict is positive on all processes, which have to take the same route."""
+        verdicts = self._gathered(verdict)
+        if (verdicts == _ERROR).any():
             raise _FailedElsewhereError("The start-up check failed on another process, whose message says why.")
-        return bool(said.all())
+        return bool(verdicts.all())
 
-    def _said_by_all(self, verdict: int) -> torch.Tensor:
+    def _gathered(self, verdict: int) -> torch.Tensor:
         return gather(torch.tensor([int(verdict)], device=self.accelerator.device))
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Within this context, an error on one process is one on all, which would wait for its verdict."""
+        """Within this context, an error on one process ends all, which would otherwise wait for its verdict."""
         try:
             yield
             self._all_agree(True)
         except _FailedElsewhereError:
             raise
         except Exception:
-            self._said_by_all(_FAILED)
+            self._gathered(_ERROR)
             raise

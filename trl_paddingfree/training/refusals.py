@@ -41,7 +41,7 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
         _refuse_missing_pad_token(arguments.get("processing_class"), config)
-    # Of streaming data TRL refuses to have batches dispatched, in its own words
+    # With a stream, TRL itself speaks of `dispatch_batches`
     is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
     for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
         if vars(config.accelerator_config)[option]:
@@ -87,8 +87,8 @@ def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
         return
     is_exported = collator.__module__.startswith("trl_paddingfree.data.collate")
     package = "trl_paddingfree" if is_exported else collator.__module__  # images, and collators of your own
-    theirs = next((base.__name__ for base in collator.__bases__ if isinstance(data_collator, base)), None)
-    base = f" ({theirs}, its base, is TRL's: put this one in its place)" if theirs else ""
+    trl_base = next((base.__name__ for base in collator.__bases__ if isinstance(data_collator, base)), None)
+    base = f" ({trl_base}, its base, is TRL's: put this one in its place)" if trl_base else ""
     raise ValueError(
         f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
         f"`{package}.{collator.__name__}` or a subclass of it{base}, or set `padding_free=False`."
@@ -98,7 +98,7 @@ def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
 def _refuse_sequence_parallelism(config: TrainingArguments) -> None:
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        parallelism = ParallelismConfig()  # what `accelerate launch` was told, which accelerate reads later
+        parallelism = ParallelismConfig()  # from the environment of `accelerate launch`, as accelerate will make it
     if parallelism is None:
         return
     # Before accelerate 1.12 there is no sequence parallelism
@@ -124,7 +124,7 @@ def _refuse_missing_pad_token(processing_class: object, config: TrainingArgument
 
 
 def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
-    """Say that a model draws dropout which was to be disabled: padded and flat runs then draw other masks."""
+    """Warn that a model draws dropout which was to be disabled: padded and flat runs then draw different masks."""
     if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
         return
     for name, value in architecture.functional_dropout(model).items():
@@ -137,10 +137,11 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
 
 def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArguments) -> None:
     """
-    Say that a trainer pads because one of TRL's configurations has `padding_free=False`, its default, or which options
-    do nothing because one of ours has it.
+    Warn that a trainer pads because one of TRL's configurations has `padding_free=False`, its default; or, if it is one
+    of ours, which options do nothing because of it.
     """
-    name, does = type(config).__name__, "packs" if vars(config).get("packing") else "pads"
+    name = type(config).__name__
+    does = "packs" if vars(config).get("packing") else "pads"
     as_trl = f"{does} as TRL's {trainer_class.trl_trainer.__name__} does, because"
     if not isinstance(config, PaddingFreeOptions):
         logger.warning(
@@ -148,9 +149,9 @@ def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArgument
             f"`{name}(padding_free=True)`, or use {trainer_class.config_class.__name__}."
         )
         return
-    chosen = {option.name: vars(config)[option.name] for option in fields(PaddingFreeOptions)}
-    defaults = vars(PaddingFreeOptions()) | {name: chosen[name] for name in ("padding_free", "prefix_sharing")}
-    idle = [f"`{name}={value!r}`" for name, value in chosen.items() if value != defaults[name]]
+    always = ("padding_free", "prefix_sharing")  # the one that is `False`, and one whose default is the trainer's
+    defaults = {option.name: option.default for option in fields(PaddingFreeOptions) if option.name not in always}
+    idle = [f"`{name}={vars(config)[name]!r}`" for name, value in defaults.items() if vars(config)[name] != value]
     if idle:
         logger.warning(
             f"{trainer_class.__name__} {as_trl} `padding_free=False`, so these have no effect: {', '.join(idle)}."
@@ -158,7 +159,7 @@ def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArgument
 
 
 def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
-    """Say that training runs in another precision than the configuration names: in that of `accelerate launch`."""
+    """Warn that training runs in the precision of `accelerate launch`, and the configuration names another."""
     asked = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
     if in_force != asked:
         logger.warning(
@@ -169,7 +170,7 @@ def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
 
 
 def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments) -> None:
-    """Refuse optimizers that step within a backward pass, and beside `memory_budget` what moves activations."""
+    """Refuse optimizers that step within a backward pass and, beside `memory_budget`, what decides on activations."""
     if not options.has_budget:
         return
     optim = OptimizerNames(config.optim).value
@@ -183,7 +184,8 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments)
     kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
     offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
-    moves, of_kwargs = "it moves to the CPU what the budget counts", "gradient_checkpointing_kwargs"
+    of_kwargs = "gradient_checkpointing_kwargs"
+    moves = "it moves to the CPU what the budget counts"
     hides = "it keeps results of attention that no count of saved tensors shows"
     for is_set, name, reason in (
         (offloads, "`activation_offloading=True`", moves),
@@ -201,8 +203,8 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments)
 
 def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArguments, reasons: list[str]) -> None:
     """
-    Refuse reentrant recomputation beside a budget, for `reasons`: losses of routers. Layers that recompute so lose the
-    gradients of what they hand on besides hidden states, and which do follows from the budget.
+    Refuse reentrant checkpoints beside a budget, for `reasons`: options under which routers have a loss. Such a
+    checkpoint loses the gradients of router logits, and the budget decides which layers are checkpoints.
     """
     kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
     if options.has_budget and kwargs.get("use_reentrant") and reasons:
@@ -214,7 +216,7 @@ def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArgumen
 
 
 def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: TrainingArguments) -> None:
-    """ZeRO-2 with an offloaded optimizer keeps the gradients of the last part only: refuse it."""
+    """Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps gradients of the last part only."""
     if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
         return
     offload = deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
@@ -227,7 +229,7 @@ def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: Trai
 
 
 def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
-    """Refuse to move examples between micro-batches, for `reasons`: options under which that changes the loss."""
+    """Refuse `arrange_micro_batches` for `reasons`: options under which an example's loss depends on the others."""
     if options.arrange_micro_batches != "none" and reasons:
         raise ValueError(
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` changes which examples share a micro-batch, "
@@ -236,7 +238,7 @@ def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
 
 
 def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments) -> None:
-    """Refuse to arrange examples of data that is not known as a whole, or that TRL arranges itself."""
+    """Refuse `arrange_micro_batches` for data of unknown lengths, and for data that transformers arranges itself."""
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if not has_known_lengths(train_dataset):
         raise ValueError(
@@ -252,8 +254,8 @@ def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset,
 
 def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds: Callable[[int], bool]) -> None:
     """
-    Refuse padding to a `multiple` that changes what padded TRL computes: beyond the `limits` from which on rotary
-    frequencies of some kind follow the longest row, if a row of training `exceeds` them.
+    Refuse padding to a `multiple` that reaches beyond one of the `limits`, by the kind of rotary frequencies: longer
+    rows, padding included, change these. `exceeds` says whether a row of training may be longer than a length.
     """
     for kind, length in limits.items():
         if multiple and exceeds(length // multiple * multiple):
@@ -263,8 +265,8 @@ def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds:
             )
 
 
-def refuse_unseen(options: PaddingFreeOptions) -> None:
-    """Refuse options that look ahead in data with images, whose lengths are known once they are processed."""
+def refuse_to_arrange_images(options: PaddingFreeOptions) -> None:
+    """Refuse `arrange_micro_batches` for data with images: lengths are not known before these are processed."""
     if options.arrange_micro_batches != "none":
         raise ValueError(
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
@@ -272,15 +274,8 @@ def refuse_unseen(options: PaddingFreeOptions) -> None:
         )
 
 
-PARTS_WITHOUT_IMAGES = (
-    "A micro-batch above its budget has parts with images and parts without, and under FSDP and DeepSpeed all "
-    "processes compute the vision tower together: raise `memory_budget` or `max_tokens_per_micro_batch`, leave it out, "
-    "or train on examples that all have images."
-)
-
-
-def refuse_untried(dataset: AnyDataset) -> None:
-    """Refuse a stream whose first examples have no images that the start-up check could try."""
+def refuse_untried_images(dataset: AnyDataset) -> None:
+    """Refuse a stream, of whose first examples none has an image for the start-up check. Other data was searched."""
     if not has_known_lengths(dataset):
         raise ValueError(
             "The first examples of the train data have no images, so that the model's images cannot be tried: "
@@ -291,9 +286,8 @@ def refuse_untried(dataset: AnyDataset) -> None:
 def refuse_images(arguments: Arguments) -> None:
     """Refuse data with images, for a trainer that does not compute them from a flat row."""
     for _, dataset in given_datasets(arguments):
-        found = [name for name in column_names(dataset) if name in ("image", "images")]
-        if found:
+        if names := [name for name in column_names(dataset) if name in ("image", "images")]:
             raise ValueError(
-                f"The data has a column `{found[0]}`, and this trainer trains on text only. Leave the column out with "
-                f"`dataset.remove_columns('{found[0]}')`, or set `padding_free=False`."
+                f"The data has a column `{names[0]}`, and this trainer trains on text only. Leave the column out with "
+                f"`dataset.remove_columns('{names[0]}')`, or set `padding_free=False`."
             )

@@ -20,22 +20,22 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass
 class FlatState:
-    """The state that this package keeps for one trainer: options at once, models and check after TRL's `__init__`."""
+    """What this package keeps for one trainer. Only `options` and `pads` are there before TRL's `__init__` has run."""
 
     options: PaddingFreeOptions
-    pads: bool = False  # whether the trainer pads as TRL's does; then nothing else is there
+    pads: bool = False  # whether the trainer pads as TRL's does; then nothing of the rest is ever set
     check: StartUpCheck = field(init=False)
     models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
-    trained: FlatModel = field(init=False)  # once the models are there
+    trained: FlatModel = field(init=False)  # the first of `models`
     plan: Plan | None = None  # how passes keep within budgets; `None` without one, and before the weights
     steps: "TrainingSteps | None" = None  # training steps under the plan
     sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
-    is_planned: bool = False  # whether budgets are planned for, if there are any
+    is_planned: bool = False  # whether `plan` is settled: made, or not needed
     resumed_from: str | None = None  # the checkpoint that training goes on from
 
     @property
     def route(self) -> Route | None:
-        """How batches are computed: chosen, and from the check on proven. `None` before the models are there."""
+        """How batches are computed: the first choice, until the check has proven one. `None` without `models`."""
         return self.trained.route if self.models else None
 
 

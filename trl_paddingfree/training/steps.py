@@ -8,7 +8,8 @@ on others, is computed in slices beneath the loss, see [`~trl_paddingfree.model.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,40 +33,37 @@ class Part:
     """A part of a micro-batch, or all of it."""
 
     inputs: Inputs
-    # By name, over how many items the loss ("loss") and each metric is a mean. All are 0 if the part is computed only
-    # because other processes compute one; `None` if no process has divided the micro-batch
+    # Over how many items the loss ("loss") and each metric is a mean, by name. All are 0 if the part is computed only
+    # because other processes compute one; `None` if no process has divided its micro-batch
     sizes: dict[str, int] | None = None
-    weight: float = 1.0  # by what its loss is multiplied, so that the losses of all parts add up to the micro-batch's
-    is_last: bool = True  # gradients are synchronized after it
-    is_normalized: bool = False  # by the tokens of the whole step: the losses of parts add up by themselves
+    weight: float = 1.0  # its loss times this adds up, over all parts, to the loss of the micro-batch
+    is_last: bool = True  # of its micro-batch: gradients are synchronized after it
+    is_normalized: bool = False  # its loss is divided by the tokens of the whole step, so that all weights are 1
 
 
 def weighted_parts(
     batches: Sequence[Inputs], part_sizes: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
 ) -> list[Part]:
     """
-    The batches of the `whole`, a micro-batch, with their weights, by the `part_sizes` of the trainer.
+    The parts of a micro-batch, the `whole`, that was divided into `batches`. Their weights follow from `part_sizes`.
 
-    `num_wanted` is how many parts there have to be: where processes gather weights, or reduce gradients, in each pass,
-    those with fewer parts than others repeat one for nothing.
+    There are `num_wanted` of them: where processes gather weights, or reduce gradients, in each pass, one with fewer
+    batches than others computes its last again, masked and with weight 0.
     """
-    sizes, last = list(map(part_sizes, batches)), num_wanted - 1
+    sizes = list(map(part_sizes, batches))
     total = max(sum(size["loss"] for size in sizes), 1)
     weights = [1.0 if whole.is_normalized else size["loss"] / total for size in sizes]
-    for _ in range(len(batches), num_wanted):
-        nothing = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
-        batches, sizes, weights = [*batches, nothing], [*sizes, dict.fromkeys(sizes[-1], 0)], [*weights, 0.0]
-    return [
-        Part(batch, size, weight, i == last)
-        for i, (batch, size, weight) in enumerate(zip(batches, sizes, weights, strict=True))
-    ]
+    parts = list(map(partial(Part, is_last=False), batches, sizes, weights))
+    masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
+    parts += [Part(masked, dict.fromkeys(sizes[-1], 0), 0.0, is_last=False)] * (num_wanted - len(parts))
+    return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
 @contextmanager
 def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
-    """A context for a part of a micro-batch, after the last of which gradients of `model` are synchronized."""
+    """A context for a part of a micro-batch. Gradients of `model` are synchronized after the last one only."""
     state, sync_gradients = accelerator.gradient_state, accelerator.sync_gradients
-    # DeepSpeed goes by the flag below: its `no_sync` refuses some of its stages. FSDP's keeps gradients whole
+    # DeepSpeed reads the flag below, and refuses `no_sync` in some stages. FSDP's `no_sync` keeps unsharded gradients
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     keeps_whole = not (is_last or is_deepspeed or adds_up_shards(accelerator))
     state._set_sync_gradients(sync_gradients and is_last)
@@ -82,45 +80,46 @@ class PartMetrics:
     def __init__(self, trainer: Any):
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.metrics, self.tokens_before = trainer._metrics["train"], trainer._total_train_tokens
-        # Of each metric times what it is a mean over, and of that
+        # Of each metric: the sum of its values times their sizes, and the sum of sizes
         self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
         self.extremes: dict[str, list[float]] = {name: [] for name in trainer.extremes}
-        self.seen: set[str] = set()
+        self.logged: set[str] = set()  # metrics in `sums` that a part of this process has logged
 
     @contextmanager
     def of(self, sizes: dict[str, int]) -> Iterator[None]:
-        """Within this context, what is logged is that of one part on this process, a mean over so many."""
-        logged = {name: len(values) for name, values in self.metrics.items()}
-        # Processes have different numbers of parts
-        alone = dict.fromkeys(_COLLECTIVE, lambda tensor, *args, **kwargs: tensor)
-        with attributes_set((self.accelerator, name, function) for name, function in alone.items()):
+        """Within this context, TRL logs a part of these `sizes`, and nothing is exchanged between processes."""
+        num_logged = {name: len(values) for name, values in self.metrics.items()}
+        # Processes have different numbers of parts: one would wait for others in vain
+        local = dict.fromkeys(_COLLECTIVE, lambda tensor, *args, **kwargs: tensor)
+        with attributes_set((self.accelerator, name, function) for name, function in local.items()):
             yield
         for name in sizes.keys() - {"loss"}:
-            self.sums[name] += 0  # parts of other processes may log what none here does, and all gather the same
-        for name in (name for name, values in self.metrics.items() if len(values) > logged.get(name, 0)):
+            self.sums[name] += 0  # only other processes may log it, and all have to gather the same names
+        for name in (name for name, values in self.metrics.items() if len(values) > num_logged.get(name, 0)):
             value, size = self.metrics[name].pop(), sizes.get(name, sizes["loss"])
             if name in self.extremes:
                 self.extremes[name].append(value)
             elif name not in self.trainer.differences:
                 self.sums[name] += (value * size if size else 0.0, size)  # a mean over nothing may be `nan`
-                self.seen.add(name)
+                self.logged.add(name)
 
     def log(self) -> None:
         """Log the metrics of the whole micro-batch, over all parts of all processes."""
-        names, whole = sorted(self.sums), {}
+        names = sorted(self.sums)
+        means = {}
         values = [x for name in names for x in self.sums[name]]
         values.append(self.trainer._total_train_tokens - self.tokens_before)
         *totals, tokens = of_all_processes(values, self.accelerator).sum(0).tolist()
         for name, total, size in zip(names, totals[::2], totals[1::2], strict=True):
-            if size or name in self.seen:
-                self.metrics[name].append(total / max(size, 1))
-                whole[name] = self.metrics[name][-1]
+            if size or name in self.logged:
+                means[name] = total / max(size, 1)
+                self.metrics[name].append(means[name])
         for name, extreme in self.trainer.extremes.items():
-            found = of_all_processes([extreme(self.extremes[name])], self.accelerator)
-            self.metrics[name].append(extreme(found[:, 0].tolist()))
+            of_each = of_all_processes([extreme(self.extremes[name])], self.accelerator)
+            self.metrics[name].append(extreme(of_each[:, 0].tolist()))
         for name, (one, other) in self.trainer.differences.items():
-            if one in whole and other in whole:
-                self.metrics[name].append(whole[one] - whole[other])
+            if one in means and other in means:
+                self.metrics[name].append(means[one] - means[other])
         self.trainer._total_train_tokens = self.tokens_before + int(tokens)
         self.metrics["num_tokens"] = [self.trainer._total_train_tokens]
 
@@ -131,14 +130,14 @@ class TrainingSteps:
     def __init__(self, trainer: Any, plan: Plan):
         self.trainer, self.plan = trainer, plan
         self.parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-        self.part: Part | None = None  # the part that is being computed, if there are others
-        self.is_weighted = False  # whether its loss is
-        self.attempt: Attempt  # of the pass that is being made
-        self.is_again = False  # whether it has failed before
+        self.part: Part | None = None  # the part that is being computed; `None` if the micro-batch is not divided
+        self.is_weighted = False  # whether the loss of this part has its weight
+        self.attempt: Attempt  # what the pass that is being made changes, as it was before
+        self.is_again = False  # whether an allocation has failed in this pass before
 
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
-        Forward and backward passes of the parts of a micro-batch, of which TRL's `step` makes one: the sum of their
+        Has TRL's `step` make a forward and a backward pass of each part of a micro-batch, and gives the sum of their
         losses. Their metrics are logged together.
         """
         metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
@@ -164,17 +163,17 @@ class TrainingSteps:
             else:
                 self.attempt.finish()
                 return loss
-            # Here the error is gone, and with it all that its frames held
+            # Not within `except`: until the error is gone, its frames hold the memory of the pass
             self.is_again = True
             self.attempt.undo()
 
     def remember(self) -> None:
-        """A pass begins, of which nothing is decided yet: what it changes from here on can be taken back."""
+        """A pass begins: what it changes from here on can be put back. How it is computed is yet to be decided."""
         self.plan.current = None
         self.attempt = Attempt(self.parameters, self.trainer.accelerator.device, figures_restorer(self.trainer))
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
-        """Forward and backward pass of a part, or of a micro-batch whose metrics are as TRL logs them."""
+        """The loss of a part after its passes. Without `metrics` it is a whole micro-batch, whose metrics TRL logs."""
         trainer, inputs = self.trainer, part.inputs
         if metrics is None:
             loss = step(inputs)
@@ -195,7 +194,7 @@ class TrainingSteps:
         return loss
 
     def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The loss of the part that is being computed, alone or before other outputs, with its weight."""
+        """The loss of the part that is being computed times its weight; with the other outputs, if there are any."""
         assert self.part is not None
         self.is_weighted = True
         return (self.part.weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else self.part.weight * loss
