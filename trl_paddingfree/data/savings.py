@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..flat.counts import BatchCounts
@@ -99,7 +99,7 @@ def measure(
         num_left, lengths, count = count_images(dataset, tokenizer, task, max_length, options)
     else:
         options |= {"max_length": max_length, "truncation_mode": truncation_mode}
-        num_left, lengths, count = _text_counts(dataset, tokenizer, task, options)
+        num_left, lengths, count = _text_counts(dataset, tokenizer, task, in_order, options)
     if not num_left:
         raise ValueError(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
@@ -125,8 +125,13 @@ def measure(
     )
 
 
-def _text_counts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, options: dict[str, Any]) -> Counted:
-    """Count rows of text, which are tokenized and cut as TRL's trainers do, and collated as in training."""
+def _text_counts(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, in_order: bool, options: dict[str, Any]
+) -> Counted:
+    """
+    Count rows of text, which are tokenized as TRL's trainers do, and collated as in training. Rows that are cut come
+    last, unless they are to stay `in_order`, which takes longer.
+    """
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
     if task.name == "sft":
@@ -135,8 +140,12 @@ def _text_counts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Tas
     max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)
     lengths = task.sequence_lengths(rows)
-    if max_length is not None and (lengths > max_length).any():
-        rows = prepare(dataset, tokenizer, max_length=max_length)
+    is_long = np.zeros(len(rows), dtype=bool) if max_length is None else lengths.max(1) > max_length
+    if in_order:  # TRL does not say which rows it drops, so their places are lost: it cuts all rows at once, or none
+        is_long[:] = is_long.any()
+    if is_long.any():  # only these can lose tokens, or be dropped
+        cut = prepare(dataset.select(np.flatnonzero(is_long)), tokenizer, max_length=max_length)
+        rows = concatenate_datasets([rows.select(np.flatnonzero(~is_long)), cut])
     rows, collator = rows.select_columns(task.columns), task.make_collator(prefix_sharing=True, **options)
 
     def count(index: np.ndarray) -> BatchCounts:
