@@ -37,7 +37,7 @@ def silence() -> None:
 
 
 def config_of(trainer_class: "type[FlatTrainer]", arguments: Arguments) -> TrainingArguments:
-    """The configuration among the arguments of a trainer. By default one of ours, whose folder TRL would name so."""
+    """The configuration among the arguments of a trainer; by default one of ours, with the folder of TRL's default."""
     if (config := arguments.get("args")) is None:
         model = arguments["model"]
         name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -68,7 +68,7 @@ def refuse_wrong_options(config: Any) -> None:
         is_whole = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
         words = [kind for kind in kinds if isinstance(kind, str)]
         expected += [f"one of {', '.join(map(repr, words))}"] if words else []
-        expected += [words for kind, words in _ALLOWED.items() if kind in kinds]
+        expected += [phrase for kind, phrase in _ALLOWED.items() if kind in kinds]
         is_of_type = (isinstance(value, bool) and bool in kinds) or (is_whole and int in kinds)
         if not (is_of_type or (value is None and NoneType in kinds) or (isinstance(value, str) and value in words)):
             close = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
