@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from ..images.rows import FlatImages, RowImages
 
 IGNORE_INDEX = -100
-# Bits of a token, above which stands how many places were skipped before it
+# Low bits of an entry are the token id, higher ones how many positions were skipped before it in its row
 _TOKEN_BITS = 32
 _TOKEN = 2**_TOKEN_BITS - 1
-# Arguments of a model by their names, as a collator gives them: padded rows, their flat batch, what belongs to images
+# Keyword arguments of a model, as a collator gives them: padded rows, their flat batch, tensors of images
 Inputs = dict[str, Any]
 
 
@@ -32,9 +32,9 @@ class FlatBatch(HasTensors):
     """
     The tokens to compute, their labels, and where each row's tokens lie.
 
-    In every layout, a row is the flat tokens at `row_index[row, :length]`, and every scored token is followed by its
-    label in the same segment. (Where several processes compute slices of one batch, only the tokens of what
-    [`~trl_paddingfree.model.sequence.slice_of`] gives are those of a slice.)
+    Row `r` is the flat tokens at `row_index[r][row_mask[r]]`, and every scored token is followed by its label in the
+    same segment. (Where several processes share a batch, [`~trl_paddingfree.model.sequence.slice_of`] gives one with
+    the tokens of a single slice, whose rows and layout are still those of the whole batch.)
 
     Args:
         input_ids, position_ids (`torch.Tensor` of shape `(1, T)`, int64):
@@ -44,19 +44,19 @@ class FlatBatch(HasTensors):
         row_index, row_mask (`torch.Tensor` of shape `(R, L)`, int64 and bool):
             Flat position of token `l` of row `r`, and whether there is one; 0 where there is none.
         token_rows (`torch.Tensor` of shape `(1, T)`, int64):
-            Number of rows that contain each token, by which a loss that is a mean over tokens is weighted.
+            Number of rows that contain each token: its weight in the router loss, a mean over the tokens of all rows.
         scored (`np.ndarray` of shape `(P,)`, int64):
-            `scored_index`, on the host, which cuts the flat axis into slices.
+            `scored_index` again, on the host, which decides where the flat axis is cut into slices.
         layout (`FlatLayout`), counts (`BatchCounts`):
-            The segments and what attention needs of them; tokens computed, against what other methods compute.
+            The segments, as index tensors for attention; how many tokens are computed, here and by other methods.
         companion (`FlatBatch`, *optional*):
-            Other rows of the same examples, which the model computes in a call of their own.
+            Other rows of the same examples, computed in a call of their own: KTO's mismatched completions.
         images ([`~trl_paddingfree.images.rows.FlatImages`], *optional*):
-            Which feature of the images each placeholder gets, if rows have images.
+            Which image feature each placeholder token gets, if rows have images.
         packed (`int`, *optional*):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
-            Rows without a token. The host has to know them: a head that reads one token of each row has none to read.
+            Rows without a token. A pooled head, which reads one token of each row, refuses them.
 
     >>> from trl_paddingfree import FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
@@ -116,22 +116,23 @@ class FlatBatch(HasTensors):
             images ([`~trl_paddingfree.images.rows.RowImages`], *optional*):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
-        tokens, targets = ([np.asarray(row, dtype=np.int64) for row in given] for given in (rows, labels))
+        tokens, targets = ([np.asarray(row, dtype=np.int64) for row in lists] for lists in (rows, labels))
         # Labels of the user's own making may differ from the tokens: two rows could then want different predictions
         # of one token, so nothing is shared
         own_labels = all(((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True))
-        known = tokens if images is None else images.identities(tokens)
+        # What rows are compared by: a placeholder token stands for the image that it belongs to
+        ids = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
-        known = [known[r] for r in filled]
+        ids = [ids[r] for r in filled]
         if prefix_sharing and own_labels and filled:
-            segments, last_segments, flat = share_prefixes(known)
+            segments, last_segments, flat = share_prefixes(ids)
         else:
-            segments, last_segments = Segments.from_lengths(list(map(len, known))), tuple(range(len(known)))
-            flat = np.concatenate([np.zeros(0, np.int64), *known])
+            segments, last_segments = Segments.from_lengths(list(map(len, ids))), tuple(range(len(ids)))
+            flat = np.concatenate([np.zeros(0, np.int64), *ids])
         segment_of = dict(zip(filled, last_segments, strict=True))
 
         real, width = sum(map(len, tokens)), max([width or 0, *map(len, tokens)])
-        distinct = num_distinct_tokens(known) if own_labels else real
+        distinct = num_distinct_tokens(ids) if own_labels else real
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
         if reach is not None and reach <= max(map(len, tokens)):
             reach = None
@@ -142,13 +143,13 @@ class FlatBatch(HasTensors):
             flat = np.concatenate([flat, np.full(tail, pad_token_id)])
         positions = segments.position_ids
         if reach:
-            positions[-1] = reach - 1  # of the padding
+            positions[-1] = reach - 1  # the last token is padding
         if images is not None:
             flat = np.where(flat < 0, images.rules.token_id, flat)
 
         row_index = np.zeros((len(tokens), width), dtype=np.int64)
         row_mask = np.zeros((len(tokens), width), dtype=bool)
-        token_rows = np.zeros(len(flat), dtype=np.int64)  # which no engine casts
+        token_rows = np.zeros(len(flat), dtype=np.int64)  # no float: engines cast those to their dtype
         flat_labels = np.full(len(flat), IGNORE_INDEX)
         paths = [segments.path(segment_of.get(r, 0))[: len(row)] for r, row in enumerate(tokens)]
         for r, (path, target) in enumerate(zip(paths, targets, strict=True)):
@@ -194,7 +195,7 @@ class FlatBatch(HasTensors):
             labels (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
                 Each token again where it is scored, else -100. By default, nothing is scored.
             position_ids (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
-                Position of each token, growing along its row. Rows then share what has the same positions, too. By
+                Position of each token, growing along its row. Rows then only share tokens at equal positions. By
                 default, tokens are counted from the first of their row.
             **kwargs:
                 Others of [`FlatBatch.from_rows`], such as `prefix_sharing`.
@@ -202,23 +203,23 @@ class FlatBatch(HasTensors):
         mask = (attention_mask != 0).numpy()
         labels = torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels
         rows, targets = ([row[real] for row, real in zip(x.numpy(), mask, strict=True)] for x in (input_ids, labels))
-        if position_ids is not None:  # tokens with different places in front of them are different tokens
-            places = zip(position_ids.numpy(), mask, strict=True)
-            skipped = [(row[real] - np.arange(real.sum())) << _TOKEN_BITS for row, real in places]
-            rows = [row + places for row, places in zip(rows, skipped, strict=True)]
-            targets = [np.where(x < 0, x, x + places) for x, places in zip(targets, skipped, strict=True)]
+        if position_ids is not None:  # a token after another gap is another token
+            positions = zip(position_ids.numpy(), mask, strict=True)
+            skipped = [(row[real] - np.arange(real.sum())) << _TOKEN_BITS for row, real in positions]
+            rows = [row + skips for row, skips in zip(rows, skipped, strict=True)]
+            targets = [np.where(x < 0, x, x + skips) for x, skips in zip(targets, skipped, strict=True)]
         batch = cls.from_rows(rows, targets, width=mask.shape[1], **kwargs)
         index = np.zeros(mask.shape, dtype=np.int64)
         index[mask] = batch.row_index.numpy()[batch.row_mask.numpy()]
         batch = replace(batch, row_index=torch.from_numpy(index), row_mask=torch.from_numpy(mask))
         if position_ids is None:
             return batch
-        tokens, targets_of = batch.input_ids, batch.shift_labels
+        tokens, next_tokens = batch.input_ids, batch.shift_labels
         return replace(
             batch,
             input_ids=tokens & _TOKEN,
             position_ids=batch.position_ids + (tokens >> _TOKEN_BITS),
-            shift_labels=torch.where(targets_of < 0, targets_of, targets_of & _TOKEN),
+            shift_labels=torch.where(next_tokens < 0, next_tokens, next_tokens & _TOKEN),
         )
 
     def to_rows(self) -> list[list[int]]:
@@ -250,9 +251,9 @@ def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:
     mask = attention_mask != 0
     lengths, starts = mask.sum(1), mask.int().argmax(1)
     places = torch.arange(mask.size(1))
-    whole = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
-    if not torch.equal(mask, whole):
-        row = int((mask != whole).any(1).nonzero()[0])
+    without_gaps = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
+    if not torch.equal(mask, without_gaps):
+        row = int((mask != without_gaps).any(1).nonzero()[0])
         raise ValueError(
             f"Row {row} of `attention_mask` has padding between its tokens, and a flat batch has no place for it: pad "
             "rows on their left and on their right only, or set `padding_free=False`."

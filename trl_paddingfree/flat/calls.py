@@ -1,7 +1,7 @@
-"""Which segments a call of plain attention computes: short ones of about one shape together, long ones alone.
+"""Which segments a call of SDPA or eager attention computes: short ones of like shape together, long ones alone.
 
 Shape legend: see `segments`; in addition
-    C = calls, n = segments of a call, Q, L = most queries and keys of a segment of a call
+    C = calls, n = segments of a call, Q, L = queries and keys of its longest segment
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ import numpy as np
 
 from .layout import FlatLayout, GatherIndex, once_per_layout
 
-# Padding, in query-key pairs, allowed when a segment joins another's call, and its share of the segment's own pairs.
-# On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, it takes more pairs
+# A segment joins a call if that pads at most so many query-key pairs, and at most this multiple of its own pairs.
+# On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, as much as more pairs
 PAIRS_OF_A_CALL, PADDED_SHARE = 1024, 1
-# Bringing states into the order of the calls, and answers out of it, costs as much as some calls
+# Gathering queries, keys and values in the order of the calls, and outputs back, costs as much as so many calls
 _CALLS_OF_AN_ORDER = 4
 
 
 @dataclass(frozen=True)
 class AttentionCalls:
     """
-    Calls of attention that compute every segment once; the shorter ones of a call are padded on the right. Rows that
-    are `None` are those of the flat axis, in their order.
+    Calls of attention that compute every segment once; the shorter ones of a call are padded on the right. An index
+    that is `None` takes the flat axis as it is.
     """
 
     segments: tuple[tuple[int, ...], ...]  # of each of the `C` calls
@@ -31,7 +31,7 @@ class AttentionCalls:
     keys: tuple[int, ...]  # `L` of each call
     query_rows: GatherIndex | None  # flat position of each query row of all calls, `n * Q` for each
     key_rows: GatherIndex | None  # the same of each key row, `n * L` for each
-    answers: GatherIndex | None  # of each of the `T` tokens, the query row of all calls that holds its output
+    answers: GatherIndex | None  # of each of the `T` tokens, the query row, counted over all calls, of its output
 
     @property
     def num_pairs(self) -> int:
@@ -63,7 +63,7 @@ class AttentionCalls:
 
 
 def _calls(layout: FlatLayout) -> list[list[int]]:
-    """The segments of each call."""
+    """The segments of each call: neighbours of one shape, or any of like shape if that saves enough calls."""
     lengths, key_lengths = layout.segments.lengths, layout.segments.key_lengths
     if layout.blocks is not None:  # each segment has a mask of its own
         return [[i] for i in range(len(lengths))]
@@ -82,7 +82,7 @@ def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -
     """
     Segments, by their queries and keys, in groups whose padding costs less than calls of their segments alone.
 
-    Segments that continue others need a mask and those that do not need none, so that they are never together.
+    Branches (segments that continue others) need a mask, and roots need none, so they are never together.
 
     >>> segments_of_like_shape([30, 400, 29, 5, 400], [30, 400, 29, 33, 400])
     [[1, 4], [0, 2], [3]]
@@ -92,12 +92,12 @@ def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -
     groups: list[list[int]] = []
     queries = keys = 0
     for i in order:
-        if groups and is_branch[groups[-1][0]] == is_branch[i]:  # keys are those of the first, which has most
-            more = max(queries, lengths[i])
-            padding = (more - queries) * keys * len(groups[-1]) + more * keys - lengths[i] * key_lengths[i]
+        if groups and is_branch[groups[-1][0]] == is_branch[i]:  # its first segment has the most keys: `keys`
+            longest = max(queries, lengths[i])
+            padding = (longest - queries) * keys * len(groups[-1]) + longest * keys - lengths[i] * key_lengths[i]
             if padding <= min(PAIRS_OF_A_CALL, PADDED_SHARE * lengths[i] * key_lengths[i]):
                 groups[-1].append(i)
-                queries = more
+                queries = longest
                 continue
         groups.append([i])
         queries, keys = lengths[i], key_lengths[i]

@@ -20,8 +20,8 @@ class BatchCounts:
         distinct (`int`):
             Nodes of the tree that the rows form: the fewest tokens any method can compute.
         repeated (`int`):
-            Tokens that layers which see rows compute besides, if the model has any: a prefix that several segments
-            continue is part of the row of each.
+            Tokens that layers compute on top if they need whole rows (RWKV, xLSTM): to these, a prefix that several
+            segments continue is part of the row of each.
 
     >>> from trl_paddingfree import BatchCounts, FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
@@ -41,9 +41,9 @@ class BatchCounts:
         return BatchCounts(*map(add, self.as_tuple(), other.as_tuple()))
 
     def in_parts(self, parts: "Sequence[BatchCounts]") -> "BatchCounts":
-        """Those of the same rows computed in `parts`."""
-        computed = sum(parts, BatchCounts())
-        return replace(self, computed=computed.computed, repeated=computed.repeated)
+        """The counts of the same rows if they are computed in `parts`, of which these are the counts."""
+        total = sum(parts, BatchCounts())
+        return replace(self, computed=total.computed, repeated=total.repeated)
 
     def as_tuple(self) -> tuple[int, int, int, int, int]:
         """The counts, in the order above."""
@@ -64,13 +64,13 @@ class TokenCounts:
 
     def figures(self, accelerator: Any, memory: int, repeats: bool) -> dict[str, float]:
         """
-        Figures since the last call, summed over all processes; the peak memory, in bytes, of the one that uses most.
-        `repeats` if the model has layers that compute shared prefixes again.
+        Figures for the log since the last call, summed over all processes; of the peak `memory` of each, in bytes, the
+        largest. `repeats` says whether the model has layers that compute shared prefixes again.
         """
         seconds, new = time.perf_counter() - self.logged_at, sum(self.new, BatchCounts())
         self.logged, self.new, self.logged_at = self.logged + new, [], time.perf_counter()
-        processes = of_all_processes([*new.as_tuple(), memory], accelerator)
-        computed, real, padded, _, repeated, _ = processes.sum(0).tolist()
+        per_process = of_all_processes([*new.as_tuple(), memory], accelerator)
+        computed, real, padded, _, repeated, _ = per_process.sum(0).tolist()
         if not real:
             return {}
         return {
@@ -78,13 +78,13 @@ class TokenCounts:
             "flat/saved_by_padding_free": 1 - real / padded,
             "flat/saved_by_sharing": 1 - computed / real,
             "flat/tokens_per_second": real / seconds,
-            "flat/peak_memory_gib": processes[:, -1].max().item() / 2**30,
+            "flat/peak_memory_gib": per_process[:, -1].max().item() / 2**30,
             **({"flat/repeated_by_state_layers": repeated} if repeats else {}),
         }
 
 
 def of_all_processes(values: Sequence[float], accelerator: Any) -> torch.Tensor:
-    """The `(processes, N)` values of all processes, on the CPU. One alone does not ask its device for what it has."""
+    """The `(processes, N)` values of all processes, on the CPU. A single process does without its device."""
     if accelerator.num_processes == 1:
         return torch.tensor([values])
     return accelerator.gather(torch.tensor([values], device=accelerator.device)).cpu()

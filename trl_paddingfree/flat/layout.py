@@ -1,4 +1,8 @@
-"""What attention needs to know of a flat batch, as tensors on one device. Shape legend: see `segments`."""
+"""What attention needs to know of a flat batch, as tensors on one device. Shape legend: see `segments`.
+
+`states`, here and elsewhere, are vectors of tokens such as queries, keys and values. The state of a layer is another
+thing: what a recurrence carries from token to token.
+"""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -13,19 +17,19 @@ from torch.nn.functional import embedding_bag
 from .segments import Segments
 from .transfer import HasTensors, on_device
 
-# Attention of states, as transformers' layers call it
+# Attention as transformers' layers call it: of a module, its query, key and value, and keyword arguments
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Derived = TypeVar("Derived")
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 
 
 def once_per_layout(
-    make: "Callable[Concatenate[FlatLayout, Given], Derived]",
-) -> "Callable[Concatenate[FlatLayout, Given], Derived]":
-    """Have what a function makes of a layout and its other arguments made once: all layers of a pass share it."""
+    make: "Callable[Concatenate[FlatLayout, Arguments], Derived]",
+) -> "Callable[Concatenate[FlatLayout, Arguments], Derived]":
+    """Cache the results of a function in the layout, by its other arguments: all layers of a pass share them."""
 
     @wraps(make)
-    def made(layout: "FlatLayout", *args: Given.args, **kwargs: Given.kwargs) -> Derived:
+    def made(layout: "FlatLayout", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Derived:
         return layout.derived((make.__qualname__, *args, *kwargs.items()), partial(make, layout, *args, **kwargs))
 
     return made
@@ -33,16 +37,16 @@ def once_per_layout(
 
 @dataclass(frozen=True)
 class GatherIndex(HasTensors):
-    """The rows that copies are of, and how gradients of the copies add up. All int64."""
+    """Which row each copy is taken from, and how the gradients of the copies add up. All int64."""
 
-    index: torch.Tensor  # (S,): the row that each copy is of
-    order: torch.Tensor  # (S,): the copies sorted by row, in which their gradients add up
+    index: torch.Tensor  # (S,): the row that each copy is taken from, 0 for the `empty` ones
+    order: torch.Tensor  # (copies that are not empty,): these sorted by row, the order in which their gradients add up
     offsets: torch.Tensor  # (rows + 1,): where the copies of each row lie in `order`
-    empty: torch.Tensor | None = None  # places of copies that are of no row; `None` if there are none
+    empty: torch.Tensor | None = None  # copies that are taken from no row, and hold zeros; `None` if there are none
 
     @classmethod
     def of(cls, index: np.ndarray, num_rows: int) -> "GatherIndex":
-        """Derive the tensors, on the CPU. An index of -1 is of no row."""
+        """Derive the tensors, on the CPU. An index of -1 stands for no row."""
         empty = np.flatnonzero(index < 0)
         order = np.argsort(index, kind="stable")[len(empty) :]
         offsets = torch.from_numpy(np.searchsorted(index[order], np.arange(num_rows + 1)))
@@ -52,7 +56,7 @@ class GatherIndex(HasTensors):
 
 class Gather(torch.autograd.Function):
     """
-    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Places that are of no row hold zeros.
+    Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Copies of no row are zeros.
 
     The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
     `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
@@ -76,11 +80,11 @@ class FlatLayout(HasTensors):
     """What attention needs of [`Segments`], as tensors on one device, computed once per batch."""
 
     segments: Segments
-    cu_seqlens_q: torch.Tensor  # (N+1,) int32: boundaries of the query runs
-    cu_seqlens_k: torch.Tensor  # (N+1,) int32: boundaries of the keys of each query run
+    cu_seqlens_q: torch.Tensor  # (N+1,) int32: boundaries of the segments
+    cu_seqlens_k: torch.Tensor  # (N+1,) int32: boundaries of the keys that each segment reads
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
-    kv_gather: GatherIndex | None  # flat position of every key/value row; `None` when nothing is shared
-    blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, whose tokens see one another, or -1
+    kv_gather: GatherIndex | None  # see `kv_index`
+    blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, or -1: tokens of one see each other
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -104,7 +108,7 @@ class FlatLayout(HasTensors):
 
     @property
     def host_blocks(self) -> np.ndarray | None:
-        """`blocks` on the host, which waits for the device once."""
+        """`blocks` on the host, which waits for the device the first time."""
         return None if self.blocks is None else self.derived("blocks", self.blocks.cpu).numpy()
 
     @property
@@ -127,11 +131,11 @@ class FlatLayout(HasTensors):
 
     def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
         """What `make` gives, made once per layout and `key`."""
-        # No field: FSDP makes dataclasses among the arguments of a model anew, by all of their fields
-        found = vars(self).setdefault("_derived", {})
-        if key not in found:
-            found[key] = make()
-        return found[key]
+        # Not a field: FSDP rebuilds dataclasses among the arguments of a model from all of their fields
+        cache = vars(self).setdefault("_derived", {})
+        if key not in cache:
+            cache[key] = make()
+        return cache[key]
 
     def without_blocks(self) -> "FlatLayout":
         """The layout of layers in which image tokens see only what precedes them."""
@@ -144,14 +148,14 @@ class FlatLayout(HasTensors):
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:
-    """Cut segments where their positions pass a multiple of `size`, and let each piece continue only its own chunk."""
-    pieces: list[tuple[int, int, int]] = []  # length, parent and start of each
-    first_piece: list[int] = []
+    """Cut segments where their positions pass a multiple of `size`. Each part continues only what is in its chunk."""
+    parts: list[tuple[int, int, int]] = []  # length, parent and start of each
+    first_part: list[int] = []  # of each segment
     for length, parent, start in zip(segments.lengths, segments.holders, segments.starts, strict=True):
-        first_piece.append(len(pieces))
+        first_part.append(len(parts))
         ends = [*range((start // size + 1) * size, start + length, size), start + length]
         for begin, end in zip([start, *ends], ends, strict=False):
             within = begin % size
-            holder = first_piece[parent] + (begin - 1) // size - segments.starts[parent] // size
-            pieces.append((end - begin, holder if within else -1, within))
-    return Segments(*zip(*pieces, strict=True))
+            holder = first_part[parent] + (begin - 1) // size - segments.starts[parent] // size
+            parts.append((end - begin, holder if within else -1, within))
+    return Segments(*zip(*parts, strict=True))

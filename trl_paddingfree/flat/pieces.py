@@ -1,10 +1,10 @@
-"""For layers that carry state: pieces, which hand their last state on where rows fork, or whole rows if they cannot.
+"""How layers that carry state go along rows that share prefixes: piece by piece, or in whole rows if they cannot.
 
 Shape legend: see `segments`; in addition
     P = pieces, G = calls, n = pieces or rows of a call, L = the longest of them, S = slots (the sum of n * L)
 
-A state can go on from piece to piece: each begins where another ends. Those that are as far from the start of their
-rows, in pieces, are a level of the tree, and do not depend on one another:
+A piece is what lies between two forks of the tree. A recurrence starts it from the state in which the piece before it
+ends, so each token is computed once. Pieces with as many others before them are a level: they are independent.
 
     flat     0  1  2  3  4  5 | 6  7  8      segment 1 continues the first two tokens of segment 0
     pieces   ----  ----------   -------      0, 1, 2
@@ -27,7 +27,7 @@ class PieceCall:
     """Pieces of one level that are computed in one call."""
 
     shape: tuple[int, int]  # rows of the call, and tokens of each: `(n, L)`, padded on the right, or all as `(1, S)`
-    parents: GatherIndex | None  # the piece of the level before that each continues; `None`: all start from nothing
+    parents: GatherIndex | None  # the piece of the level before, or earlier slice's state, that each continues, if any
     boundaries: torch.Tensor | None  # (n + 1,) int32: of pieces one after the other; `None` if each has a row
 
 
@@ -45,21 +45,21 @@ class Pieces:
     """
 
     levels: tuple[tuple[PieceCall, ...], ...]  # the calls of each level
-    slots: GatherIndex  # the token in each of `S` slots, call by call; none, where a piece is padded
-    own: GatherIndex  # the slot of each token
+    slots: GatherIndex  # the flat token in each of `S` slots, call by call; none, where a piece is padded
+    own: GatherIndex  # the slot of each flat token
     kept: GatherIndex | None = None  # the pieces, in order, whose last states later slices continue; `None`: none
 
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout, step_cost: float | None, cuts: tuple[int, ...] = (), number: int = 0) -> "Pieces":
         """
-        The pieces of a layout, or of slice `number` of one that is cut. `step_cost` is that of
-        [`groups_of_like_length`], by which the pieces of a level become calls; `None`: each level is one call, in which
-        pieces stand one after the other.
+        The pieces of a layout, or of slice `number` of one that is cut. With a `step_cost`, a call has pieces of like
+        length, padded, see [`groups_of_like_length`]. With `None`, each level is one call, whose pieces stand one after
+        the other.
         """
         part = states_of_slices(layout, cuts)[number] if cuts else None
         firsts, lengths, parents, depths = cut_at_forks(layout.segments) if part is None else part.pieces
-        place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, in their calls' order
+        place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, call by call
         slots: list[np.ndarray] = []
         levels, earlier = [], 0
         for depth in range(depths.max() + 1):
@@ -73,10 +73,10 @@ class Pieces:
                 if step_cost is None:
                     rows = rows[rows >= 0][None]
                     boundaries = layout.tensor(np.concatenate([[0], lengths[members].cumsum()]).astype(np.int32))
-                starts = layout.gather_index(place[parents[members]], earlier) if depth else None
+                initial = layout.gather_index(place[parents[members]], earlier) if depth else None
                 if not depth and part is not None and (part.continued[members] >= 0).any():
-                    starts = layout.gather_index(part.continued[members], len(part.reads))
-                calls.append(PieceCall(rows.shape, starts, boundaries))
+                    initial = layout.gather_index(part.continued[members], len(part.reads))
+                calls.append(PieceCall(rows.shape, initial, boundaries))
                 slots.append(rows.ravel())
             levels.append(tuple(calls))
             place[np.concatenate(groups)] = np.arange(len(level))
@@ -93,26 +93,27 @@ class Pieces:
 
 @dataclass(frozen=True)
 class SliceStates:
-    """What a slice, computed after others, does with the states of layers: on the host."""
+    """Which states of layers a slice reads from earlier slices, and keeps for later ones. All on the host."""
 
     span: range  # the flat tokens that it computes
-    pieces: tuple[np.ndarray, ...]  # those of [`cut_at_forks`] as far as they lie in it, by tokens of its own
-    continued: np.ndarray  # (P,) int64: which of the states that it reads each piece continues, or -1
-    reads: np.ndarray  # flat tokens, ascending, whose last states it reads from earlier slices
+    pieces: tuple[np.ndarray, ...]  # as [`cut_at_forks`] gives them, of what lies in it, by tokens of its own
+    continued: np.ndarray  # (P,) int64: which of the states in `reads` each piece continues, or -1
+    reads: np.ndarray  # flat tokens of earlier slices, ascending: it reads the states after these
     kept: np.ndarray  # its pieces, in flat order, whose last states later slices read
     ends: np.ndarray  # the flat tokens in which these end
 
 
 @once_per_layout
 def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceStates]:
-    """Those of all slices of a layout that is cut at these flat positions."""
+    """The states that slices read and keep, of all slices of a layout that is cut at these flat positions."""
     firsts, lengths, parents, _ = cut_at_forks(layout.segments)
-    lasts, found, reads = firsts + lengths - 1, [], []
+    lasts = firsts + lengths - 1
+    begun, reads = [], []  # of each slice: all but what later ones read of it; what it reads
     for begin, end in pairwise(cuts):
         span = something_to_compute(begin, end, layout.segments.num_tokens)
         rows: list[tuple[int, int, int, int]] = []
         number_of: dict[int, int] = {}  # of the piece that ends in a token of this slice
-        before: list[int] = []  # the token whose last state each piece continues, if that is of an earlier slice
+        before: list[int] = []  # the token of an earlier slice after which each piece goes on, or -1
         for first, last, parent in zip(firsts.tolist(), lasts.tolist(), parents.tolist(), strict=True):
             start, stop = max(first, span.start), min(last + 1, span.stop)
             if start >= stop:
@@ -124,10 +125,10 @@ def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceSta
             rows.append((start - span.start, stop - start, own, rows[own][3] + 1 if own >= 0 else 0))
         wanted = np.unique([token for token in before if token >= 0]).astype(np.int64)
         continued = np.where(np.array(before) >= 0, np.searchsorted(wanted, before), -1)
-        found.append((span, begin < end, tuple(np.array(rows, dtype=np.int64).T), continued, number_of))
+        begun.append((span, begin < end, tuple(np.array(rows, dtype=np.int64).T), continued, number_of))
         reads.append(wanted)
     slices = []
-    for number, (span, is_real, pieces, continued, number_of) in enumerate(found):
+    for number, (span, is_real, pieces, continued, number_of) in enumerate(begun):
         later = np.unique(np.concatenate([np.zeros(0, np.int64), *reads[number + 1 :]]))
         ends = later[(later >= span.start) & (later < span.stop)] if is_real else later[:0]
         kept = np.array([number_of[token] for token in ends.tolist()], dtype=np.int64)
@@ -137,7 +138,7 @@ def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceSta
 
 @once_per_layout
 def tails_of_slices(layout: FlatLayout, cuts: tuple[int, ...], size: int) -> list[np.ndarray]:
-    """Of each slice, the flat tokens that convolutions over `size + 1` tokens read in later slices, ascending."""
+    """Of each slice, the flat tokens, ascending, that convolutions over `size + 1` tokens read in later slices."""
     spans = [part.span for part in states_of_slices(layout, cuts)]
     wanted = [tokens_before(layout.segments, size, span) for span in spans]
     tails = []
@@ -170,9 +171,9 @@ def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
 
 def with_context(segments: Segments, size: int, span: range) -> tuple[np.ndarray, np.ndarray]:
     """
-    One axis for a slice of the flat axis, or for all of it, on which the `size` tokens before each run on its path
-    stand before it: the flat token in each place, or -1, and the place of each token of the slice, `(t,)`; all int64.
-    A run is what the slice has of a segment.
+    An axis for convolutions of a slice, or of the whole flat axis: before each run (what it has of a segment) stand the
+    `size` tokens that precede it in its row. Gives the flat token in each place, or -1 where a row has none, and
+    the place of each token of the slice, `(t,)`; all int64.
 
     >>> with_context(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)), 2, range(5, 8))
     (array([3, 4, 5, 0, 1, 6, 7]), array([2, 5, 6]))
@@ -190,14 +191,14 @@ def with_context(segments: Segments, size: int, span: range) -> tuple[np.ndarray
 
 
 def tokens_before(segments: Segments, size: int, span: range) -> np.ndarray:
-    """The flat tokens among those of [`with_context`] that a slice does not have, ascending, int64: all before it."""
+    """The flat tokens of earlier slices among those of [`with_context`], ascending, int64."""
     index, _ = with_context(segments, size, span)
     return np.unique(index[(index >= 0) & (index < span.start)])
 
 
 @dataclass(frozen=True)
 class Context:
-    """The axis of [`with_context`], for states of a slice that are followed by those of [`tokens_before`] it."""
+    """The axis of [`with_context`], taken from the states of a slice followed by those of its [`tokens_before`]."""
 
     rows: GatherIndex  # which of these states is in each place, or none
     places: torch.Tensor  # (t,) int64: the place of each token of the slice

@@ -121,22 +121,22 @@ class Segments:
 
     @property
     def cu_seqlens_q(self) -> np.ndarray:
-        """`(N+1,)` int32: boundaries of the query runs."""
+        """`(N+1,)` int32: boundaries of the queries of each segment."""
         return np.asarray(self.offsets, dtype=np.int32)
 
     @property
     def cu_seqlens_k(self) -> np.ndarray:
-        """`(N+1,)` int32: boundaries of the keys of each query run."""
+        """`(N+1,)` int32: boundaries of the keys that each segment reads."""
         return np.concatenate([[0], np.cumsum(self.key_lengths)]).astype(np.int32)
 
     @property
     def max_seqlen_q(self) -> int:
-        """Longest query run."""
+        """Most queries of a segment."""
         return max(self.lengths)
 
     @property
     def max_seqlen_k(self) -> int:
-        """Longest key run."""
+        """Most keys of a segment."""
         return max(self.key_lengths)
 
     @property
@@ -163,7 +163,7 @@ class Segments:
 
     @cached_property
     def last_readers(self) -> np.ndarray:
-        """`(T,)` int64: flat position of the last token on whose path each token lies."""
+        """`(T,)` int64: flat position of the last token that reads the key of each token."""
         last = np.zeros(self.num_tokens, dtype=np.int64)
         for path, end in zip(self._paths, self.offsets[1:], strict=True):
             last[path] = end - 1  # segments come in flat order
@@ -185,8 +185,8 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 def something_to_compute(start: int, stop: int, total: int) -> range:
     """
-    The flat tokens from `start` to before `stop`. Where there are none, the first two of `total` stand in for some:
-    models need something to compute, and take a single token for a step of generation.
+    The flat tokens from `start` to before `stop`. For an empty slice, the first two of `total` stand in, and count for
+    nothing: models need something to compute, and take a single token for a step of generation.
     """
     return range(start, stop) if start < stop else range(min(2, total))
 
@@ -210,8 +210,8 @@ def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...
     """
     Lay rows out on one flat axis on which each prefix that several of them share is there once.
 
-    Each row continues the earlier one with which it has the longest prefix in common. Among sorted rows, two have as
-    much in common as the least that neighbours between them have, so that all work on tokens is one sort of byte
+    Each row continues the earlier one with which it has the longest prefix in common. In sorted order, two rows have
+    as much in common as the adjacent pair between them that has least, so that all work on tokens is one sort of byte
     strings and one comparison per adjacent pair.
 
     Args:
@@ -240,7 +240,7 @@ def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...
         return segment
 
     for row, rank in zip(rows, np.argsort(order).tolist(), strict=True):
-        at = bisect_left(ranks, rank)
+        at = bisect_left(ranks, rank)  # earlier rows that are next to this one in sorted order have most in common
         before = [(min(prefixes[i + 1 : rank + 1]), order[i]) for i in ranks[max(at - 1, 0) : at]]
         after = [(min(prefixes[rank + 1 : i + 1]), order[i]) for i in ranks[at : at + 1]]
         insort(ranks, rank)

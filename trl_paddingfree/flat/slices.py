@@ -19,15 +19,15 @@ from .layout import FlatLayout, once_per_layout
 from .segments import Segments, something_to_compute
 from .transfer import HasTensors
 
-# A cut moves to the end of a segment that is as near as this share of a slice: runs that begin there need no mask
+# A cut moves to the end of a segment that is within an eighth of a slice: runs that begin there need no mask
 _NEAR = 8
 
 
 @dataclass(frozen=True)
 class SegmentSlice(Segments):
     """
-    The runs of a slice: its part of each segment. They attend to an axis of keys on which those of earlier slices stand
-    before the own. `starts` are the keys of each run before its own ones, and `parents` are not read.
+    The runs of a slice: its part of each segment. Their keys are on one axis: those that earlier slices have kept, and
+    then its own. `starts` counts the keys that each run reads before its own. `parents` are not read.
     """
 
     paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # of each run, on the axis of keys
@@ -57,8 +57,8 @@ class SegmentSlice(Segments):
 @dataclass(frozen=True)
 class Slice(HasTensors):
     """
-    Contiguous tokens of a flat axis, from `start` to before `stop`, of which the first `num_tokens` count: none, where
-    others stand in for them.
+    Contiguous tokens of a flat axis, from `start` to before `stop`, of which the first `num_tokens` count. An empty
+    slice has two that stand in, see [`something_to_compute`], and none counts.
 
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 3)))
     >>> one, two = slices_of(layout, (0, 4, 9))
@@ -78,7 +78,7 @@ class Slice(HasTensors):
 def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = False) -> tuple[Slice, ...]:
     """
     The slices of a layout that is cut at these flat positions, 0 and `T` among them. `with_reach`, each has one token
-    more, a row of its own, whose position tells all of them of the same length of rows.
+    more, a row of its own, at the last position of the longest row, so that rotary frequencies agree in all slices.
     """
     segments, slices = layout.segments, []
     later = np.searchsorted(cuts, segments.last_readers, "right")
@@ -108,7 +108,7 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
 
 
 def _runs(segments: Segments, span: range) -> list[tuple[int, int, int]]:
-    """Of each segment with tokens in a `span` of the flat axis: its number, and from where to before where they lie."""
+    """Of each segment with tokens in a `span` of the flat axis: its number, and where these begin and end."""
     cut = [
         (i, max(start, span.start), min(stop, span.stop)) for i, (start, stop) in enumerate(pairwise(segments.offsets))
     ]

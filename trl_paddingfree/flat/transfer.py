@@ -40,14 +40,14 @@ class HasTensors:
 
     def _tensors(self) -> list[torch.Tensor]:
         """The distinct tensors, in order."""
-        found: dict[int, torch.Tensor] = {}
-        self.map(lambda tensor: found.setdefault(id(tensor), tensor))
-        return list(found.values())
+        distinct: dict[int, torch.Tensor] = {}
+        self.map(lambda tensor: distinct.setdefault(id(tensor), tensor))
+        return list(distinct.values())
 
     def _with(self, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> Self:
         """A copy with `others` in place of `tensors`."""
-        place = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
-        return self.map(lambda tensor: place.get(id(tensor), tensor))
+        other_of = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
+        return self.map(lambda tensor: other_of.get(id(tensor), tensor))
 
 
 def _mapped(value: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> object:
@@ -74,7 +74,7 @@ def _sizes(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The buffer that the data loader has made of `tensors`, known by its addresses, or else a new one."""
+    """The buffer that `pin_memory` has made of `tensors`, which their addresses tell, or else a new one."""
     sizes, storage = _sizes(tensors), tensors[0].untyped_storage()
     places = [x.data_ptr() - storage.data_ptr() for x in tensors]
     is_buffer = storage.nbytes() == sum(sizes) and places == [0, *accumulate(sizes)][:-1] and tensors[0].is_pinned()
