@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Rows that a processor gives beside `input_ids`, and that a flat batch replaces
+# Rows of token types that a processor gives with `input_ids`: a flat batch replaces them
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -35,7 +35,7 @@ def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def attention_dropout(model: torch.nn.Module) -> float:
-    """The dropout that attention layers give to their kernel in training: a number or a module, under many names."""
+    """The dropout of attention probabilities in training: layers hold it as a number or a module, by many names."""
     layers = attention_layers(model)
     held = [(name, value) for layer in layers for name, value in vars(layer).items() if isinstance(value, float)]
     held += [(n, m.p) for layer in layers for n, m in layer.named_children() if isinstance(m, torch.nn.Dropout)]
@@ -43,8 +43,8 @@ def attention_dropout(model: torch.nn.Module) -> float:
 
 
 def beyond_varlen(model: torch.nn.Module) -> list[str]:
-    """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, beside dropout."""
-    # Where these layers keep what they give to the kernel: a number, and a parameter
+    """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, except for dropout."""
+    # Layers keep what they give to the kernel as attributes, and as parameters (sinks)
     held = [{**vars(layer), **dict(layer.named_parameters(recurse=False))} for layer in attention_layers(model)]
     sizes = {size for values in held if (size := values.get("head_dim")) is not None}
     beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
@@ -71,7 +71,7 @@ def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
 
 
 def rotary_reach(width: int, *configs: PreTrainedConfig) -> int | None:
-    """The length that rotary frequencies of a model follow in rows of a `width`; `None` if they do not."""
+    """The row length that rotary frequencies depend on, if rows are `width` tokens wide; `None` if on none."""
     return width if any(width >= limit for limit in rotary_limits(*configs).values()) else None
 
 
@@ -87,17 +87,17 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """The stack of layers beneath the head. `get_decoder` of ModernBERT's decoder gives the `decoder` of its head."""
-    found: torch.nn.Module = model.get_decoder()
-    return found if isinstance(found, PreTrainedModel) else model.base_model  # type: ignore[return-value]
+    decoder: torch.nn.Module = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # type: ignore[return-value]
 
 
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
     """Layers of `model` that can recompute their activations, in their order: with images, the vision tower's first."""
     decoder = dict.fromkeys(decoder_of(model).modules())
     tower = [module for module in model.base_model.modules() if module not in decoder] if with_images else []
-    found = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
-    nested = {inner for layer in found for inner in checkpointing_layers(layer)[1:]}
-    return [layer for layer in found if layer not in nested]
+    layers = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
+    nested = {inner for layer in layers for inner in checkpointing_layers(layer)[1:]}
+    return [layer for layer in layers if layer not in nested]
 
 
 def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -> None:

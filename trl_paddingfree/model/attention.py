@@ -24,14 +24,14 @@ from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, segment_mask
 
 
 def _gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`(1, heads, T, D)` states as `(S, heads, D)`: of `rows`, or all. To `dtype` first: fewer bytes to gather."""
+    """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Cast first: fewer bytes to gather."""
     # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
     states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
     return states if rows is None else Gather.apply(states, rows)
 
 
 def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None):
-    """States as varlen kernels read them, of a dtype: queries of all tokens, keys and values of all paths."""
+    """What varlen kernels read: queries of all tokens, and keys and values of the path of each segment."""
     query, key, value = _gathered(query, None, dtype), *(_gathered(x, layout.kv_gather, dtype) for x in (key, value))
     if value.size(-1) != query.size(-1):  # MLA: the kernels want values as wide as queries
         value = pad(value, [0, query.size(-1) - value.size(-1)])
@@ -42,17 +42,18 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     """The model's own attention function, in [`AttentionCalls`] of like segments: exact on every device and dtype."""
     # Eager functions have no public name
     attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
-    window, outputs, calls = kwargs.pop("sliding_window", None), [], AttentionCalls.of(layout)
+    window, calls = kwargs.pop("sliding_window", None), AttentionCalls.of(layout)
+    outputs = []
     query, key, value = _gathered(query, calls.query_rows), *(_gathered(x, calls.key_rows) for x in (key, value))
     numbers = list(map(len, calls.segments))
     lengths, key_lengths = (list(map(mul, numbers, longest)) for longest in (calls.queries, calls.keys))
-    # The gradient of a split is one concatenation, that of a slice as long as the flat axis
+    # The gradient of a split is one concatenation; that of each slice is as long as the flat axis
     states = zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True)
     for segments, number, parts in zip(calls.segments, numbers, states, strict=True):
         # Eager functions add their mask to the scores
         mask = segment_mask(layout, segments, window, query.dtype if previous == "eager" else None)
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
-        if previous == "eager":  # products copy queries of several segments: a view of all would be kept beside
+        if previous == "eager":  # `matmul` keeps its input: a view would keep the queries of all calls
             q = q.contiguous()
         outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
     output = torch.cat(outputs)
@@ -74,7 +75,7 @@ def flash_attention(layout: FlatLayout, previous: str, module, query, key, value
         query_length=q.size(1),
         softmax_scale=scaling,
         attn_implementation=previous,
-        **{name: told for name, told in boundaries(layout).items() if name != "seq_idx"},
+        **{name: value for name, value in boundaries(layout).items() if name != "seq_idx"},
         **kwargs,
     )
     return output[..., : value.size(-1)], None
@@ -85,7 +86,7 @@ def torch_varlen() -> Callable:
     """`torch.nn.attention.varlen.varlen_attn` as `(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel takes fewer key heads than query heads; only releases that have this flag want to be told
+    # With fewer key heads than query heads, releases that have this flag need it; others need nothing
     parameters = inspect.signature(varlen_attn).parameters
     gqa: Inputs = {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
@@ -97,12 +98,12 @@ def torch_varlen() -> Callable:
 
 
 def has_varlen_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a varlen kernel for a device. Whoever needs to know asks here: tests answer for others."""
+    """Whether PyTorch has a varlen kernel for a device. Tests replace this function, so nothing else decides it."""
     return device.type == "cuda"
 
 
 def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
-    """The dtype in which SDPA would compute: autocast brings its states to another one, and knows no varlen kernel."""
+    """The dtype in which SDPA would compute: autocast casts what SDPA gets, but nothing for the varlen kernel."""
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_cast else query.dtype
@@ -125,7 +126,7 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     states = _flat_states(query, key, value, layout, sdpa_dtype(query))
-    # For boundaries that are one tensor, PyTorch takes cuDNN: a plan for each shape, kept
+    # If both boundaries are one tensor, PyTorch takes cuDNN, which keeps a plan for each shape: so this is a view
     cu_seqlens_k = layout.cu_seqlens_k.view_as(layout.cu_seqlens_k)
     longest = layout.segments.max_seqlen_q, layout.segments.max_seqlen_k
     scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
@@ -141,7 +142,7 @@ ATTENTION: dict[BackendName, Attention] = {
 
 
 def _scaled_gathered(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
-    """Queries scaled by their place in their own row, if their layer has scaled them by that on the flat axis."""
+    """Queries scaled by position in their own row (Llama 4), where their layer took the position on the flat axis."""
     held = vars(module)
     if held["use_rope"] or max(query.size(2), layout.segments.max_seqlen_k) < held["floor_scale"]:
         return query
@@ -150,7 +151,7 @@ def _scaled_gathered(query: torch.Tensor, module: torch.nn.Module, layout: FlatL
 
 @once_per_layout
 def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> torch.Tensor:
-    """`(T,)` float32: what makes a scale by places in rows of one by places on the flat axis."""
+    """`(T,)` float32: the factor from a scale by position on the flat axis to one by position in the row."""
     places = np.stack([np.arange(layout.segments.num_tokens), layout.segments.position_ids]) + 1
     flat, row = np.log1p(places // floor_scale) * attn_scale + 1
     return layout.tensor((row / flat).astype(np.float32))

@@ -49,27 +49,27 @@ def edits(
     exact_labels: bool = False,
 ) -> torch.Tensor:
     """
-    `(3,)` bool: for each of these rows, `(R, L)`, whether it differs from what `batch` was made of. Nothing waits.
+    `(3,)` bool: whether each of these `(R, L)` tensors differs from what `batch` was made of. The host does not wait.
 
     What stands in the padding does not matter. A mask of zeros only is no edit: it stands for a batch that counts for
-    nothing. Fewer labels are none, as they are masked in the batch's answers, unless `exact_labels`.
+    nothing. Nor are fewer labels, unless `exact_labels`: answers are masked by the labels of the call.
     """
     index, mask = batch.row_index, batch.row_mask
     reshaped = [rows is not None and rows.shape != index.shape for rows in (input_ids, attention_mask, labels)]
     if any(reshaped):
         return torch.tensor(reshaped)
-    found = [torch.zeros((), dtype=torch.bool, device=index.device)] * 3
+    is_edited = [torch.zeros((), dtype=torch.bool, device=index.device)] * 3
     if input_ids is not None:
-        found[0] = ((input_ids != batch.input_ids[0][index]) & mask).any()
+        is_edited[0] = ((input_ids != batch.input_ids[0][index]) & mask).any()
     if attention_mask is not None:
-        found[1] = (attention_mask.bool() != mask).any() & attention_mask.any()
+        is_edited[1] = (attention_mask.bool() != mask).any() & attention_mask.any()
     if labels is not None:
         targets = batch.input_ids.new_full((batch.input_ids.size(1),), IGNORE_INDEX)
         targets = targets.index_put((batch.scored_index,), batch.shift_labels[0])
         expected = targets[index[:, :-1]].masked_fill(~mask[:, 1:], IGNORE_INDEX)
         differs = labels[:, 1:] != expected
-        found[2] = (differs if exact_labels else differs & (labels[:, 1:] != IGNORE_INDEX)).any()
-    return torch.stack(found)
+        is_edited[2] = (differs if exact_labels else differs & (labels[:, 1:] != IGNORE_INDEX)).any()
+    return torch.stack(is_edited)
 
 
 def refuse_edits(found: torch.Tensor) -> None:
@@ -118,9 +118,9 @@ def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
 
 @dataclass
 class EditsFound:
-    """What the device says of edited rows: asked as a forward begins, read once it has answered. Nothing waits."""
+    """Results of [`edits`] that are on their way to the host: read once they have arrived, so that nothing waits."""
 
-    pending: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # with its arrival
+    pending: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # results, and their arrival
 
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: Inputs, in_parts: bool = False) -> None:
@@ -136,6 +136,6 @@ class EditsFound:
         self.pending.append((answer, torch.accelerator.current_stream(found.device).record_event()))
 
     def read(self) -> None:
-        """Refuse edits that the device has answered of."""
+        """Refuse edits in the results that have arrived."""
         while self.pending and self.pending[0][1].query():
             refuse_edits(self.pending.pop(0)[0])

@@ -1,4 +1,4 @@
-"""What processes with slices of one flat axis send each other: heads for tokens, a halo of tokens, and values of all.
+"""What processes with slices of one flat axis send each other: heads for tokens, tokens for convolutions, values.
 
 The host derives what is sent from the layout and the shapes of states, which all processes know: they make the same
 exchanges in the same order, and nothing is read from the device for these. Shape legend: see [`sequence`].
@@ -31,7 +31,7 @@ def slice_sizes(total: int, size: int) -> tuple[int, ...]:
 
 
 def span_of(total: int, number: int, size: int) -> range:
-    """The tokens of slice `number` of `size`; of one without any, those that stand in for some."""
+    """The tokens of slice `number` of `size`; for an empty one, those of [`something_to_compute`] that stand in."""
     first, last = cut_by_number(total, size)[number : number + 2]
     return something_to_compute(first, last, total)
 
@@ -59,7 +59,7 @@ def _all_to_all(states: torch.Tensor, sent: list[int], received: list[int], grou
 
 
 class Gathered(torch.autograd.Function):
-    """The `sizes[i]` first values of each process `i`, in order. The gradient is that of the own values, times `W`."""
+    """The first `sizes[i]` values of each process `i`, in order. The gradient is that of its own values, times `W`."""
 
     @staticmethod
     def forward(ctx, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -101,7 +101,7 @@ def of_heads(states: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Halo:
-    """The tokens that processes send each other for a convolution, in the order of the flat axis."""
+    """The tokens before a slice or segment that processes send each other for a convolution, in flat order."""
 
     rows: GatherIndex  # those of the own slice that go to each process, one process after the other
     sent: list[int]
@@ -111,11 +111,11 @@ class Halo:
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout, reach: int, number: int, size: int) -> "Halo":
-        """That of slice `number` of `size`, for a convolution that reaches so many tokens back."""
+        """What slice `number` of `size` sends and gets, for a convolution that reads `reach` tokens back."""
         total = layout.segments.num_tokens
         ends, span = cut_by_number(total, size), span_of(total, number, size)
         wanted = [tokens_before(layout.segments, reach, span_of(total, i, size)) for i in range(size)]
-        held = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
+        to_send = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
         received = np.diff(np.searchsorted(wanted[number], ends)).tolist()
-        rows = layout.gather_index(np.concatenate(held), len(span))
-        return Halo(rows, list(map(len, held)), received, any(map(len, wanted)))
+        rows = layout.gather_index(np.concatenate(to_send), len(span))
+        return Halo(rows, list(map(len, to_send)), received, any(map(len, wanted)))

@@ -1,4 +1,4 @@
-"""A model that computes flat batches: one object holds the route, and all else that is kept of such a model."""
+"""A model that computes flat batches: one object holds its route, and everything else that must be known of it."""
 
 import functools
 import types
@@ -46,9 +46,9 @@ class Decision:
         cuts (`tuple[int, ...]`, *optional*):
             Flat positions at which it is cut into slices, 0 and `T` among them; none, if it is computed whole.
         num_recomputed (`int`, *optional*):
-            How many layers recompute their activations in the backward pass. By default, those that are set to.
+            How many layers recompute their activations in the backward pass. By default, as TRL has set them.
         peak (`int`, *optional*, defaults to `0`):
-            Bytes of memory that it is to need at its peak; 0, if nobody has counted.
+            Predicted bytes of memory at its peak; 0 without `memory_budget`.
         scored_at_once (`int`, *optional*):
             How many scored tokens the head gets at a time. By default, all of them.
     """
@@ -69,8 +69,8 @@ class FlatModel:
     What makes one model instance compute flat batches, made by [`FlatModel.install`]. Nothing outside of it changes.
 
     The model must have TRL's fused LM head, or a pooled head. Called with a `flat_batch`, it computes that and answers
-    in rows; other calls go to the forward and the attention that were there before. For losses with a head of their own
-    there are [`FlatModel.hidden_states`].
+    in rows; other calls go to the forward and the attention that were there before. Losses with a head of their own
+    take [`FlatModel.hidden_states`].
 
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree.model.routes import choose_route
@@ -84,24 +84,24 @@ class FlatModel:
 
     def __init__(self, model: PreTrainedModel, route: Route):
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
-        self.forwards: list[Callable] = []  # forwards from before: one, or more if TRL has added another head since
+        self.forwards: list[Callable] = []  # those that ours replaced: more than one if TRL has added a head since
         self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
-        # A method of a trainer, for calls of TRL's head without a flat batch: rows, if there is none
+        # A trainer's method that makes the flat batch of calls of TRL's head that bring none: else these stay rows
         self.flattener: WeakMethod[Flattener] | None = None
-        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers of which a budget decides
+        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers that a budget may have recompute
         self.num_recomputed: int | None = None  # how many of them recompute; `None`, if nothing was decided
         self.is_pooled = is_pooled(model)
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
         self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
-        self.counts = BatchCounts()  # of these calls so far
-        self.around_attention: tuple[AroundAttention, ...] = ()  # what goes around attention
-        self.decide: Callable[[FlatBatch], Decision] | None = None  # by a budget, if there is one
+        self.counts = BatchCounts()  # of padded calls so far
+        self.around_attention: tuple[AroundAttention, ...] = ()  # wrappers of attention, the innermost first
+        self.decide: Callable[[FlatBatch], Decision] | None = None  # how a batch is computed, under a budget
 
     def __getstate__(self) -> dict[str, object]:
-        # Copies of the model have nothing to do with the trainer, and have asked nothing: events cannot be copied
+        # Copies of the model leave the trainer behind, and pending edits, whose events cannot be copied
         return {
             **vars(self),
             "flattener": None,
@@ -113,12 +113,12 @@ class FlatModel:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
-        """That of a model, under whatever wrappers; `None` if it has none, or another forward by now."""
+        """The one of a model, under whatever wrappers; `None` if it has none, or its forward was replaced since."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat is not None and (flat.padded or flat._is_called) else None
 
     def divide_among(self, group: SequenceGroup | None) -> None:
-        """Have the processes of a group, if there is one, compute slices of each batch."""
+        """Have each process of a `group` compute a slice of each batch, or with `None` whole batches."""
         self.group = group
         self.around_attention = () if group is None else (group.attend,)
 
@@ -165,9 +165,9 @@ class FlatModel:
         return mark_of(self.model, "depth") == len(self.forwards) - 1
 
     def _answer(self, depth: int, args: tuple, kwargs: Inputs) -> object:
-        """Our forward, as it was put on with `depth` others beneath."""
+        """Our forward, the one that has replaced `forwards[depth]`."""
         batch = kwargs.pop("flat_batch", None)
-        if depth < len(self.forwards) - 1:  # beneath a head that TRL has added since, which has computed the batch
+        if depth < len(self.forwards) - 1:  # called by a head that TRL has added since: the tokens are flat already
             return self.forwards[depth](*args, **kwargs)
         if batch is not None:
             if args:
@@ -214,12 +214,12 @@ class FlatModel:
         if places.device.type == "cpu":  # nothing waits for the device if the host says what is scored
             places = on_device(places, batch.row_index.device)
         index = batch.row_index[tuple(places)]
-        given: Inputs = images if batch.images is None else batch.images.arguments(images)
+        arguments: Inputs = images if batch.images is None else batch.images.arguments(images)
         with flat_backbone(self, batch, self.begin_pass(batch), lambda hidden: hidden[:, index.to(hidden.device)]):
-            return self.model.base_model(**given, **flat_inputs(self, batch)).last_hidden_state
+            return self.model.base_model(**arguments, **flat_inputs(self, batch)).last_hidden_state
 
     def begin_pass(self, batch: FlatBatch) -> Decision:
-        """How a pass that begins computes a batch: layers are set to recompute as decided, and it counts as a pass."""
+        """How a pass that begins here computes a batch. Sets the layers that recompute, and notes that it trains."""
         self.has_trained |= torch.is_grad_enabled()
         decision = Decision() if self.decide is None else self.decide(batch)
         if self.decide is not None and torch.is_grad_enabled():
@@ -258,13 +258,13 @@ class FlatModel:
 @contextmanager
 def keys_noted(model: PreTrainedModel) -> Iterator[list[int]]:
     """Within this context, the list gets the bytes of the keys and values of each call of attention of flat batches."""
-    found: list[int] = []
+    sizes: list[int] = []
     flat = FlatModel.of(model)
     assert flat is not None
 
     def note(attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object):
-        found.append(key.nbytes + value.nbytes)
+        sizes.append(key.nbytes + value.nbytes)
         return attend(module, query, key, value, **kwargs)
 
     with attributes_set([(flat, "around_attention", (note, *flat.around_attention))]):
-        yield found
+        yield sizes

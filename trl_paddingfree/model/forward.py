@@ -1,4 +1,4 @@
-"""The seam with a model's head: rows in, flat through the model, rows out.
+"""Between TRL's call of a model and its backbone: rows in, flat through the model, rows out.
 
 TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token, or
 `model(input_ids=rows, ...)` with a pooled head and read one float per row. With a `flat_batch` among the arguments, the
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from .flat_model import Decision, FlatModel
 
-# What TRL's head may say of each scored token
+# Fields of TRL's head with one value per scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
-# What the libraries beneath PyTorch say of a failed allocation, in errors of no class of their own
+# How libraries that PyTorch calls report a failed allocation: as a RuntimeError
 _FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
@@ -89,14 +89,14 @@ def scored_in_rows(
     flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor, other_arguments: Inputs
 ) -> "FusedCausalLMOutput":
     """
-    What TRL's fused head says of rows, where `labels` are scored, given the `other_arguments` of the call: its
-    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that it would have.
+    The output of TRL's fused head for rows, where `labels` are scored, given the `other_arguments` of the call: its
+    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that rows would give.
     """
     group, model = flat_model.group, flat_model.model
     decision = flat_model.begin_pass(batch)
     own = batch if group is None else group.slice(batch, model.config.get_text_config(), decision.cuts)
-    apart = nullcontext() if group is None or not model.training else group.drawing_apart(model)
-    with apart, flat_backbone(flat_model, own, decision, own.scored_of) as answers:
+    own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
+    with own_draws, flat_backbone(flat_model, own, decision, own.scored_of) as answers:
         inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
         if (size := decision.scored_at_once) is None:
             outputs = flat_model.forwards[-1](**other_arguments, **inputs, fused_lm_head=True)
@@ -106,7 +106,7 @@ def scored_in_rows(
     aux_loss = outputs.aux_loss
     if group is not None:
         values = group.gather_scored(values, batch, decision.cuts)
-        if aux_loss is not None:  # that of routers is one of all tokens
+        if aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
             routers = tuple(group.gather_tokens(x, batch.layout, decision.cuts) for x in answers[0]["router_logits"])
             aux_loss = upstream.router_loss(model, routers, batch.token_rows)
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
@@ -122,19 +122,19 @@ def scored_in_rows(
 def _scored_in_chunks(
     flat_model: "FlatModel", inputs: Inputs, other_arguments: Inputs, size: int
 ) -> "FusedCausalLMOutput":
-    """What TRL's head says of all scored tokens, given `size` of them at a time: it works on as many logits at once."""
+    """The output of TRL's head for all scored tokens, given `size` at a time, so that its logits are as few."""
     model, labels = flat_model.model, inputs["shift_labels"]
     inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}
-    taken = inspect.signature(model.base_model.forward).parameters
-    of_backbone = {name: x for name, x in other_arguments.items() if name in taken or name.startswith("output_")}
+    accepted = inspect.signature(model.base_model.forward).parameters
+    for_backbone = {name: x for name, x in other_arguments.items() if name in accepted or name.startswith("output_")}
     if architecture.config_value(model.config.get_text_config(), "output_router_logits"):
-        of_backbone.setdefault("output_router_logits", True)
-    states = model.base_model(**inputs, **{**of_backbone, "use_cache": False})
+        for_backbone.setdefault("output_router_logits", True)
+    states = model.base_model(**inputs, **{**for_backbone, "use_cache": False})
     outputs: list[FusedCausalLMOutput] = []
     for hidden, targets in zip(states.last_hidden_state.split(size, 1), labels.split(size, 1), strict=True):
         chunk, arguments = BaseModelOutput(last_hidden_state=hidden), {**inputs, **other_arguments}
         if outputs:
-            arguments["output_router_logits"] = False  # their loss is one of all tokens: the first chunk has it
+            arguments["output_router_logits"] = False  # the first chunk gives the router loss, for all tokens
         else:
             chunk["router_logits"] = states.get("router_logits")
         with attributes_set([(model.base_model, "forward", lambda chunk=chunk, **_: chunk)]):
@@ -172,7 +172,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
     The output of a head that reads one token of each row.
 
     transformers finds that token by its id, not by the mask: the last that is no padding token, or the first. Where a
-    row ends in tokens that pad others (pad = eos), the head reads what stands before them, here as there.
+    row ends in its padding token (pad = eos), the head reads what stands before it, as with padding.
     """
     if batch.empty_rows:
         raise ValueError(f"{batch.empty_rows} of {len(batch.row_mask)} rows have no token to read: leave them out.")
@@ -190,7 +190,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
 @contextmanager
 def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decision") -> Iterator[Inputs]:
     """
-    Within this context, a backbone computes a batch, as was decided when the pass began. Gives the arguments that tell
+    Within this context, a backbone may compute a batch, as decided when the pass began. Gives the arguments that tell
     it of the layout, in place of a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
@@ -200,8 +200,8 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
         config = model.config.get_text_config()
         arguments["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
     if around := flat_model.around_attention:
-        carrying = lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, around, flat_model.group)  # noqa: E731
-        arguments["attention_mask"] = map_masks(carrying, arguments["attention_mask"])
+        wrapped = lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, around, flat_model.group)  # noqa: E731
+        arguments["attention_mask"] = map_masks(wrapped, arguments["attention_mask"])
 
     def give_boundaries(module, args, kwargs):
         return args, {**kwargs, **boundaries(layout)}
@@ -210,13 +210,13 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
         if batch.images is not None:
             hooks.enter_context(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
-        if (alpha := vars(embeddings).get(NOISE)) is not None:  # as in rows: it shrinks with the length of an axis
-            of_rows = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
-            hooks.enter_context(attributes_set([(embeddings, NOISE, of_rows)]))
+        if (alpha := vars(embeddings).get(NOISE)) is not None:  # noise shrinks with the length of the axis: as in rows
+            row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
+            hooks.enter_context(attributes_set([(embeddings, NOISE, row_alpha)]))
         if decision.cuts:
             hooks.enter_context(in_slices(model, batch, decision.cuts, flat_model.group))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
-            if architecture.takes_images(model):  # a vision tower has boundaries of its own, and would take these
+            if architecture.takes_images(model):  # past the vision tower, which would take them for its own
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))
             else:
                 arguments |= boundaries(layout)
@@ -283,7 +283,7 @@ def is_allocation_failure(error: BaseException) -> bool:
 
 
 def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Exception:
-    """What a model raises on a flat row, with the reason if that is longer than a row may be."""
+    """The error that a model raised on a flat row, explained if the row has more positions than the model."""
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     if not limits or length <= min(limits) or is_allocation_failure(error):
         return error

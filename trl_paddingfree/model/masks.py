@@ -22,7 +22,7 @@ BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 # Those that replace the model's attention function; the others leave it, and give it positions or a dense mask
 ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
-# What transformers calls the kinds of layers of a model, and of the parts of a layer that has an attention and a state
+# transformers' names in `layer_types`; hybrid layers have attention and a state
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _STATE = ("linear_attention", "conv")
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
@@ -30,19 +30,19 @@ _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 _CAUSAL_IN_FULL = ("gemma4_text",)
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# What goes around attention: attention of a function that computes it, the layout, the layer, and states
+# A wrapper of attention: called with the attention inside, the layout, the module, and its query, key and value
 AroundAttention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-# A recurrence along the whole tree, of inputs by weights; or along a slice of one that is cut, by its number, from the
-# states that it is given. Its outputs, and the states that later slices read
+# A recurrence, called with inputs and weights, over the whole tree; or, called with cuts, a number and the last states
+# of earlier slices too, over that slice. Gives outputs, and the states that later slices read
 Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-# What a backbone gets as its mask
+# The attention mask of a backbone: one for all layers, or one for each kind
 Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 
 class OtherSlices(Protocol):
     """
-    What layers with a state need of other slices of the flat axis, asked by the two functions of theirs that look along
-    it: convolutions and scans. All else they compute for the tokens of their slice alone.
+    How layers with a state get what they need of other slices of the flat axis. Their convolutions and scans ask, which
+    alone look along the axis: all else they compute for each token by itself.
     """
 
     def span(self, num_tokens: int) -> range:
@@ -50,8 +50,8 @@ class OtherSlices(Protocol):
 
     def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
         """
-        States `(t, C)` of the slice, followed by those `(O, C)` of tokens of others among the `size` tokens before each
-        of its own on its path; and where all of them stand on the axis of a convolution.
+        States `(t, C)` of the slice, followed by those `(O, C)` of the tokens of other slices that a convolution over
+        `size + 1` tokens reads; and where all of them stand on the axis of the convolution.
         """
 
     def scan(
@@ -84,8 +84,8 @@ class FlatMask(torch.Tensor):
         other_slices: OtherSlices | None = None,
     ) -> "FlatMask":
         """
-        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it. The first of
-        what goes `around_attention` is next to the backend; layers with a state ask `other_slices`.
+        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it. The first
+        wrapper in `around_attention` is next to the backend; layers with a state ask `other_slices`.
         """
         shape: tuple[int, ...] = (1, 1, 1, 1)
         if per_token:
@@ -97,7 +97,7 @@ class FlatMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.all:  # transformers drops a mask of padding that hides nothing
+        if func is torch.all:  # transformers drops masks that are all true, and this one must stay
             return torch.zeros((), dtype=torch.bool)
         result = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(result, cls):
@@ -112,7 +112,7 @@ class FlatMask(torch.Tensor):
 
 
 def map_masks(fn: Callable[[FlatMask], FlatMask], masks: Masks) -> Masks:
-    """What a backbone gets as its mask, with `fn` of each mask that carries a layout."""
+    """The masks of a backbone, with each that carries a layout replaced by `fn` of it."""
     if isinstance(masks, dict):
         return {kind: fn(mask) if isinstance(mask, FlatMask) else mask for kind, mask in masks.items()}
     return fn(masks) if isinstance(masks, FlatMask) else masks

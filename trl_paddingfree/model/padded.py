@@ -23,12 +23,12 @@ from .restored import attributes_set
 
 logger = logging.get_logger(__name__)
 
-# Where a backbone keeps its padded calls, with the forward that it had before
+# Where a backbone keeps its [`PaddedCalls`], and the forward that it had before
 ATTRIBUTE = "padded_calls"
-# Arguments of a call that are made anew of the flat batch
 _CACHES = ("past_key_values", "cache_params")
+# Arguments of a call that the flat batch replaces
 _ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *_CACHES)
-# Other arguments with values in them that a head reads, and no layer
+# Arguments for heads, which no layer reads
 _OF_HEADS = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch")
 _OUTPUTS = ("output_hidden_states", "output_attentions")
 
@@ -40,13 +40,13 @@ class PaddedCalls:
         self.flat, model = flat, flat.model
         self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
         self.counts_by_mask = architecture.counts_positions_by_mask(model)
-        # Tokenizers give these rows to models that know nothing of them, too
+        # Token types, which tokenizers also give to models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
         self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
         # Whether rows with padding on the left are computed flat, and those whose router losses are asked for
         self.with_left_padding = self.with_routers = True
-        self.says, self.said = True, set[str]()  # whether it says that a call is computed as before, and what it said
+        self.says, self.said = True, set[str]()  # whether it warns of calls that compute as before; past reasons
         # The flat batch of the rows that the head was called with, for the backbone beneath it
         self.of_head: tuple[torch.Tensor, FlatBatch] | None = None
 
@@ -87,34 +87,34 @@ class PaddedCalls:
 
     def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """The answer to a call of the whole model, whose own forward is `forward`."""
-        given = self._by_name(forward, args, kwargs)
-        if (batch := self._flattened(given)) is None:
+        inputs = self._by_name(forward, args, kwargs)
+        if (batch := self._flattened(inputs)) is None:
             with self.aside():
                 return forward(*args, **kwargs)
-        if self._asks_for_logits(given):
+        if self._asks_for_logits(inputs):
             with self.aside():
-                return flat_forward(self.flat, batch, **_beside(given))
-        with attributes_set([(self, "of_head", (given["input_ids"], batch))]):
+                return flat_forward(self.flat, batch, **_without_rows(inputs))
+        with attributes_set([(self, "of_head", (inputs["input_ids"], batch))]):
             return forward(*args, **kwargs)
 
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """The answer to a call of the backbone, whose own forward is `forward`."""
-        given = self._by_name(forward, args, kwargs)
+        inputs = self._by_name(forward, args, kwargs)
         rows, batch = self.of_head or (None, None)
-        if batch is None or rows is not given.get("input_ids"):
-            batch = self._flattened(given)
+        if batch is None or rows is not inputs.get("input_ids"):
+            batch = self._flattened(inputs)
         with self.aside():
             if batch is None:
                 return forward(*args, **kwargs)
-            as_tuple = given.get("return_dict", self.flat.model.config.return_dict) is False
-            beside = {**_beside(given), **({"return_dict": True} if as_tuple else {})}
+            as_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
+            others = {**_without_rows(inputs), **({"return_dict": True} if as_tuple else {})}
             with layout_arguments(self.flat, batch, self.flat.begin_pass(batch)) as arguments:
-                outputs = forward(**{**beside, **flat_inputs(self.flat, batch), **arguments})
+                outputs = forward(**{**others, **flat_inputs(self.flat, batch), **arguments})
         values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
         return tuple(values.values()) if as_tuple else type(outputs)(**values)
 
     def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:
-        """What a backbone answers of a flat batch, in rows; where it leaves out their axis (routers), so does this."""
+        """An output of a backbone in rows: `(R, L, ...)`, or of routers, which give `(T, ...)`, `(R * L, ...)`."""
         if isinstance(value, tuple):
             return tuple(self._in_rows(batch, name, entry) for entry in value)
         if isinstance(value, torch.Tensor) and value.shape[:2] == batch.input_ids.shape:
@@ -129,29 +129,29 @@ class PaddedCalls:
     def _by_name(self, forward: Callable, args: tuple, kwargs: Inputs) -> Inputs:
         return {**(dict(zip(inspect.signature(forward).parameters, args, strict=False)) if args else {}), **kwargs}
 
-    def _wants(self, given: Inputs, name: str) -> bool:
+    def _wants(self, inputs: Inputs, name: str) -> bool:
         """Whether a call, or else the configuration, asks for `name`."""
-        wanted = given.get(name)
+        wanted = inputs.get(name)
         if wanted is None:
             wanted = architecture.config_value(self.flat.model.config.get_text_config(), name)
         return bool(wanted)
 
-    def _asks_for_logits(self, given: Inputs) -> bool:
+    def _asks_for_logits(self, inputs: Inputs) -> bool:
         """Whether a call wants logits of all tokens, and nothing else."""
-        values = [given.get(name) for name in (*_OF_HEADS, "fused_lm_head")]
+        values = [inputs.get(name) for name in (*_OF_HEADS, "fused_lm_head")]
         is_plain = not any(x is not None and (torch.is_tensor(x) or bool(x)) for x in values)
-        is_tuple = given.get("return_dict", self.flat.model.config.return_dict) is False
-        return is_plain and not (is_tuple or is_pooled(self.flat.model) or self._wants(given, "output_router_logits"))
+        is_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
+        return is_plain and not (is_tuple or is_pooled(self.flat.model) or self._wants(inputs, "output_router_logits"))
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
-    def _flattened(self, given: Inputs) -> FlatBatch | None:
+    def _flattened(self, inputs: Inputs) -> FlatBatch | None:
         """The flat batch of a call's rows, on their device; `None` if the call is to be computed as before."""
         if self.is_off:
             return None
-        reason, batch = self._why_no_rows(given), None
+        reason, batch = self._why_no_rows(inputs), None
         if not reason:
-            reason, batch = self._made_of(given)
+            reason, batch = self._flat_batch_of(inputs)
         if batch is None:
             if self.says and reason not in self.said:
                 self.said.add(reason)
@@ -159,41 +159,41 @@ class PaddedCalls:
                 logger.warning(f"padding_free: {name} computes a call as before, with its padding: {reason}.")
             return None
         self.flat.counts += batch.counts
-        return batch.to(given["input_ids"].device, non_blocking=True)
+        return batch.to(inputs["input_ids"].device, non_blocking=True)
 
-    def _why_no_rows(self, given: Inputs) -> str:
-        """Why a call is no plain rows, as far as its arguments tell; empty if they may be."""
-        rows, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    def _why_no_rows(self, inputs: Inputs) -> str:
+        """Why the arguments of a call are no plain rows, whatever their values; empty if they may be."""
+        rows, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         known = {*_ROWS, *_OF_HEADS, *self.ignored}
-        others = [name for name, x in given.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
-        if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or given.get("inputs_embeds") is not None:
+        extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
+        if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
-        if any(given.get(name) is not None for name in _CACHES) or given.get("use_cache") is True:
+        if any(inputs.get(name) is not None for name in _CACHES) or inputs.get("use_cache") is True:
             return "it computes with a cache"
-        if not torch.is_grad_enabled() and self._wants(given, "use_cache"):
+        if not torch.is_grad_enabled() and self._wants(inputs, "use_cache"):
             return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"
         if rows.size(1) == 1:
             return "its rows have one token"
-        if found := [name for name in _OUTPUTS if self._wants(given, name)]:
-            return f"`{found[0]}` asks for values of all layers"
-        if not self.with_routers and self._wants(given, "output_router_logits"):
+        if wanted := [name for name in _OUTPUTS if self._wants(inputs, name)]:
+            return f"`{wanted[0]}` asks for values of all layers"
+        if not self.with_routers and self._wants(inputs, "output_router_logits"):
             return "the loss of its routers counts padding, too"
-        if others:
-            return f"`{others[0]}` comes with its rows, of which a flat batch knows nothing"
+        if extra:
+            return f"`{extra[0]}` comes with its rows, of which a flat batch knows nothing"
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == rows.shape):
             return "its `attention_mask` is not one number for each token"
         if positions is not None and positions.shape not in (rows.shape, (1, rows.size(1))):
             return "its `position_ids` are not one number for each token"
         return ""
 
-    def _made_of(self, given: Inputs) -> tuple[str, FlatBatch | None]:
-        """The flat batch of rows, or why there is none: by their values, which are read in one copy."""
-        rows = given["input_ids"]
+    def _flat_batch_of(self, inputs: Inputs) -> tuple[str, FlatBatch | None]:
+        """The flat batch of rows, or the reason for none, from their values, which are copied to the host at once."""
+        rows = inputs["input_ids"]
         names = ("attention_mask", "position_ids", *(() if self.classifies_rows else ("labels", "shift_labels")))
         shapes = (rows.shape, (1, rows.size(1)))
-        read = {k: x.expand_as(rows) for k in names if torch.is_tensor(x := given.get(k)) and x.shape in shapes}
-        ids, *found = _on_host([rows, *read.values()])
-        values = dict(zip(read, found, strict=True))
+        per_token = {k: x.expand_as(rows) for k in names if torch.is_tensor(x := inputs.get(k)) and x.shape in shapes}
+        ids, *on_host = _on_host([rows, *per_token.values()])
+        values = dict(zip(per_token, on_host, strict=True))
         mask = values.get("attention_mask", torch.ones_like(ids))
         if ((mask != 0) & (mask != 1)).any():
             return "its `attention_mask` has other numbers than 0 and 1", None
@@ -215,7 +215,7 @@ class PaddedCalls:
         return "", FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach)
 
     def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
-        """Why an answer would follow what the model says of padding; empty if it does not."""
+        """Why an answer would depend on what the model computes for padding; empty if it does not."""
         model = self.flat.model
         for name in values.keys() & {"labels", "shift_labels"}:
             # The head of a language model scores by each token the label of the next
@@ -232,9 +232,9 @@ class PaddedCalls:
         return ""
 
 
-def _beside(given: Inputs) -> Inputs:
-    """What a call is given beside its rows."""
-    return {name: x for name, x in given.items() if name not in (*_ROWS, *_OUTPUTS, *TYPE_ROWS)}
+def _without_rows(inputs: Inputs) -> Inputs:
+    """The arguments of a call, without its rows."""
+    return {name: x for name, x in inputs.items() if name not in (*_ROWS, *_OUTPUTS, *TYPE_ROWS)}
 
 
 def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager
 
 @contextmanager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """After this context, buffers are as before: layers count in some, and "dynamic" rotary frequencies are others."""
+    """After this context, buffers are as before, such as counters and "dynamic" rotary frequencies."""
     modules = [*modules]
     named = [(module, name, x) for module in modules for name, x in module.named_buffers(recurse=False)]
     # No forward changes packed weights and masks, which may be as large as all else
@@ -68,8 +68,8 @@ def random_state_restored(model: torch.nn.Module) -> Iterator[None]:
 
 
 def mark_of(module: torch.nn.Module, name: str) -> object:
-    """What our forward of a module has under `name`; `None` if the module has another by now, or never had ours."""
-    # Whoever wraps it may copy its attributes too: only a wrapper that does not is looked into
+    """The attribute `name` of the forward that we gave a module; `None` if it has another by now, or never had ours."""
+    # Wrappers that copy its attributes have the mark themselves; others are looked into
     innermost = inspect.unwrap(module.forward, stop=lambda function: name in vars(function))
     return vars(innermost).get(name)
 

@@ -45,7 +45,7 @@ class Route:
     backend: BackendName
     previous: str  # the attention implementation that the model was loaded with
     prefix_sharing: bool  # whether prefixes that rows share are computed once
-    states: Literal["tree", "rows"] = "rows"  # what layers that carry state go along, where they can; else "rows"
+    states: Literal["tree", "rows"] = "rows"  # "tree": layers that carry state compute shared prefixes once, if able
 
     def __str__(self) -> str:
         sharing = "shared prefixes" if self.prefix_sharing else "no shared prefixes"
@@ -117,11 +117,11 @@ def choose_route(
         beyond = architecture.beyond_varlen(model)
         reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in beyond]
     wanted = [name for name in BACKENDS if backend in ("auto", name)]
-    if (found := next((name for name in wanted if not reasons[name]), None)) is None:
+    if (chosen := next((name for name in wanted if not reasons[name]), None)) is None:
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
-    shares = prefix_sharing and not why_not_to_share(found, previous)
-    return Route(found, previous, shares, "tree" if goes_along_tree(model) else "rows")
+    shares = prefix_sharing and not why_not_to_share(chosen, previous)
+    return Route(chosen, previous, shares, "tree" if goes_along_tree(model) else "rows")
 
 
 def why_not_to_share(backend: BackendName, previous: str) -> str:
@@ -166,9 +166,9 @@ def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup
 
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
-    """`route`, with and without sharing, then, with `fallback`, those of slower backends; along the tree first."""
+    """`route`, with and without sharing, then, with `fallback`, slower backends; states along the tree first."""
     backends: list[BackendName] = [route.backend]
-    if fallback:  # those that ask less of a model: its own attention, per segment, or told of sequences
+    if fallback:  # backends that ask less of a model: its own attention over segments, or with its own arguments
         backends += ["segment"] if route.backend == "varlen" else []
         backends += ["positions" if takes_boundaries(route.previous) else "mask"]
     routes: list[Route] = []

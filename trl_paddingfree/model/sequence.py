@@ -2,9 +2,9 @@
 
 All that is done per token is done for the slice. Attention is the unchanged backend with the unchanged layout, over all
 tokens for some of the heads, as in DeepSpeed-Ulysses (arXiv 2309.14509); so are scans, whose states have heads, too.
-Convolutions are given the few tokens of other slices that they reach. Only values of scored tokens are gathered, of
-which each process computes the same loss. The gather's backward pass takes the gradient of the slice times the size of
-the group: engines average gradients over all processes, and that is the sum over a group, and the mean over groups.
+Convolutions get the few tokens before the slice that they read. Only values of scored tokens are gathered, from which
+each process computes the same loss. The gather's backward pass multiplies the gradient of the slice by the group size:
+engines average gradients over all processes, which then gives the sum over a group, and the mean over groups.
 
 Shape legend: see [`~trl_paddingfree.flat.segments`]; in addition
     W = processes of a group, t = tokens of a slice, H = heads of queries or states, K = heads of keys, D = head size
@@ -31,7 +31,7 @@ from .exchange import Exchanged, Gathered, Halo, even_cuts, head_shares, of_head
 from .masks import Scan
 from .restored import random_state_restored
 
-# What attention is given of each token beside its states, and does not need: the layout has it
+# Arguments of attention with an entry per token, which it does not need: it has the layout
 _OF_TOKENS = ("position_ids",)
 
 
@@ -43,8 +43,8 @@ def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
 
 def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> list[range]:
     """
-    The flat tokens that process `number` of `size` computes: its slice of all, or of each of the slices that are
-    computed one after another, if all are cut at these positions.
+    The flat tokens that process `number` of `size` computes: its slice of all, or with `cuts` its part of each of the
+    slices that are computed one after another.
     """
     spans = []
     for start, stop in pairwise(cuts or (0, total)):
@@ -62,12 +62,12 @@ def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
 
 def slice_of(batch: FlatBatch, number: int, size: int, cuts: tuple[int, ...] = ()) -> FlatBatch:
     """
-    Slice `number` of `size` of a batch, or of each of its slices in time if there are `cuts`. `input_ids`,
+    What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`,
     `position_ids`, `token_rows`, `shift_labels` and `scored_index` are those of its tokens; all else, the rows and the
     layout among them, stays that of the whole.
 
-    The host knows where slices begin and what they score, so that nothing is read from the device. A slice without
-    tokens has the first two, and one without scored tokens a label of -100: models need something to compute.
+    The host knows where slices begin and what they score, so that nothing is read from the device. In an empty slice,
+    two tokens stand in, and in one without scored tokens a label of -100: models need something to compute.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]
@@ -121,8 +121,8 @@ class SequenceGroup:
         places = torch.arange(1, len(tokens) + 1, device=tokens.device)
         sizes = tokens.new_tensor([len(tokens), len(labels), *batch.row_mask.shape])
         sums = [(tokens * places).sum(), batch.position_ids.sum(), (labels * (batch.scored_index + 1)).sum()]
-        found = torch.cat([sizes, torch.stack(sums)])
-        if self.largest(torch.cat([found, -found])).reshape(2, -1).sum(0).any():
+        digest = torch.cat([sizes, torch.stack(sums)])
+        if self.largest(torch.cat([digest, -digest])).reshape(2, -1).sum(0).any():
             raise ValueError(
                 f"`sequence_parallel_size={self.size}`: processes of one group have been given different batches. A "
                 "transform of the data set that draws at random, or a data loader of your own, may do that: give all "
@@ -146,17 +146,17 @@ class SequenceGroup:
         self, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object
     ) -> tuple[torch.Tensor, None]:
         """
-        Attention `(1, t, H, D)` of states `(1, heads, t, D)` of a slice, by a function of `module`, states `(1, heads,
-        T, D)` and `kwargs`, which is given all `T` tokens of the layout for the heads of this process.
+        Attention `(1, t, H, D)` of a slice, whose query, key and value are `(1, heads, t, D)`. The function `attend`
+        computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
         num_heads, states = query.size(1), [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-        given, (heads, keys, _) = self._to_heads(states, layout.segments.num_tokens)
-        own_module, kwargs = self._of_heads(module, heads, len(keys), num_heads, kwargs)
-        output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in given), **kwargs)
+        whole, (heads, keys, _) = self._to_heads(states, layout.segments.num_tokens)
+        own_module, kwargs = self._with_heads(module, heads, len(keys), num_heads, kwargs)
+        output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
 
     def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
-        """Processes send each other what is missing: up to `size` tokens for each slice and segment that begins."""
+        """Processes send each other up to `size` tokens that precede each slice, and each segment that begins in it."""
         halo = Halo.of(layout, size, self.rank, self.size)
         if halo.is_needed:
             sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
@@ -167,28 +167,28 @@ class SequenceGroup:
     def scan(
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """A scan of the own heads goes along the whole tree."""
+        """Like attention: a scan of all tokens, along the whole tree, for the heads of this process."""
         num_heads = inputs[0].size(2)
-        given, (heads, *_) = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
+        whole, (heads, *_) = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
         own = [None if x is None else x[heads[0] : heads[-1] + 1] for x in weights]
-        outputs, _ = scan([x[None] for x in given], own)
+        outputs, _ = scan([x[None] for x in whole], own)
         return self._to_tokens(outputs.squeeze(0), num_heads)[None]
 
     def _to_heads(
         self, states: Sequence[torch.Tensor], num_tokens: int
     ) -> tuple[list[torch.Tensor], list[Sequence[int]]]:
         """
-        States `(T, n, ...)` of all tokens, of those `(t, heads, ...)` of slices: for the heads of the first that this
-        process computes, and for those of others which these read. And these heads of each of the states.
+        From states `(t, heads, ...)` of this slice to `(T, n, ...)` of all tokens, for `n` heads of this process: a
+        share of those of the first tensor, and those of the others that they read. Also gives these heads, by tensor.
         """
         if (num_heads := states[0].size(1)) < self.size:
             raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
         sizes = slice_sizes(num_tokens, self.size)
         heads = [[keys for _, keys in head_shares(num_heads, x.size(1), self.size)] for x in states]
-        found: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(x.dtype for x in states):  # one message of each
+        whole: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(x.dtype for x in states):  # one message for each
             alike = [i for i, x in enumerate(states) if x.dtype == dtype]
-            # For each process, rows of its heads, of which it gets one for each token
+            # For each process, the states of its heads, one row per token of this slice
             parts = [
                 [of_heads(states[i][: sizes[self.rank]], heads[i][process]).flatten(1) for i in alike]
                 for process in range(self.size)
@@ -197,32 +197,32 @@ class SequenceGroup:
             got = [n * sum(widths) for n in sizes]
             received = Exchanged.apply(torch.cat(rows), list(map(len, rows)), got, self.group).view(num_tokens, -1)
             for i, x in zip(alike, received.split(widths, 1), strict=True):
-                found[i] = x.unflatten(1, (len(heads[i][self.rank]), *states[i].shape[2:]))
-        return [found[i] for i in range(len(states))], [of[self.rank] for of in heads]
+                whole[i] = x.unflatten(1, (len(heads[i][self.rank]), *states[i].shape[2:]))
+        return [whole[i] for i in range(len(states))], [shares[self.rank] for shares in heads]
 
     def _to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Outputs `(t, heads, ...)` of all heads for the tokens of this slice, of those `(T, n, ...)` of processes."""
+        """Back from outputs `(T, n, ...)` for the heads of this process to `(t, heads, ...)` for its slice."""
         sizes, numbers = slice_sizes(len(output), self.size), np.diff(even_cuts(num_heads, self.size)).tolist()
         own, width = sizes[self.rank], output[0, 0].numel()
         sent, got = [n * numbers[self.rank] * width for n in sizes], [own * number * width for number in numbers]
         received = Exchanged.apply(output.flatten(), sent, got, self.group)
         parts = [x.view(own, number, *output.shape[2:]) for x, number in zip(received.split(got), numbers, strict=True)]
         joined, length = torch.cat(parts, 1), len(self.span(len(output)))
-        if own < length:  # it has tokens that stand in for some
+        if own < length:  # the slice is empty: tokens stand in
             joined = torch.cat([joined, joined.new_zeros(length - own, *joined.shape[1:])])
         return joined
 
-    def _of_heads(
-        self, module: torch.nn.Module, heads: Sequence[int], num_keys: int, num_heads: int, given: Inputs
+    def _with_heads(
+        self, module: torch.nn.Module, heads: Sequence[int], num_keys: int, num_heads: int, kwargs: Inputs
     ) -> tuple[torch.nn.Module, Inputs]:
-        """A layer, and what it is `given` beside states, as if it had only some of its heads."""
+        """A layer with only some of its heads, and the arguments of its attention, cut likewise."""
 
         def cut(values: Inputs) -> dict[str, torch.Tensor]:
             tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
             return {name: x[heads[0] : heads[-1] + 1] for name, x in tensors.items() if x.shape == (num_heads,)}
 
-        own = cut(given)
-        unknown = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.ndim and name not in own]
+        own = cut(kwargs)
+        unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.ndim and name not in own]
         if unknown := [name for name in unknown if name not in _OF_TOKENS]:
             raise ValueError(
                 f"`sequence_parallel_size={self.size}`: {type(module).__name__} gives its attention function "
@@ -231,41 +231,41 @@ class SequenceGroup:
         part = copy.copy(module)  # which shares all weights; its own attributes are found before them
         groups = {"num_key_value_groups": len(heads) // num_keys}
         vars(part).update(cut(dict(module.named_parameters(recurse=False))), **groups)
-        return part, {name: own.get(name, x) for name, x in given.items() if name not in _OF_TOKENS}
+        return part, {name: own.get(name, x) for name, x in kwargs.items() if name not in _OF_TOKENS}
 
     # --- values of all slices ---------------------------------------------------------------------------------------
 
     def gather_scored(
         self, values: dict[str, torch.Tensor], batch: FlatBatch, cuts: tuple[int, ...] = ()
     ) -> dict[str, torch.Tensor]:
-        """Values `(1, P)` of the scored tokens of a batch, of those `(1, p)` of each slice, in one message."""
+        """From values `(1, p)` of scored tokens of a slice to those `(1, P)` of the batch, in one message."""
         dtype = reduce(torch.promote_types, [x.dtype for x in values.values()])
         stacked = torch.stack([x[0].to(dtype) for x in values.values()], 1)
         owners = owners_of(batch.layout.segments.num_tokens, self.size, cuts)[batch.scored]
-        found = self._gathered(stacked, owners, batch.layout).unbind(1)
-        gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, found, strict=True)}
+        columns = self._gathered(stacked, owners, batch.layout).unbind(1)
+        gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, columns, strict=True)}
         return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
 
     def gather_tokens(self, states: torch.Tensor, layout: FlatLayout, cuts: tuple[int, ...] = ()) -> torch.Tensor:
-        """`(T, ...)`: states of all tokens, of those `(t, ...)` of each slice."""
+        """From states `(t, ...)` of a slice to those `(T, ...)` of all tokens."""
         total = layout.segments.num_tokens
         owners, index = owners_of(total, self.size, cuts), np.concatenate(spans_of(total, self.rank, self.size, cuts))
-        own = np.flatnonzero(owners[index] == self.rank)  # without tokens that stand in for none
+        own = np.flatnonzero(owners[index] == self.rank)  # without those that stand in
         if len(own) < len(index):
             states = states.index_select(0, layout.tensor(own))
         return self._gathered(states, owners, layout)
 
     def _gathered(self, values: torch.Tensor, owners: np.ndarray, layout: FlatLayout) -> torch.Tensor:
-        """Values of all processes in the order of the flat axis, of which each has those that it is the owner of."""
-        found = Gathered.apply(values, np.bincount(owners, minlength=self.size).tolist(), self.group)
+        """The values of all processes in the order of the flat axis; `owners` says whose each is."""
+        by_process = Gathered.apply(values, np.bincount(owners, minlength=self.size).tolist(), self.group)
         if (owners[1:] >= owners[:-1]).all():
-            return found
-        return found.index_select(0, layout.tensor(np.argsort(np.argsort(owners, kind="stable"))))
+            return by_process
+        return by_process.index_select(0, layout.tensor(np.argsort(np.argsort(owners, kind="stable"))))
 
     def whole_gradients(
         self, of: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None], batch: FlatBatch
     ) -> list[torch.Tensor]:
-        """Gradients at embeddings `(1, t, D)` as `(1, T, D)`, and of weights as engines average them: those of all."""
+        """Gradients of the whole batch from those of a slice: of embeddings, now `(1, T, D)`, and of weights."""
         first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(of, found, strict=True)]
         others = self.summed(others)
         embedded = self.gather_tokens(first.squeeze(0), batch.layout)[None]
@@ -280,13 +280,13 @@ class SequenceGroup:
 
     def largest(self, values: Sequence[float] | np.ndarray | torch.Tensor) -> np.ndarray:
         """The largest of each of `values` over the group, on the host, float64, or int64 where they are."""
-        given = torch.as_tensor(values, device=self.device).clone()
-        dist.all_reduce(given, dist.ReduceOp.MAX, self.group)
-        return given.cpu().numpy()
+        maxima = torch.as_tensor(values, device=self.device).clone()
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, self.group)
+        return maxima.cpu().numpy()
 
     @contextmanager
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within this context, processes draw numbers of their own: one seed for all would drop alike in each slice."""
+        """Within this context, each process draws other numbers: one seed for all would drop alike in each slice."""
         seed = int(torch.randint(2**62, ()))  # of the CPU, whose state is one for the whole group
         with random_state_restored(model):
             torch.manual_seed(seed + self.rank)

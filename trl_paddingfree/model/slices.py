@@ -1,8 +1,8 @@
 """A flat batch in slices, one after another: the decoder computes each, and keeps nothing of it but keys and values.
 
 All but the last slice are computed once more in the backward pass, as a layer that recomputes is. What goes from one to
-the next are the keys and values that later ones read: values with gradients, which autograd carries back in the right
-order. Everything else sees one pass: heads, losses and images know nothing of slices.
+the next are the keys and values that later ones read (for layers that carry state, their states). They have gradients,
+which autograd carries back in the right order. Heads, losses and images see one pass, and know nothing of slices.
 """
 
 import inspect
@@ -37,15 +37,15 @@ NOISE = "neftune_noise_alpha"
 
 
 class KeptKeys:
-    """The keys and values of earlier slices, which attention is given, and those of one slice, which it takes aside."""
+    """Gives attention of a slice the keys and values of earlier ones, and keeps its own that later ones read."""
 
     def __init__(self, earlier: Sequence[Tensors]):
         self.earlier = earlier  # of each earlier slice: keys and values `(1, heads, K, D)` of each call of attention
         self.kept: list[torch.Tensor] = []
-        # Places of each layer's calls among those kept: by `_modules`, which a layer shares with its copies, of which
-        # `SequenceGroup` gives attention one
+        # Where the keys of each call of a layer are in `kept`. By the id of `_modules`, which a layer shares with its
+        # copies: `SequenceGroup` gives attention a copy
         self.calls: dict[int, list[int]] = {}
-        self.is_complete = False  # whether the decoder has answered: layers that recompute call attention again
+        self.is_complete = False  # whether the decoder is done: layers that recompute call attention once more
 
     def attend(
         self,
@@ -58,17 +58,17 @@ class KeptKeys:
         value,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of a slice, by a function of `module` and states, over the keys that its layout wants."""
+        """Attention of a slice by the function `attend`, over the keys of earlier slices, and then its own."""
         place = self._place(module)
         if not self.is_complete:
-            keeps = None if current.keeps is None else current.keeps.to(key.device)  # that of the layer
+            keeps = None if current.keeps is None else current.keeps.to(key.device)  # the device of this layer
             self.kept += [x if keeps is None else x.index_select(2, keeps) for x in (key, value)]
         earlier = [self.earlier[number] for number in current.reads]
         key, value = (torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate((key, value)))
         return attend(module, query, key, value, **kwargs)
 
     def _place(self, module: torch.nn.Module) -> int:
-        """Where the keys of a call are among those of all calls of a pass."""
+        """Where the keys of a call are in `kept`, and in that of earlier slices: calls come in the same order."""
         calls = self.calls.setdefault(id(vars(module)["_modules"]), [])
         if not self.is_complete:
             calls.append(len(self.kept))
@@ -84,8 +84,8 @@ class KeptKeys:
 @dataclass(frozen=True)
 class KeptStates:
     """
-    What layers with a state need of earlier slices, and later ones of this: a [`~trl_paddingfree.model.masks.
-    OtherSlices`] in time. `keys` keeps it, beside the keys and values of attention, in the order of calls.
+    Gives layers with a state what they need of earlier slices, and keeps what later ones need: the [`~trl_paddingfree.
+    model.masks.OtherSlices`] of slices in time. It is in `keys`, with the keys and values of attention, call by call.
     """
 
     keys: KeptKeys
@@ -96,7 +96,7 @@ class KeptStates:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
 
     def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
-        """The last tokens of earlier slices, as far as a convolution reaches."""
+        """The tokens that a convolution reads before the slice are those that earlier slices have kept for it."""
         span, tails = self.span(layout.segments.num_tokens), tails_of_slices(layout, self.cuts, size)
         wanted = tokens_before(layout.segments, size, span)
         earlier = self._read(layout, wanted, tails)
@@ -111,25 +111,25 @@ class KeptStates:
         earlier = self._read(layout, parts[self.number].reads, [part.ends for part in parts])
         carried = torch.cat(earlier) if earlier else None
         place = len(self.keys.kept)
-        self.keys.kept.append(inputs[0].new_zeros(0))  # layers within this one come later
+        self.keys.kept.append(inputs[0].new_zeros(0))  # holds the place: layers within the scan come later
         outputs, kept = scan(inputs, weights, self.cuts, self.number, carried)
         if kept is not None:
             self.keys.kept[place] = kept
         return outputs
 
     def _read(self, layout: FlatLayout, tokens: np.ndarray, kept: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """What earlier slices have kept of these flat tokens, by the tokens that each has `kept`, in order."""
+        """What earlier slices have kept in this call for these flat `tokens`; `kept` are the tokens of each slice's."""
         if self.keys.is_complete:
             raise ValueError(
                 "A layer that carries state recomputes within a slice, so that it is not known which states it wants: "
                 "leave out the checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
             )
-        place, found = len(self.keys.kept), []
+        place, entries = len(self.keys.kept), []
         for number, of_slice in enumerate(kept[: self.number]):
             own = np.flatnonzero(np.isin(of_slice, tokens))
             if len(own):
-                found.append(self.keys.earlier[number][place].index_select(0, layout.tensor(own)))
-        return found
+                entries.append(self.keys.earlier[number][place].index_select(0, layout.tensor(own)))
+        return entries
 
 
 @contextmanager
@@ -137,12 +137,12 @@ def in_slices(
     model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None = None
 ) -> Iterator[None]:
     """
-    Within this context, the decoder of a model computes slices of a flat batch, which is cut at these positions; each
-    together with the other processes of a `group`, of whose tokens the batch has those of this one.
+    Within this context, the decoder of a model computes a flat batch in slices, cut at these positions. With a `group`,
+    its processes compute each slice together, and `batch` has only the tokens of this one.
     """
     decoder = decoder_of(model)
     forward = partial(_decoder_in_slices, model, batch, cuts, group, decoder.forward)
-    update_wrapper(forward, decoder.forward)  # of its signature
+    update_wrapper(forward, decoder.forward)  # with its signature
     with attributes_set([(decoder, "forward", forward)]):
         yield
 
@@ -151,8 +151,8 @@ def _decoder_in_slices(
     model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None, forward: Callable,
     *args: Any, **kwargs: Any,
 ) -> BaseModelOutput:  # fmt: skip
-    """What the own `forward` of a decoder says of all slices, of the arguments that it gets of the whole."""
-    # Beside other processes, rows that frequencies would follow are refused
+    """The output of a decoder, whose own method is `forward`, for all slices, from its arguments for the whole."""
+    # With a group, rows so long that rotary frequencies follow them were refused
     reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
     embeddings = model.get_input_embeddings()
     slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
@@ -173,11 +173,11 @@ def _decoder_in_slices(
         mask = map_masks(partial(_mask_of_slice, cuts, number, reach, keys), masks)
         # The backward pass computes this again, after TRL's reference pass has set what it likes. A slice recomputes as
         # a whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
-        fixed: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
+        settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
             share = (slices[number].layout.segments.num_tokens if group is None else len(spans[number])) / own_total
-            fixed.append((embeddings, NOISE, noise * math.sqrt(share)))
-        with attributes_set(fixed):
+            settings.append((embeddings, NOISE, noise * math.sqrt(share)))
+        with attributes_set(settings):
             try:
                 return forward(**own, attention_mask=mask), tuple(keys.kept)
             finally:
@@ -208,7 +208,7 @@ def _spans(
 
 
 def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
-    """What a decoder says of all tokens, of what it says of those of each slice, the first so many of which count."""
+    """One output of a decoder from those of its slices; of each, the first tokens count, as many as `sizes` says."""
     hidden = [output["last_hidden_state"][:, :n] for output, n in zip(outputs, sizes, strict=True)]
     joined = type(outputs[0])(last_hidden_state=torch.cat(hidden, 1))
     if outputs[0].get("router_logits") is not None:
@@ -218,7 +218,7 @@ def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseMod
 
 
 def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None) -> Any:
-    """What a slice gets of an argument of the decoder: its own entries, if that has one for each of `total` tokens."""
+    """An argument of the decoder for a slice: the entries of its tokens, if it has one for each of `total` tokens."""
     if isinstance(value, list | tuple):
         return type(value)(_of_slice(name, x, span, total, reach) for x in value)
     if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -232,12 +232,12 @@ def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None)
     own = value.narrow(dim, span.start, len(span))
     if reach is None:
         return own
-    one = own.narrow(dim, 0, 1)  # no image token, wherever that is asked
-    return torch.cat([own, torch.zeros_like(one) if own.dtype == torch.bool else one], dim)
+    extra = own.narrow(dim, 0, 1)  # for the token of `with_reach`; booleans mark image tokens, and it is none
+    return torch.cat([own, torch.zeros_like(extra) if own.dtype == torch.bool else extra], dim)
 
 
 def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: KeptKeys, mask: FlatMask) -> FlatMask:
-    if mask.ndim == 2:  # of layers with a state, which ask for what they need of the whole
+    if mask.ndim == 2:  # for layers with a state: they have the layout of the whole, and ask for the rest
         return FlatMask.carrying(mask.flat_layout, per_token=True, other_slices=KeptStates(keys, cuts, number))
     current = slices_of(mask.flat_layout, cuts, reach is not None)[number]
     around_attention: tuple[AroundAttention, ...] = (partial(keys.attend, current), *mask.around_attention)
@@ -245,7 +245,7 @@ def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: 
 
 
 def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:
-    """Where features of image tokens, which some decoders add to theirs, are cut; `None` if there are none."""
+    """Where the cuts lie among the image tokens, whose features some decoders add; `None` if there are none."""
     if arguments.get(_DEEPSTACK) is None:
         return None
     seen = torch.nn.functional.pad(arguments["visual_pos_masks"].flatten().cumsum(0), (1, 0))

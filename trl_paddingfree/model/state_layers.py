@@ -1,9 +1,9 @@
-"""Layers that hand something on from token to token, while all else stays flat and shared.
+"""Layers that carry state from token to token (recurrences, short convolutions), in models that are otherwise flat.
 
-Most of them go along the tree: they run flat and hand the state at a fork on, see `state_tree`. The others see rows:
-each segment's whole path, as one row that starts from nothing, of whose outputs those of the segment's own tokens are
-kept. A prefix that several segments continue is computed once for each, in these layers only. The layout comes in the
-argument in which the layer expects a mask, or its state.
+Most of them go along the tree: they run flat, and every branch goes on from the state at its fork, see `state_tree`.
+The others see rows: each segment's whole path as one row, which starts from a zero state, and of whose outputs those of
+the segment's own tokens are kept. So these layers compute a prefix once for each segment that continues it. The layout
+comes in the argument in which the layer expects a mask, or its state.
 """
 
 import functools
@@ -32,9 +32,9 @@ from .state_tree import step_cost, tree_functions, with_functions
 # Where a layer keeps its [`StateForward`]: copies of the layer come with copies of it
 ATTRIBUTE = "flat_state"
 
-# Names of children and buffers by which layers are known that mix tokens and have no convolution module: RWKV's shift
-# by one token, xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys. Inkling's attention counts the
-# distance of tokens along its input
+# Children and buffers that tell layers which carry state without a convolution module: RWKV's shift by one token,
+# xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys; and Inkling's attention, which counts the distance
+# of tokens along its input
 _MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits_proj"}
 # Tokens of a small chunk: fewer than most pieces have
 _SMALL_CHUNK = 8
@@ -50,7 +50,7 @@ def is_state_layer(module: torch.nn.Module) -> bool:
     return any(isinstance(child, torch.nn.Conv1d) for child in children)
 
 
-def _hands_on(module: torch.nn.Module) -> bool:
+def _carries(module: torch.nn.Module) -> bool:
     """Whether `module` hands something on from token to token, beside attention."""
     named = (*module.named_children(), *module.named_buffers(recurse=False))
     return is_state_layer(module) or any(name in _MARKS for name, _ in named)
@@ -58,15 +58,15 @@ def _hands_on(module: torch.nn.Module) -> bool:
 
 def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers of `model` that hand something on from token to token, without those inside of others."""
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()
-    # An encoder of sound beside the layers (Phi-4 multimodal) has convolutions too
+    # Not an audio encoder beside the layers (Phi-4 multimodal), which has convolutions too
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     for module in (module for stack in stacks for module in stack.modules()):
-        if module not in inside and _hands_on(module):
-            found.append(module)
+        if module not in inside and _carries(module):
+            layers.append(module)
             inside.update(module.modules())
-    return found
+    return layers
 
 
 def carries_state(model: PreTrainedModel) -> bool:
@@ -87,12 +87,12 @@ def _own_forward(layer: torch.nn.Module) -> Callable:
 
 
 def _installed(layer: torch.nn.Module) -> "StateForward | None":
-    """What our forward knows, if the forward of a layer is ours, or has it inside: others may have put theirs back."""
+    """The [`StateForward`] of a layer, if its forward is still ours or has ours inside: others may have replaced it."""
     return vars(layer)[ATTRIBUTE] if mark_of(layer, ATTRIBUTE) else None
 
 
 def can_go_along_tree(layer: torch.nn.Module) -> bool:
-    """Whether a layer calls functions that can be given the state at a fork, and that ours can stand in for."""
+    """Whether a layer calls functions that take an initial state, and that ours can replace."""
     forward = _own_forward(layer)
     if not is_state_layer(layer) or not upstream.state_functions(forward):
         return False
@@ -142,8 +142,8 @@ def describe_state_layers(model: PreTrainedModel) -> str:
 
 def in_small_chunks(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
-    Within this context, recurrences that plain PyTorch computes in chunks have chunks of a few tokens, as pieces of a
-    tree have: the same results, rounded otherwise.
+    Within this context, recurrences that plain PyTorch computes in chunks have chunks of a few tokens, as the pieces
+    of a tree may: the same results, rounded otherwise.
     """
     changed: list[tuple[object, str, object]] = []
     for layer in filter(can_go_along_tree, state_layers(model)):
@@ -163,12 +163,12 @@ def _in_small_chunks(function: Callable, *args: object, **kwargs: object) -> obj
 
 @dataclass
 class StateForward:
-    """What the forward of a layer knows of flat batches."""
+    """How our forward of a layer computes flat batches."""
 
     forward: Callable  # that the layer had
     along_tree: bool = False  # if not, the layer sees rows
-    kernels: frozenset[str] = frozenset()  # those of transformers' functions that it calls which have kernels
-    takes_boundaries: bool = False  # whether all of them keep the rows of one long axis apart
+    kernels: frozenset[str] = frozenset()  # transformers' functions that it calls, and that have kernels here
+    takes_boundaries: bool = False  # whether all of these take several rows on one axis
 
 
 def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
@@ -200,7 +200,7 @@ def _install(layer: torch.nn.Module) -> StateForward:
 
 
 class _NoCache:
-    """A cache that holds nothing but the mask that carries the layout, in place of every layer's state."""
+    """A cache that gives each layer (xLSTM) the mask that carries the layout, where it expects its state."""
 
     def __init__(self, mask: FlatMask):
         self.rnn_state: dict[int, FlatMask] = defaultdict(lambda: mask)
@@ -224,39 +224,39 @@ def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> Inputs:
 
 def is_layout(value: object) -> TypeGuard[FlatMask]:
     """Whether an argument is the mask that carries the layout."""
-    # A model may put its tokens where its mask says, which gives tokens that carry the layout too
+    # Models may mask hidden states by it: the result is a [`FlatMask`], too, but of floats
     return isinstance(value, FlatMask) and value.dtype == torch.bool
 
 
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
-    """Call a layer on flat tokens, without a mask, with functions that know of the tree."""
+    """Call a layer on flat tokens, without a mask, with functions that go along the tree."""
     functions = tree_functions(mask, upstream.state_functions(state.forward), state.kernels)
     without = [None if is_layout(value) else value for value in args]
-    told = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
-    return with_functions(state.forward, functions)(*without, **told)
+    named = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
+    return with_functions(state.forward, functions)(*without, **named)
 
 
 def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """
-    Call a layer on the path of each segment, and keep what it says of the segments' own tokens.
+    Call a layer on the path of each segment as a row, and keep its outputs for the segments' own tokens.
 
     `mask` is the one among its arguments that carries the layout; of the others, everything that has an entry per token
-    is cut into rows. Where its kernels take boundaries it is called once, on one long axis, and told of them.
+    is cut into rows. Where its kernels take boundaries, it is called once, with all rows on one axis.
     """
     layout = mask.flat_layout
     rows = PathRows.of(layout, None if state.takes_boundaries else step_cost(layout.device))
 
-    told = boundaries(_paths(layout)) if state.takes_boundaries else {}
+    row_boundaries = boundaries(_paths(layout)) if state.takes_boundaries else {}
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     outputs = []
     for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, _cut((args, kwargs), layout, rows), strict=True):
-        if vars(layer).get("is_causal"):  # attention, whose own mask would not know of rows
+        if vars(layer).get("is_causal"):  # attention that sees rows: its mask is made of these
             states = next(filter(torch.is_tensor, (*group_args, *group_kwargs.values())))
             window = vars(layer).get("sliding_window")
             group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, states.dtype)
-        outputs.append(state.forward(*group_args, **group_kwargs, **told))
-    # RWKV's blocks give their second layer the state that the first gives back
+        outputs.append(state.forward(*group_args, **group_kwargs, **row_boundaries))
+    # RWKV's blocks hand the state of their first layer to the second, which must find the layout there
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
 
 
@@ -286,7 +286,7 @@ def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
 
 
 def _join(outputs: list[Any], rows: PathRows, state: Any) -> Any:
-    """What a layer says of each token, flat, from what it says of each group of rows; `state` stands for the rest."""
+    """The flat output of a layer from those of each group of rows; `state` replaces what has no entry per token."""
     if isinstance(outputs[0], tuple):
         return tuple(_join(list(parts), rows, state) for parts in zip(*outputs, strict=True))
     if not isinstance(outputs[0], torch.Tensor) or outputs[0].shape[:2] != rows.shapes[0]:

@@ -1,9 +1,9 @@
-"""Layers that carry state, along the tree: the state at a fork goes on, so no layer computes a prefix twice.
+"""Layers that carry state, along the tree: branches go on from the state at their fork, so prefixes are computed once.
 
 Such a layer runs flat. Of its forward, only a convolution and a recurrence look along the sequence: functions that the
-modeling file calls by name, and that ours stand in for while a flat batch is computed. The convolution gets the tokens
-before each segment beside it; the recurrence goes from piece to piece of the tree, level by level. In slices, both ask
-for what lies in others.
+modeling file calls by name, and that ours replace while a flat batch is computed. The convolution gets the tokens that
+precede each segment in front of it; the recurrence goes from piece to piece of the tree, level by level. In a slice,
+both ask [`~trl_paddingfree.model.masks.OtherSlices`] for what lies in others.
 
 Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
     C = channels, H = heads, D = channels of a head, K, N = sizes of a state
@@ -22,19 +22,19 @@ from ..flat.layout import FlatLayout, Gather
 from ..flat.pieces import Context, PieceCall, Pieces
 from .masks import FlatMask
 
-# What pieces give: their outputs, and the states in which they end, if others continue them
+# Results of a call for some pieces: their outputs, and, if others continue them, the states in which they end
 Step = tuple[torch.Tensor, torch.Tensor | None]
-# What a step along a row costs in plain PyTorch, however many rows take it, in rows. CPUs of real models are busy with
-# one row (measured: 0 to 1, so half a row); GPUs are not with dozens, and wait for the host to launch small kernels
+# The fixed cost in plain PyTorch of a step along all rows of a call, in units of one row's work. One row keeps a CPU
+# busy (measured: 0 to 1, so a half); dozens keep no GPU busy, which waits for the host to launch small kernels
 _STEP_COST, _STEP_COST_OF_GPUS = 0.5, 64.0
 # Most tokens of a chunk in plain PyTorch. Results do not depend on it; Mamba 2 pads to 256 by itself
 _CHUNK = 64
-# A time step of Mamba's before its softplus, which makes zero of it in every dtype: the state stays
+# A time step of Mamba's before softplus, after which it is zero in every dtype: the state stays as it is
 _NO_STEP = -1e4
 
 
 def step_cost(device: torch.device) -> float:
-    """What a step along a row costs on a device, in rows."""
+    """The fixed cost of a step along all rows of a call on a device, in units of one row's work."""
     return _STEP_COST if device.type == "cpu" else _STEP_COST_OF_GPUS
 
 
@@ -65,8 +65,8 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
 
 def tree_functions(mask: FlatMask, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
     """
-    What stands in for `functions` of a layer, which look along the sequence, in a batch of which its mask tells. Those
-    in `kernels` have a kernel.
+    Replacements of those `functions` of a layer that look along the sequence, for the batch whose layout `mask`
+    carries. Those in `kernels` have a kernel.
     """
     return {name: partial(_ALONG_TREE[name], mask, call, name in kernels) for name, call in functions.items()}
 
@@ -75,7 +75,7 @@ def _convolve(
     mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
-    """A causal convolution of `(1, C, T)`: each segment with what precedes it, as far as the kernel reaches."""
+    """A causal convolution of `(1, C, T)`: each segment follows the tokens of its row that the kernel reads, too."""
     rows, size = states.squeeze(0).T, weight.size(-1) - 1
     if mask.other_slices is None:
         context = Context.of(mask.flat_layout, size, range(len(rows)))
@@ -91,13 +91,13 @@ def _delta_rule(
     value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, initial_state: None = None,
     output_final_state: bool = False, **kwargs: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """A (gated) delta rule of `(1, T, H, D)`. Zeros are no step: neither decay nor update."""
+    """A (gated) delta rule of `(1, T, H, D)`. Zeros, as padding, change no state: neither decay nor update."""
 
-    def call(piece: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
+    def call(group: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
         value, g, beta, query, key = parts
-        chunks = {"cu_seqlens": piece.boundaries} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
-        told = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
-        return function(query, key, value, g=g, beta=beta, **told)
+        chunks = {"cu_seqlens": group.boundaries} if has_kernel else {"chunk_size": _even_chunks(group)[1]}
+        options = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
+        return function(query, key, value, g=g, beta=beta, **options)
 
     return _scan(mask, (value, g, beta, query, key), (), call, joins_pieces=has_kernel), None
 
@@ -109,19 +109,19 @@ def _chunk_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
     return_final_states: bool = False, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
-    """Mamba 2's scan of `(1, T, H, D)`. Time steps are made here: behind bias, softplus and limits, zero is no step."""
-    dt = dt.float() if has_kernel else dt  # as a kernel makes them
+    """Mamba 2's scan of `(1, T, H, D)`. Bias, softplus and limits are applied here, so that zeros pad: no step."""
+    dt = dt.float() if has_kernel else dt  # as the kernel does it
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
     def call(
-        A: torch.Tensor, D: torch.Tensor | None, piece: PieceCall, parts: Sequence[torch.Tensor],
+        A: torch.Tensor, D: torch.Tensor | None, group: PieceCall, parts: Sequence[torch.Tensor],
         state: torch.Tensor | None, goes_on: bool,
     ) -> Step:  # fmt: skip
         states, dt, B, C = parts
-        chunks = {} if has_kernel else {"chunk_size": _even_chunks(piece)[1]}
-        told = {**kwargs, **chunks, "D": D, "initial_states": state, "return_final_states": goes_on}
-        result = function(states, dt, A, B, C, **told)
+        chunks = {} if has_kernel else {"chunk_size": _even_chunks(group)[1]}
+        options = {**kwargs, **chunks, "D": D, "initial_states": state, "return_final_states": goes_on}
+        result = function(states, dt, A, B, C, **options)
         return result if goes_on else (result, None)
 
     return _scan(mask, (states, dt, B, C), (A, D), call)
@@ -135,22 +135,22 @@ def _selective_scan(
 ) -> torch.Tensor:  # fmt: skip
     """
     The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`: each channel is a head, and all share `B` and `C`
-    of `(1, N, T)`. It starts from nothing only, but is linear in its state: what is left of that adds to its outputs,
-    and is decayed by all time steps so far.
+    of `(1, N, T)`. The function takes no initial state, but is linear in it: what that adds to the outputs, decayed by
+    all time steps so far, is added here.
     """
 
     def call(
-        A: torch.Tensor, D: torch.Tensor | None, delta_bias: torch.Tensor | None, piece: PieceCall,
+        A: torch.Tensor, D: torch.Tensor | None, delta_bias: torch.Tensor | None, group: PieceCall,
         parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool,
     ) -> Step:  # fmt: skip
-        told = {**kwargs, "D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        options = {**kwargs, "D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         states, dt, B, C = (part.flatten(2).transpose(1, 2) for part in parts)
         if not goes_on:
-            outputs, last = function(states, dt, A, B, C, **told), None
+            outputs, last = function(states, dt, A, B, C, **options), None
         elif has_kernel:
-            outputs, last = _scan_and_read(partial(function, **told), states, dt, A, B, C)
+            outputs, last = _scan_and_read(partial(function, **options), states, dt, A, B, C)
         else:
-            outputs, last = function(states, dt, A, B, C, return_last_state=True, **told)
+            outputs, last = function(states, dt, A, B, C, return_last_state=True, **options)
         if state is not None:
             steps = dt.to(torch.promote_types(dt.dtype, torch.float32))
             steps = steps if delta_bias is None else steps + delta_bias[:, None]
@@ -167,7 +167,7 @@ def _selective_scan(
 
 
 def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-    """What outputs see of an initial `state (n, C, N)` after `steps (n, C, L)`: an entry at a time, to spare memory."""
+    """What an initial `state (n, C, N)` adds to outputs after `steps (n, C, L)`: entry by entry, to save memory."""
     seen = torch.zeros_like(steps)
     for x, a, c in zip(state.unbind(-1), A.unbind(-1), C.unbind(1), strict=True):
         seen = seen + torch.exp(a[:, None] * steps) * x[..., None] * c[:, None]
@@ -176,8 +176,8 @@ def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C:
 
 def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What the first Mamba's kernel says of `inputs`, and the state in which it ends. The kernel gives no gradient of
-    that: behind the tokens, one more for each entry of the state makes no step and reads this entry.
+    The outputs of the first Mamba's kernel for `inputs`, and its last state. The kernel has no gradient for that: so
+    behind the tokens stands one more for each entry of the state, which makes no step, and whose output is this entry.
     """
     states, dt, A, B, C = inputs
     size, length = A.size(-1), states.size(-1)
@@ -189,7 +189,7 @@ def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _no_fused_form(*args: object, **kwargs: object) -> None:
-    """A fused form of a convolution and a scan says so if it has no kernel, and the layer calls them one by one."""
+    """For a fused convolution and scan: `None` says that there is no kernel, and the layer calls them one by one."""
 
 
 _ALONG_TREE: dict[str, Callable] = {
@@ -203,14 +203,14 @@ _ALONG_TREE: dict[str, Callable] = {
 }
 
 
-def _even_chunks(piece: PieceCall) -> tuple[int, int]:
-    """How many chunks a row of a call has in plain PyTorch, and how long each is: the last is hardly padded."""
-    number = -(-piece.shape[1] // _CHUNK)
-    return number, -(-piece.shape[1] // number)
+def _even_chunks(group: PieceCall) -> tuple[int, int]:
+    """How many chunks a row of a call has in plain PyTorch, and their length, so that the last is hardly padded."""
+    number = -(-group.shape[1] // _CHUNK)
+    return number, -(-group.shape[1] // number)
 
 
 def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int]:
-    """Of all calls of a layout on a device: slots that are padding, chunks, and pairs of tokens within chunks."""
+    """Sums over all calls of a layout: slots that are padding, chunks, and pairs of tokens within chunks."""
     pieces = Pieces.of(layout, step_cost(device))
     calls = [(call.shape[0], *_even_chunks(call)) for level in pieces.levels for call in level]
     pairs = sum(rows * chunks * length**2 for rows, chunks, length in calls)
@@ -222,8 +222,8 @@ def _scan(
     call: Callable, joins_pieces: bool = False, padding: dict[int, float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """
-    A recurrence of `inputs (1, T, heads, ...)` along the tree, by a `call` that is given its `weights (heads, ...)`
-    before all else; or that of a slice, see [`~trl_paddingfree.model.masks.OtherSlices`]. The pieces of a level are
+    A recurrence of `inputs (1, T, heads, ...)` along the tree, or of a slice as [`~trl_paddingfree.model.masks.
+    OtherSlices`] wants it. `call`, see [`_by_levels`], gets the `weights (heads, ...)` first. The pieces of a level are
     rows of like length, or with `joins_pieces` one after the other in one row.
     """
     layout = mask.flat_layout
@@ -245,8 +245,8 @@ def _by_levels(
     carried: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """
-    A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the state of its parent, or
-    from one that is `carried` from an earlier slice. Its outputs, and the states that later slices read.
+    A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the last state of its parent,
+    or from one that is `carried` from an earlier slice. Gives outputs, and the states that later slices read.
 
     `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
     their initial states, and whether others continue them. `padding` is what stands where a piece is padded, by the
@@ -257,15 +257,16 @@ def _by_levels(
         states, value = Gather.apply(x.squeeze(0), pieces.slots), (padding or {}).get(place)
         if value is not None and pieces.slots.empty is not None:
             states = states.index_fill(0, pieces.slots.empty, value)
-        rows.append(states.split([prod(piece.shape) for level in pieces.levels for piece in level]))
-    outputs, finals, parts = [], carried, zip(*rows, strict=True)
-    of_levels: list[torch.Tensor] = []
+        rows.append(states.split([prod(group.shape) for level in pieces.levels for group in level]))
+    parts = zip(*rows, strict=True)  # of each call
+    outputs, finals = [], carried  # `finals`: the last states of the level before
+    of_levels: list[torch.Tensor] = []  # the last states of all levels
     for depth, level in enumerate(pieces.levels):
         ends, goes_on = [], depth + 1 < len(pieces.levels) or pieces.kept is not None
-        for piece, of_piece in zip(level, parts, strict=False):
-            initial = None if piece.parents is None else Gather.apply(finals, piece.parents)
-            cut = [x.unflatten(0, piece.shape) for x in of_piece]
-            output, final = call(piece, cut, initial, goes_on)
+        for group, of_group in zip(level, parts, strict=False):
+            initial = None if group.parents is None else Gather.apply(finals, group.parents)
+            cut = [x.unflatten(0, group.shape) for x in of_group]
+            output, final = call(group, cut, initial, goes_on)
             outputs.append(output.flatten(0, 1))
             ends.append(final)
         if goes_on:
