@@ -1,4 +1,4 @@
-"""What LoRA layers do not need to keep: copies of their inputs that autocast makes anyway."""
+"""Spares LoRA layers a float32 copy of their inputs, which autocast casts back anyway."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from peft.tuners.lora import LoraLayer
 
 
 class CastsUnlessAutocast:
-    """True whenever autocast is off for a type of device: PEFT asks its switch anew in each call of a layer."""
+    """Stands in for PEFT's `cast_input_dtype_enabled`, asked in each call: true while autocast is off."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type
@@ -21,9 +21,9 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
     Have LoRA layers leave the casting of their inputs to autocast, wherever it is on.
 
     PEFT casts the input of each layer to float32, the dtype of its adapters, and autocast casts that back: two passes
-    over memory each way, and a float32 copy kept. Without them results are the same bit for bit, where adapters are
-    float32 and all that follows the cast is a product: not in variants of LoRA (DoRA), not with dropout on CPUs, whose
-    scale is rounded to the dtype of the input, and not where several adapters add up their gradients for one cast.
+    over memory each way, and a float32 copy kept. Without this, results are the same bit for bit, if adapters are
+    float32 and nothing but a product follows. So the casts stay in variants of LoRA (DoRA), with dropout on CPUs (its
+    scale is rounded to the dtype of the input), and where gradients of several adapters add up before one cast.
     """
     switch: Any = CastsUnlessAutocast(device_type)
     for layer in model.modules():

@@ -8,20 +8,20 @@ import psutil
 import torch
 
 GIB = 2**30
-# What `"auto"` leaves to the device's context, to kernels that need room of their own, and to fragmentation
+# The share that `"auto"` leaves to the device's context, to workspaces of kernels, and to fragmentation
 MARGIN = 0.1
 
 
 def has_accelerator() -> bool:
     """Whether there is a device to train on in TRL's default precision: that of Macs is left out."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found is not None and found.type != "mps"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type != "mps"
 
 
 def budget_bytes(option: float | str, device: torch.device) -> int:
     """
-    The bytes that `memory_budget` stands for: GiB, or with `"auto"` what the device that trains has, less a margin and
-    what other processes use of it. The memory of the CPU is divided among the processes of this machine.
+    `memory_budget` in bytes: it is in GiB, or with `"auto"` what other processes leave of the device that trains, less
+    a margin. The memory of the CPU is divided among the processes of this machine.
     """
     if option != "auto":
         return int(float(option) * GIB)
@@ -44,7 +44,7 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.before = device, 0
+        self.device, self.before = device, 0  # bytes at the peak before the last `begin`
         self.can_reset = device.type != "cpu"
         self.name = "peak GPU memory" if self.can_reset else "peak memory of the process"
 
@@ -67,7 +67,7 @@ class PeakMemory:
         return torch.accelerator.memory_allocated(self.device) if self.can_reset else 0
 
     def begin(self) -> int:
-        """Begin anew, on an accelerator: the peak of a process cannot be lowered. The bytes that tensors hold now."""
+        """Reset the peak, and give the bytes that tensors hold now. The CPU does not: a process keeps its peak."""
         if not self.can_reset:
             return 0
         held, self.before = self.held, self.highest

@@ -1,4 +1,4 @@
-"""What an engine that shards weights or gradients makes of passes: all processes compute some of them together."""
+"""Which engines shard weights or gradients, so that processes must compute the same passes."""
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -14,7 +14,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def adds_up_shards(accelerator: Accelerator) -> bool:
-    """Whether each backward pass adds shards of gradients up: FSDP's do, but where its first version offloads them."""
+    """Whether each backward pass reduces and adds up shards of gradients: FSDP, except FSDP1 if it offloads them."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return False
     plugin = accelerator.state.fsdp_plugin

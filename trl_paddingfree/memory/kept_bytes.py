@@ -2,7 +2,8 @@
 
 The bytes are counted, not derived: a few short flat batches go through the model as training would send them, and
 autograd tells what each layer saves. Adapters, 4-bit weights, dtypes, attention, experts and layers that carry state
-are then counted as they are. What is kept is a linear function of a few sizes of the batch, its [`load`].
+are then counted as they are. What is kept is a linear function of a few sizes of the batch. This vector of sizes, in
+the order of `LOADS`, is its [`load`].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +31,11 @@ from ..model.state_layers import state_layers
 from ..model.state_tree import chunk_sizes
 from .saved_bytes import SavedBytes
 
-# What the bytes of a flat batch depend on, beside a constant: tokens, rows of keys and values, those of branches (whose
-# heads attention under a mask may repeat), query-key pairs (where attention keeps its scores), those of branches (whose
-# masks are kept, one for those of a shape), queries and keys that pad short segments; for states along the tree, slots
-# that pad pieces, chunks, and pairs within chunks; features and pixels of images, pairs of features (whose mask some
-# towers keep), scored tokens
+# The entries of a load: 1, tokens, keys of all segments, those of branches (segments that continue others: with a mask,
+# attention may repeat their heads), query-key pairs (where attention keeps scores), pairs of branches (whose masks are
+# kept, one for each shape), queries and keys that pad short segments; for states along the tree, slots that pad pieces,
+# chunks, and pairs within chunks; image features and pixels, pairs of features (whose mask some towers keep), scored
+# tokens
 _PADDING = ("query_padding", "key_padding", "slot_padding")
 LOADS = (
     *("constant", "tokens", "keys", "branch_keys", "pairs", "branches", *_PADDING, "chunks", "chunk_pairs"),
@@ -45,7 +46,7 @@ OF_IMAGES = ("features", "pixels", "feature_pairs")
 _SHORT, _MIDDLE, _LONG = 64, 128, 192
 # How TRL's trainers call the model
 _HEAD = {"fused_lm_head": True, "use_cache": False}
-# Loads that grow fastest. Bytes per pair below this share are how kernels round sizes up
+# Entries that grow with the square of lengths. Bytes below this share of all are how kernels round sizes up
 _GROWING = ("pairs", "branches", "feature_pairs")
 _NEGLIGIBLE = 0.002
 
@@ -53,7 +54,7 @@ _NEGLIGIBLE = 0.002
 def load(batch: FlatBatch, route: Route, device: torch.device | None = None, scored: int | None = None) -> np.ndarray:
     """
     `(len(LOADS),)` int64: the sizes of a flat batch that decide how much memory it needs, computed by `route` on
-    `device`, or where the batch is. A process that computes a slice scores so many of its tokens, others all.
+    `device`, or where the batch is. `scored` is how many scored tokens this process computes, by default all.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> sizes = dict(zip(LOADS, load(batch, Route("segment", "sdpa", True)).tolist()))
@@ -76,20 +77,20 @@ def load(batch: FlatBatch, route: Route, device: torch.device | None = None, sco
 
 
 def joined_load(one: np.ndarray, other: np.ndarray, route: Route) -> np.ndarray:
-    """The load of a batch of the rows of two, which share nothing."""
+    """The load of a batch with the rows of two others, from the loads of these, which share nothing."""
     both = one + other
     squares = [("feature_pairs", "features")]
     squares += [] if route.backend in ATTENTION_BACKENDS else [("pairs", "tokens")]
-    for pairs, of in squares:
-        both[LOADS.index(pairs)] = both[LOADS.index(of)] ** 2
+    for pairs, single in squares:
+        both[LOADS.index(pairs)] = both[LOADS.index(single)] ** 2
     both[LOADS.index("constant")] = 1
     return both
 
 
 def slice_loads(segments: Segments, cuts: Sequence[int], route: Route, whole: np.ndarray) -> np.ndarray:
     """
-    `(slices, len(LOADS))` float64: those of the decoder in each slice of a batch that is cut at these positions, of the
-    load of the `whole`. Padding of short runs is left out, and chunks of states are taken in proportion.
+    `(slices, len(LOADS))` float64: the load of the decoder in each slice of a batch that is cut at these positions, and
+    whose load is `whole`. Padding of short runs is left out, and entries of states are shared out by tokens.
 
     >>> segments, route = Segments((6, 3), (-1, 0), (0, 3)), Route("segment", "sdpa", True)
     >>> loads = slice_loads(segments, (0, 4, 9), route, np.zeros(len(LOADS)))
@@ -99,10 +100,10 @@ def slice_loads(segments: Segments, cuts: Sequence[int], route: Route, whole: np
     offsets = np.array(segments.offsets)
     bounds = np.unique(np.concatenate([offsets, cuts]))
     firsts, lengths = bounds[:-1], np.diff(bounds)
-    of = np.searchsorted(offsets, firsts, "right") - 1
-    keys = np.array(segments.starts)[of] + firsts - offsets[of] + lengths
-    is_branch, pairs, is_flash = keys > lengths, lengths * keys, route.backend == "flash"
-    branches = pairs * is_branch * (not is_flash)
+    segment = np.searchsorted(offsets, firsts, "right") - 1  # of each run
+    keys = np.array(segments.starts)[segment] + firsts - offsets[segment] + lengths
+    is_branch, pairs = keys > lengths, lengths * keys
+    branches = pairs * is_branch * (route.backend != "flash")
     number = np.searchsorted(cuts, firsts, "right") - 1
     names = ("tokens", "keys", "branch_keys", "pairs", "branches")
     loads = np.zeros((len(cuts) - 1, len(LOADS)))
@@ -115,8 +116,9 @@ def slice_loads(segments: Segments, cuts: Sequence[int], route: Route, whole: np
 
 
 def _pairs_and_padding(layout: FlatLayout, tokens: int) -> tuple[int, int, int, int]:
-    """Of all calls of attention: query-key pairs, those of the masks of branches, and queries and keys that pad."""
-    calls, branches, num_queries, num_keys = AttentionCalls.of(layout), 0, 0, 0
+    """Sums over all calls of attention: query-key pairs, entries of branches' masks, queries and keys that pad."""
+    calls = AttentionCalls.of(layout)
+    branches = num_queries = num_keys = 0
     shapes = list(zip(layout.segments.lengths, layout.segments.key_lengths, strict=True))
     for call, queries, keys in zip(calls.segments, calls.queries, calls.keys, strict=True):
         num_queries, num_keys = num_queries + len(call) * queries, num_keys + len(call) * keys
@@ -127,7 +129,7 @@ def _pairs_and_padding(layout: FlatLayout, tokens: int) -> tuple[int, int, int, 
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that a forward pass keeps for the backward pass, per unit of each [`load`], float64."""
+    """Bytes that a forward pass keeps for the backward pass, per unit of each entry of a [`load`], float64."""
 
     kept: np.ndarray  # (layers, len(LOADS)): what each layer keeps if it does not recompute
     recomputed: np.ndarray  # of the same shape: what it keeps if it does
@@ -141,7 +143,7 @@ class KeptBytes:
 
 
 def _batches(model: PreTrainedModel, route: Route) -> list[FlatBatch]:
-    """Flat batches of which each load can be told from the others: rows of other lengths, unscored, shared."""
+    """Flat batches that tell the entries of a load apart: with rows of other lengths, unscored tokens, prefixes."""
     rng, size = np.random.default_rng(0), model.config.get_text_config().vocab_size
 
     def tokens(number: int) -> list[int]:
@@ -200,10 +202,10 @@ def count_kept_bytes(
     # A mask over all patches of all images is made once, outside of the tower's layers
     growing = ("pairs", "branches")
     kept, recomputed = np.moveaxis(_per_load(sizes, counts, growing), 0, -1)[:2]
-    # The largest of several is no sum: what it is under padding would count for all tokens
+    # The largest tensor is no sum over entries: that of padded segments would be taken for that of all tokens
     is_padded, has_images = (sizes[:, list(map(LOADS.index, names))].any(1) for names in (_PADDING, ["features"]))
-    tells = ~is_padded | has_images
-    largest = _per_load(sizes[tells], counts[tells, 2], growing).T
+    is_usable = ~is_padded | has_images
+    largest = _per_load(sizes[is_usable], counts[is_usable, 2], growing).T
     per_token = np.array(sum(of_keys) / max(sizes[:, LOADS.index("tokens")].sum(), 1))
     return KeptBytes(kept, recomputed, largest, _per_load(sizes, np.array(outside), _GROWING), per_token)
 
@@ -217,33 +219,33 @@ def _as_inputs(batch: FlatBatch) -> Inputs:
 
 def _per_load(loads: np.ndarray, counts: np.ndarray, growing: Sequence[str]) -> np.ndarray:
     """
-    Bytes per unit of each load: the least squares of `loads (N, F)` and `counts (N, ...)`, of shape `(F, ...)`.
+    Bytes per unit of each entry: the least squares of `loads (N, F)` and `counts (N, ...)`, of shape `(F, ...)`.
 
-    Loads that never differ from others, as keys and tokens do where nothing is shared, get their part of the minimum
-    norm; of those that grow fastest beyond what was counted, only `growing` count, and not unless they explain
-    half of what is left without them.
+    Entries that never differ, such as keys and tokens where nothing is shared, get the solution of least norm. Of those
+    in `_GROWING`, whose errors would grow in longer rows, only `growing` are fitted, and they are only kept if they
+    halve the error that is left without them.
     """
     flat = counts.reshape(len(counts), -1).astype(np.float64)
     scale = np.maximum(loads.max(0), 1).astype(np.float64)
 
     def fit(left_out: Sequence[str]) -> np.ndarray:
-        found = []
+        solutions = []
         for column in flat.T:
             divisor = scale.copy()
             divisor[[LOADS.index(name) for name in left_out]] = np.inf
             while True:
                 solution = np.linalg.lstsq(loads / divisor, column, rcond=1e-9)[0]
-                # Nothing is kept less because there is more of something: what says so is left out, the worst first
+                # More of something never makes layers keep less: negative entries are left out, the worst first
                 worst = solution.argmin()
                 if solution[worst] >= -_NEGLIGIBLE * column.max():
                     break
                 divisor[worst] = np.inf
-            found.append(np.maximum(solution, 0) / divisor)
-        return np.stack(found, axis=1)
+            solutions.append(np.maximum(solution, 0) / divisor)
+        return np.stack(solutions, axis=1)
 
     plain, full = fit(_GROWING), fit([name for name in _GROWING if name not in growing])
-    off, left = (np.abs(loads @ per_load - flat).max(0) for per_load in (plain, full))
-    grows = (off > _NEGLIGIBLE * np.maximum(flat.max(0), 1)) & (left < off / 2)
+    plain_error, full_error = (np.abs(loads @ per_load - flat).max(0) for per_load in (plain, full))
+    grows = (plain_error > _NEGLIGIBLE * np.maximum(flat.max(0), 1)) & (full_error < plain_error / 2)
     result = np.where(grows, full, plain)
     return result.reshape(loads.shape[1], *counts.shape[1:])
 

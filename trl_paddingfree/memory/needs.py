@@ -17,24 +17,24 @@ from .kept_bytes import LOADS, OF_IMAGES, KeptBytes
 
 logger = logging.get_logger(__name__)
 
-# Where the search for the most tokens that fit ends: no device has so much memory
+# Where the search for the most tokens that fit ends: no device fits so many
 MOST_TOKENS = 2**30
 # How many tensors TRL's activation offloading leaves on the device while they are copied to the host
 STASHED = 5
 # How many tensors of the size of its largest the backward pass of a layer has at a time: gradients of the inputs and
 # of the output of one product
 WORKING_TENSORS = 3
-# Bytes per logit besides the logits: without Triton, TRL makes a tile into its gradient by seven more tensors at a
-# time, in float32 whatever the model's dtype, and a mask
+# Bytes per logit besides the logits: without Triton, TRL turns a tile of logits into its gradient with seven more
+# tensors at a time, in float32 whatever the model's dtype, and a mask
 TORCH_TILE = 7 * 4 + 1
-# Entries from which on every optimizer of bitsandbytes that pages its state does
+# From so many entries on, every paged optimizer of bitsandbytes pages the state of a tensor
 _LARGE = 2**17
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
     """
-    How many bytes a micro-batch needs at its peak: the one place where this arithmetic is.
+    How many bytes a micro-batch needs at its peak, by its load (see `kept_bytes`): all of this arithmetic is here.
 
     The peak is one of two moments. When the backward pass begins, every layer holds what it keeps, and the LM head or
     the last layer works. When the last of the recomputing layers has recomputed, it holds all that it computed, and
@@ -55,10 +55,10 @@ class MemoryNeeds:
     recomputed: ArrayLike  # the same, if it does
     outside: ArrayLike  # (loads,): the same, of what lies outside of the layers
     head: ArrayLike  # (loads,): of what the LM head works with for a time
-    tile: tuple[int, int]  # bytes per row of the logits, one for each unit of the last load; and the most at a time
+    tile: tuple[int, int]  # bytes per row of logits (one for each scored token, the last entry); most rows at a time
     working: ArrayLike  # (loads,): of what the backward pass of one layer works with for a time
     of_keys: float = 0.0  # bytes of the keys and values of one token, which slices keep for later ones
-    correction: float = 1.0  # of all but `fixed`: what was measured over what was predicted
+    correction: float = 1.0  # a factor for all but `fixed`: measured bytes over predicted ones
 
     def saved(self, load: np.ndarray) -> np.ndarray:
         """`(layers + 1,)` int64: bytes kept between the forward and the backward pass, if the first `n` recompute."""
@@ -67,7 +67,7 @@ class MemoryNeeds:
         return np.rint(self.correction * (before + after + np.dot(self.outside, load))).astype(np.int64)
 
     def _head(self, load: np.ndarray, scored: int | None = None) -> float:
-        """Bytes that the LM head works with for a time, with so many scored tokens, or all at once."""
+        """Bytes that the LM head works with for a time, given `scored` tokens at once, or all."""
         return np.dot(self.head, load) + self.tile[0] * min(load[-1] if scored is None else scored, self.tile[1])
 
     def peaks(self, load: np.ndarray) -> np.ndarray:
@@ -137,15 +137,15 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers of a model, with the scales of 4-bit weights."""
-    found = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         if (quantized := vars(parameter).get("quant_state")) is not None:
-            found += [x for x in quantized.as_dict().values() if isinstance(x, torch.Tensor)]
-    return found
+            tensors += [x for x in quantized.as_dict().values() if isinstance(x, torch.Tensor)]
+    return tensors
 
 
 def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes of the state that an optimizer of a class will have for what it trains: that of a sample, in proportion."""
+    """Bytes of the state that an optimizer of a class will have for `parameters`, scaled up from that of a sample."""
     total = 0.0
     for dtype, is_large in {(parameter.dtype, parameter.numel() >= _LARGE) for parameter in parameters}:
         alike = [p for p in parameters if (p.dtype, p.numel() >= _LARGE) == (dtype, is_large)]
@@ -156,9 +156,9 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
             made = optimizer([sample], **options)
             made.step()
             state = [x for x in made.state[sample].values() if isinstance(x, torch.Tensor)]
-            # Paged state gives way to everything else
+            # Paged state moves to the host when anything else needs memory
             per_byte = tensor_bytes(x for x in state if not vars(x).get("is_paged")) / tensor_bytes([sample])
-        except Exception as error:  # optimizers of their own kind, which want a whole model: as Adam, which has most
+        except Exception as error:  # one that needs the whole model: taken for Adam, whose state is the largest
             logger.warning(f"{optimizer.__name__} says nothing of its state, which is taken for Adam's: {error}")
             per_byte = 2.0
         total += per_byte * tensor_bytes(alike)
@@ -172,7 +172,7 @@ class HeadBytes:
     constant: int = 0  # whatever the batch
     scored: int = 0  # per scored token
     tile: tuple[int, int] = (0, 0)  # per row of the logits, and the most rows at a time
-    kept: int = 0  # per scored token, what it keeps for the backward pass beyond what TRL's fused head does
+    kept: int = 0  # per scored token, what it keeps for the backward pass and TRL's fused head does not
 
 
 def fused_head(model: PreTrainedModel, *others: PreTrainedModel) -> HeadBytes:
@@ -194,17 +194,17 @@ def fused_head(model: PreTrainedModel, *others: PreTrainedModel) -> HeadBytes:
 def needs_of(kept: KeptBytes, fixed: int, head: HeadBytes) -> MemoryNeeds:
     """What micro-batches of a model need, from what its layers keep, and from its head."""
     constant, scored = np.eye(len(LOADS))[[LOADS.index("constant"), LOADS.index("scored")]]
-    summed, outside = head.constant * constant + head.scored * scored, kept.outside + head.kept * scored
+    of_head, outside = head.constant * constant + head.scored * scored, kept.outside + head.kept * scored
     working = WORKING_TENSORS * kept.largest.max(0)
-    return MemoryNeeds(fixed, kept.kept, kept.recomputed, outside, summed, head.tile, working, float(kept.of_keys))
+    return MemoryNeeds(fixed, kept.kept, kept.recomputed, outside, of_head, head.tile, working, float(kept.of_keys))
 
 
 def fixed_bytes(
     models: Sequence[torch.nn.Module], optimizer: tuple[type, dict[str, Any]], held: int = 0, shards: int = 1
 ) -> int:
     """
-    Weights of all models, or the bytes that are `held` before training, if other tensors make these more; and gradients
-    and optimizer state of what is trained of the first. Of the state, each process has one of so many `shards`.
+    Bytes of the weights of all models, or those `held` before training if other tensors make that more; of gradients,
+    and of optimizer state, for what is trained of the first model. Each process has one of `shards` parts of the state.
     """
     trained = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
     loaded = tensor_bytes(tensor for model in models for tensor in weights(model))

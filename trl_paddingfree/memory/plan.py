@@ -1,4 +1,4 @@
-"""The plan of a run under budgets: how each pass is computed, what it needs, and what no budget can hold."""
+"""The plan of a run under budgets: how each pass is computed, what it needs, and what is refused."""
 
 import json
 import math
@@ -25,9 +25,9 @@ from .needs import MemoryNeeds
 
 # The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
 LEAST_SLICE = 128
-# Micro-batches whose peaks correct the prediction
+# How many first micro-batches correct the prediction by their peaks
 CORRECTED = 8
-# Each process measures its own peaks
+# The file of each process in a checkpoint: each measures its own peaks
 STATE = "memory_budget_{rank}.json"
 # What is saved of a plan, besides what corrects its needs
 _SAVED = ("limit", "budget", "has_shrunk", "observed", "most_measured")
@@ -39,7 +39,7 @@ class Pass:
 
     batch: FlatBatch
     decision: Decision
-    held: int  # bytes before it
+    held: int  # bytes that tensors held before it
 
 
 class Plan:
@@ -68,14 +68,14 @@ class Plan:
         self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
         self.is_reentrant = is_reentrant  # whether layers recompute as reentrant checkpoints do
         self.asked = [option, limit]  # a failed allocation may lower the limit
-        self.has_shrunk = False  # whether one has lowered the limit, or the budget
+        self.has_shrunk = False  # whether a failed allocation has lowered the limit, or the budget
         self.is_sharded = is_sharded(accelerator)
         self.why_whole = why_not_in_slices(flat_model.model, flat_model.route, flat_model.group)
-        self.current: Pass | None = None  # the pass that is being made, from its decision on
+        self.current: Pass | None = None  # the pass under way, from its decision on
         # Of passes since the last log
         self.micro_batches = self.slices = self.predicted = 0
         self.layers_recomputed = 0.0
-        # Of peaks that were measured: how many, and the largest, over what was predicted
+        # Measured peaks: how many, and the largest ratio of a measured to a predicted one
         self.observed, self.most_measured = 0, 0.0
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Plan:
     def decide(self, batch: FlatBatch) -> Decision:
         """How a pass that begins computes a batch. Those of one batch are computed alike, with gradients or without."""
         decision = self.own_decision(batch)
-        # In each pass: processes compute different parts at the same time, and one with fewer repeats its last
+        # In each pass, as processes compute different parts at the same time; one with fewer repeats its last
         if self.is_sharded:
             decision = self._agreed(batch, decision)
         if torch.is_grad_enabled():
@@ -101,9 +101,9 @@ class Plan:
 
     def _decided(self, batch: FlatBatch) -> Decision:
         segments, tokens = batch.layout.segments, batch.counts.computed
-        number, peak, whole = None, 0, None
-        if self.needs is not None:
-            whole = self.load(batch)
+        number, peak = None, 0
+        whole = None if self.needs is None else self.load(batch)
+        if self.needs is not None and whole is not None:
             number, peak = self.needs.fewest_recomputed(whole, self.budget)
         if self.why_whole or self._holds(tokens, peak):
             return Decision((), number, peak)  # which is refused, if it trains and does not fit
@@ -125,9 +125,9 @@ class Plan:
         return best
 
     def _agreed(self, batch: FlatBatch, own: Decision) -> Decision:
-        """What all processes do, which gather weights together: as many slices, and as many layers recomputed."""
+        """The decision for all processes, as they gather weights together: the most slices and recomputed layers."""
         counts = torch.tensor([[own.num_slices, own.num_recomputed or 0]], device=self.accelerator.device)
-        # Not by the accelerator, whose methods do nothing while `PartMetrics` takes those of a part
+        # Not `accelerator.gather`, which does nothing while `PartMetrics` collects the metrics of a part
         number, layers = map(int, gather(counts).amax(0).tolist())
         if number == own.num_slices and (number > 1 or self.needs is None):
             return own
@@ -142,13 +142,13 @@ class Plan:
         return (self.limit is None or tokens <= self.limit) and peak <= self.budget
 
     def _cut(self, batch: FlatBatch, whole: np.ndarray | None, size: int) -> Decision:
-        """The decision for slices of so many tokens, given the load of the `whole` if there are needs."""
+        """The decision for slices of at most `size` tokens, given the load of the `whole` batch if there are needs."""
         return self._in_slices(batch, whole, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
 
     def _in_slices(self, batch: FlatBatch, whole: np.ndarray | None, cuts: tuple[int, ...]) -> Decision:
-        """The decision for slices: within them no layer recomputes, nor does the tower of images before them."""
+        """The decision for slices: no layer recomputes by itself, neither within them nor in the vision tower."""
         segments = batch.layout.segments
-        # Weights of a head that is sharded are gathered at each of its calls
+        # Not in chunks if weights are sharded: each call of the head gathers its own
         at_once = None if self.is_sharded else int(np.diff(cuts).max())
         if self.needs is None or whole is None:
             return Decision(cuts, scored_at_once=at_once)
@@ -159,9 +159,9 @@ class Plan:
         )
 
     def load(self, batch: FlatBatch) -> np.ndarray:
-        """The load of a batch."""
+        """The [`load`] of a batch: the sizes by which its memory is predicted."""
         group = self.flat_model.group
-        # On several processes, that of the one with the most scored tokens, which all of the group know
+        # In a group, the load of the process with the most scored tokens: all processes must decide alike
         scored = None if group is None else max(scored_sizes(batch, group.size))
         return load(batch, self.flat_model.route, self.device_memory.device, scored)
 
@@ -197,13 +197,13 @@ class Plan:
         """The least bytes in which a batch can be computed."""
         assert self.needs is not None
         whole, segments, tokens = self.load(batch), batch.layout.segments, batch.counts.computed
-        found = list[int]()
+        peaks = list[int]()
         if self.why_whole or self.limit is None or tokens <= self.limit:
-            found.append(int(self.needs.peaks(whole).min()))
+            peaks.append(int(self.needs.peaks(whole).min()))
         if not self.why_whole:
             sizes = sizes_to_try(segments, min(self.limit or tokens, tokens), LEAST_SLICE)
-            found += [self._cut(batch, whole, size).peak for size in sizes]
-        return min(found)
+            peaks += [self._cut(batch, whole, size).peak for size in sizes]
+        return min(peaks)
 
     def too_small_for(self, batch: FlatBatch, name: str = "a micro-batch", lower: str = "`max_length`") -> ValueError:
         """The error of a batch that does not fit; `lower` names what makes it smaller."""
@@ -234,9 +234,9 @@ class Plan:
 
     def finish(self, has_stepped: bool) -> None:
         """A pass ended well; `has_stepped` says whether the optimizer has its state by now."""
-        if (made := self.current) is None:  # nothing that trains was computed
+        if (current := self.current) is None:  # nothing that trains was computed
             return
-        tokens, decision = made.batch.counts.computed, made.decision
+        tokens, decision = current.batch.counts.computed, current.decision
         self.micro_batches += 1
         self.slices += decision.num_slices
         again = decision.cuts[-2] / tokens if decision.cuts else 0.0  # all slices but the last are computed again
@@ -244,16 +244,16 @@ class Plan:
         self.predicted = max(self.predicted, decision.peak)
         # Without gradients and moments, the peak would look as if activations needed next to nothing
         if has_stepped and self.corrects:
-            self._correct(made)
+            self._correct(current)
 
-    def _correct(self, made: Pass) -> None:
-        """Correct the prediction by a peak; downwards only once enough of them are known."""
+    def _correct(self, current: Pass) -> None:
+        """Correct the prediction by the peak of a pass; downwards only once `CORRECTED` peaks are known."""
         needs, group = self.needs, self.flat_model.group
         assert needs is not None
         self.observed += 1
-        uncorrected = (made.decision.peak - needs.fixed) / needs.correction
-        # What holds memory beside the models may have come since the plan was made
-        held, peak = made.held, self.device_memory.peak
+        uncorrected = (current.decision.peak - needs.fixed) / needs.correction
+        # Other tensors may have been allocated since the plan was made
+        held, peak = current.held, self.device_memory.peak
         if group is not None:
             held, peak = group.largest([held, peak]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
@@ -280,19 +280,19 @@ class Plan:
         }
 
     def save(self, folder: str, rank: int) -> None:
-        """Save what later decisions of the process `rank` follow from."""
+        """Save what later decisions of the process `rank` depend on."""
         state = {"asked": self.asked, **{name: vars(self)[name] for name in _SAVED}}
         if self.needs is not None:
             state |= {"correction": self.needs.correction, "fixed": self.needs.fixed}
         (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
     def restore(self, folder: str, rank: int) -> None:
-        """Go on with what was saved, unless other budgets were asked for, or the process is new or in a group."""
+        """Restore what was saved, unless other budgets are asked for now, or the process is new or in a group."""
         path = Path(folder) / STATE.format(rank=rank)
         if self.flat_model.group is not None or not path.exists():
             return
         state = json.loads(path.read_text())
-        if state.get("asked") != self.asked:  # nor do releases before 0.5 say it
+        if state.get("asked") != self.asked:  # releases before 0.5 did not save it
             return
         vars(self).update({name: state[name] for name in _SAVED})
         if self.needs is not None:

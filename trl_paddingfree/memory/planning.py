@@ -1,4 +1,4 @@
-"""How the plan of a run is made: what its models keep is counted, and what they hold beside is added up."""
+"""How the plan of a run is made: activations are counted, and weights, gradients and optimizer state added up."""
 
 import gc
 import inspect
@@ -34,18 +34,17 @@ def make_plan(
     arguments: Inputs | None = None,
 ) -> Plan:
     """
-    The plan of a run whose models have their weights, for `flat_model`, the one that is trained, under `memory_budget`,
-    the `option`, and a `limit` of tokens. It sets the layers of the model that may recompute, and refuses models that
-    have none.
+    The plan of a run for `flat_model`, which is trained, with `option` as `memory_budget`, and a `limit` of tokens. All
+    models must have their weights. Sets the layers of the model that may recompute, and refuses models that have none.
 
     `is_reentrant` says whether they recompute as reentrant checkpoints do. `models` are all that hold weights, the
     trained one first, which an engine has `wrapped`. `optimizer` is the one that trains or, before there is one, its
-    class and the arguments of that. `head` is what the loss puts on the model, `images` are arguments of calls that
-    differ in their number, and `arguments` what training gives the model beside a batch.
+    class and the arguments of that. `head` is the head that the loss uses, `images` are arguments of calls with
+    different numbers of images, and `arguments` what training gives the model in addition to a batch.
     """
-    given: Inputs = {"limit": limit, "option": option, "is_reentrant": is_reentrant}
+    options: Inputs = {"limit": limit, "option": option, "is_reentrant": is_reentrant}
     if option is None:
-        return Plan(flat_model, accelerator, device_memory, **given)
+        return Plan(flat_model, accelerator, device_memory, **options)
     base = flat_model.model
     placed = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(placed) > 1:
@@ -65,7 +64,7 @@ def make_plan(
     if images:  # a tower that nothing trains keeps nothing
         working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
         layers, kept = [layers[i] for i in working], kept.of(working)
-    gc.collect()  # what the check has left
+    gc.collect()  # what the start-up check has left
     held = device_memory.held
     if isinstance(optimizer, tuple):
         made_by = optimizer
@@ -75,15 +74,15 @@ def make_plan(
             inner = inner.optimizer
         states = [x for state in inner.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
-        # Defaults hold more than can be given: AdamW's have what tells it from Adam
-        taken = inspect.signature(type(inner)).parameters
-        made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in taken}
+        # Defaults also hold what the class does not accept: AdamW's have what tells it from Adam
+        accepted = inspect.signature(type(inner)).parameters
+        made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in accepted}
     plugin = accelerator.state.deepspeed_plugin
     shards = accelerator.num_processes if plugin is not None and plugin.zero_stage in (1, 2) else 1
     fixed, budget = fixed_bytes(models, made_by, held, shards), budget_bytes(option, accelerator.device)
-    if (group := flat_model.group) is not None:  # all plan for the process that needs most, and that has least
+    if (group := flat_model.group) is not None:  # all plan for the most that any needs, and the least that any has
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers
     needs = needs_of(kept, fixed, head)
-    return Plan(flat_model, accelerator, device_memory, budget=budget, needs=needs, **given)
+    return Plan(flat_model, accelerator, device_memory, budget=budget, needs=needs, **options)

@@ -13,7 +13,7 @@ from ..model.restored import local_part
 
 
 class _Saved:
-    """The storage of a tensor that autograd saves: the tensor would hold its node, and nothing would ever be freed."""
+    """What autograd gets to save in place of a tensor: its storage. A tensor would keep its graph alive forever."""
 
     def __init__(self, tensor: torch.Tensor):
         self.storage = local_part(tensor).untyped_storage()
@@ -30,9 +30,9 @@ class _Record(NamedTuple):
 
 class SavedBytes:
     """
-    Bytes that a forward pass within [`SavedBytes.counting`] keeps, and no backward pass follows: distinct storages,
-    without those of parameters, and of what autograd has let go of. A storage that several layers save, or that all are
-    given beside the hidden states (masks, rotary embeddings), belongs to none: it stays whichever of them recompute.
+    Bytes that autograd still holds after a forward pass within [`SavedBytes.counting`], which no backward pass follows:
+    of distinct storages, without parameters. A storage that several layers save, or get as another argument than hidden
+    states (masks, rotary embeddings), counts as outside of the layers: it stays, whichever of them recompute.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module]):
@@ -41,8 +41,8 @@ class SavedBytes:
         self.gathered: set[int] = set()  # weights of the layer that is being computed, if they are sharded
         self.current = -1  # the layer that is being computed; -1: none
         self.records: list[_Record] = []
-        self.given: list[_Saved] = []  # what layers are given stays for as long as any of them may recompute
-        self.inputs = [0] * len(layers)
+        self.arguments: list[_Saved] = []  # other arguments of layers, which stay as long as any layer may recompute
+        self.inputs = [0] * len(layers)  # bytes of the hidden states that each layer gets
 
     def total(self, layer: int) -> int:
         """Bytes that a layer keeps; -1: everything outside of the layers."""
@@ -54,12 +54,12 @@ class SavedBytes:
 
     def _storages(self) -> dict[int, tuple[int, int]]:
         """Of each storage that is kept: the layer, or -1, and its bytes."""
-        found: dict[int, tuple[int, int]] = {}
+        storages: dict[int, tuple[int, int]] = {}
         for record in self.records:
             if record.saved() is not None:
-                known, _ = found.get(record.storage, (record.layer, 0))
-                found[record.storage] = (record.layer if known == record.layer else -1), record.size
-        return found
+                layer, _ = storages.get(record.storage, (record.layer, 0))
+                storages[record.storage] = (record.layer if layer == record.layer else -1), record.size
+        return storages
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class SavedBytes:
         for value in (*args[1:], *kwargs.values()):
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    self.given.append(self._pack(tensor))
+                    self.arguments.append(self._pack(tensor))
         self.current = layer
         self.inputs[layer] = sum(x.numel() * x.element_size() for x in args[:1])  # the hidden states
         self.gathered = {_storage(tensor) for tensor in module.parameters()}
