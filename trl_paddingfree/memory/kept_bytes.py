@@ -42,7 +42,7 @@ LOADS = (
     *("features", "pixels", "feature_pairs", "scored"),
 )
 OF_IMAGES = ("features", "pixels", "feature_pairs")
-# Multiples of the chunks that layers with a state work in
+# Lengths of the rows that are counted: multiples of the chunks in which layers with a state work
 _SHORT, _MIDDLE, _LONG = 64, 128, 192
 # How TRL's trainers call the model
 _HEAD = {"fused_lm_head": True, "use_cache": False}

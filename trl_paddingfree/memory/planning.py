@@ -46,11 +46,11 @@ def make_plan(
     if option is None:
         return Plan(flat_model, accelerator, device_memory, **options)
     base = flat_model.model
-    placed = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
-    if len(placed) > 1:
+    devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
+    if len(devices) > 1:
         raise ValueError(
             f"`memory_budget={option}` counts the memory of one device, and `device_map` has spread the weights over "
-            f"{len(placed)}. Leave it out, and set `max_tokens_per_micro_batch`."
+            f"{len(devices)}. Leave it out, and set `max_tokens_per_micro_batch`."
         )
     layers = recomputable_layers(base, bool(images))
     if not layers:
@@ -62,8 +62,8 @@ def make_plan(
     call = wrapped if is_sharded(accelerator) else None
     kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **(arguments or {}))
     if images:  # a tower that nothing trains keeps nothing
-        working = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
-        layers, kept = [layers[i] for i in working], kept.of(working)
+        training = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
+        layers, kept = [layers[i] for i in training], kept.of(training)
     gc.collect()  # what the start-up check has left
     held = device_memory.held
     if isinstance(optimizer, tuple):

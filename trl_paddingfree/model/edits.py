@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from .architecture import config_value
 
-# Arguments of a forward that only rows have an answer to
+# Arguments of a forward that only make sense with padded rows
 _OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
 _OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
 _WITHOUT = (
@@ -72,9 +72,9 @@ def edits(
     return torch.stack(is_edited)
 
 
-def refuse_edits(found: torch.Tensor) -> None:
+def refuse_edits(results: torch.Tensor) -> None:
     """Refuse rows that were edited after their flat batch was made, by what [`edits`] gave, on the CPU."""
-    if edited := [words for words, is_edited in zip(_EDITS.values(), found.tolist(), strict=True) if is_edited]:
+    if edited := [words for words, is_edited in zip(_EDITS.values(), results.tolist(), strict=True) if is_edited]:
         raise EditedRowsError(
             f"The rows of a batch were edited after their `flat_batch` was made: {'; '.join(edited)}. The model would "
             "compute the rows as they were. Edit them in `torch_call` of a subclass of this package's collator, edit "
@@ -127,13 +127,13 @@ class EditsFound:
         """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""
         if self.pending:
             self.read()
-        found = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
-        if found.is_cpu or found.is_meta:
-            refuse_edits(found)
+        results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
+        if results.is_cpu or results.is_meta:
+            refuse_edits(results)
             return
-        answer = found.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
+        on_host = results.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
         # By the stream of the copy: the model may lie on another device than the current one
-        self.pending.append((answer, torch.accelerator.current_stream(found.device).record_event()))
+        self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
 
     def read(self) -> None:
         """Refuse edits in the results that have arrived."""

@@ -248,7 +248,7 @@ class FlatModel:
     def attention_as_before(self) -> Iterator[None]:
         """Within this context, the model has the attention implementation that it was loaded with."""
         ours = upstream.attn_implementation(self.model)
-        upstream.set_attn_implementation(self.model, str(ours))  # of ours, what it stands in for
+        upstream.set_attn_implementation(self.model, str(ours))  # a `StandIn` reads as the name that it stands in for
         try:
             yield
         finally:

@@ -149,7 +149,7 @@ def _make_segment_mask(
     window: int | None,
     dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """`(n, 1, Q, L)` mask of `segments` with `n` shapes: keys before the queries, and queries."""
+    """`(n, 1, Q, L)` mask of `segments` with `n` shapes, each the keys before the queries, and the queries."""
     queries, keys = max(length for _, length in shapes), max(map(sum, shapes))
     start, length = layout.tensor(np.array(shapes).T[..., None, None])
     q = start + torch.minimum(torch.arange(queries, device=layout.device)[:, None], length - 1)

@@ -103,7 +103,7 @@ def choose_route(
     Choose how `model` computes flat batches: by the fastest backend that can serve it (`"auto"`), or by one that is
     then used, or refused with every reason. Attention will run in `dtype` on `device`, by default the model's.
     """
-    previous = str(upstream.attn_implementation(model))  # of ours, what it stands in for
+    previous = str(upstream.attn_implementation(model))  # a `StandIn` reads as the name that it stands in for
     if model.base_model is model:
         raise ValueError(
             f"{type(model).__name__} keeps its backbone under another name than its `base_model_prefix` "

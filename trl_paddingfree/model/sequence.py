@@ -263,10 +263,10 @@ class SequenceGroup:
         return by_process.index_select(0, layout.tensor(np.argsort(np.argsort(owners, kind="stable"))))
 
     def whole_gradients(
-        self, of: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None], batch: FlatBatch
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], batch: FlatBatch
     ) -> list[torch.Tensor]:
-        """Gradients of the whole batch from those of a slice: of embeddings, now `(1, T, D)`, and of weights."""
-        first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(of, found, strict=True)]
+        """Gradients as engines average them, from those of a slice: of embeddings, now `(1, T, D)`, and of weights."""
+        first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
         others = self.summed(others)
         embedded = self.gather_tokens(first.squeeze(0), batch.layout)[None]
         return [gradient / self.size for gradient in (embedded, *others)]

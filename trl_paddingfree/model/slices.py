@@ -118,7 +118,7 @@ class KeptStates:
         return outputs
 
     def _read(self, layout: FlatLayout, tokens: np.ndarray, kept: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """What earlier slices have kept in this call for these flat `tokens`; `kept` are the tokens of each slice's."""
+        """What earlier slices kept in this call for these flat `tokens`; `kept` has the tokens for which each did."""
         if self.keys.is_complete:
             raise ValueError(
                 "A layer that carries state recomputes within a slice, so that it is not known which states it wants: "
@@ -171,8 +171,8 @@ def _decoder_in_slices(
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
         mask = map_masks(partial(_mask_of_slice, cuts, number, reach, keys), masks)
-        # The backward pass computes this again, after TRL's reference pass has set what it likes. A slice recomputes as
-        # a whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
+        # Set here, as the backward pass computes this again, when TRL may have changed it. A slice recomputes as a
+        # whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
         settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
             share = (slices[number].layout.segments.num_tokens if group is None else len(spans[number])) / own_total
