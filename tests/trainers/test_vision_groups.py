@@ -163,7 +163,7 @@ def test_equal_images_are_looked_for_once_in_all_passes_and_iterations(monkeypat
     # The rows that are generated together, for old policy and reference; and each of the micro-batches
     assert sorted(looked) == [4, 4, 8]
     trainer._buffered_inputs = None
-    assert not len(trainer._seen)  # nothing is kept that no pass can ask for
+    assert not len(trainer._known)  # nothing is kept that no pass can ask for
 
 
 def test_rows_of_a_call_take_their_own_entries():

@@ -53,7 +53,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
         # Eager functions add their mask to the scores
         mask = segment_mask(layout, segments, window, query.dtype if previous == "eager" else None)
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
-        if previous == "eager":  # `matmul` keeps its input: a view would keep the queries of all calls
+        if previous == "eager":  # `matmul` copies those of several segments: of a view, all would be kept beside
             q = q.contiguous()
         outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
     output = torch.cat(outputs)
