@@ -48,22 +48,14 @@ class KeptKeys:
         self.is_complete = False  # whether the decoder is done: layers that recompute call attention once more
 
     def attend(
-        self,
-        current: Slice,
-        attend: Attention,
-        layout: FlatLayout,
-        module: torch.nn.Module,
-        query,
-        key,
-        value,
-        **kwargs,
+        self, this: Slice, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of a slice by the function `attend`, over the keys of earlier slices, and then its own."""
         place = self._place(module)
         if not self.is_complete:
-            keeps = None if current.keeps is None else current.keeps.to(key.device)  # the device of this layer
+            keeps = None if this.keeps is None else this.keeps.to(key.device)  # the device of this layer
             self.kept += [x if keeps is None else x.index_select(2, keeps) for x in (key, value)]
-        earlier = [self.earlier[number] for number in current.reads]
+        earlier = [self.earlier[number] for number in this.reads]
         key, value = (torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate((key, value)))
         return attend(module, query, key, value, **kwargs)
 
