@@ -24,15 +24,16 @@ def refuse_missing(name: str | None, advice: str) -> None:
         raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
 
 
-def _loader_of(file: Path) -> str | None:
+def _loader_of(name: str) -> str | None:
     """What `datasets` calls the loader of a file; `None` for a folder and a name on the hub."""
+    file = Path(name)
     if not file.is_file():
         return None
     loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
     if loader is None:
-        raise ValueError(f"'{file}' ends in none of {', '.join(LOADERS)}: name a file that does.")
+        raise ValueError(f"{name!r} ends in none of {', '.join(LOADERS)}: name a file that does.")
     if not file.stat().st_size:
-        raise ValueError(f"'{file}' is an empty file.")
+        raise ValueError(f"{name!r} is an empty file.")
     return loader
 
 
@@ -68,7 +69,7 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
     else:
         name, streaming = script_args.dataset_name, script_args.dataset_streaming
         refuse_missing(name, NAME_THE_DATA)
-        loader = _loader_of(Path(str(name)))
+        loader = _loader_of(str(name))
         source = {"name": script_args.dataset_config} if loader is None else {"data_files": name}
         try:
             dataset = load_dataset(loader or name, **source, streaming=streaming)

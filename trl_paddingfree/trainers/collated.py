@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -202,9 +203,9 @@ class CollatedTrainer(FlatTrainer):
             batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
             if plan.least_bytes(batch) > plan.budget:
                 raise plan.too_small_for(batch, "a micro-batch of the largest examples")
-        batches = [(i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone()]
-        worst, batch = max(batches, key=lambda numbered: plan.least_bytes(numbered[1]))
-        if plan.least_bytes(batch) > plan.budget:
+        alone = ((i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone())
+        least, worst, batch = max(((plan.least_bytes(batch), i, batch) for i, batch in alone), key=itemgetter(0))
+        if least > plan.budget:
             raise plan.too_small_for(batch, f"example {worst} of the training data")
 
     def parts_of(self, whole: Part) -> list[Part]:

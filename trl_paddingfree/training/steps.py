@@ -54,8 +54,9 @@ def weighted_parts(
     total = max(sum(size["loss"] for size in sizes), 1)
     weights = [1.0 if whole.is_normalized else size["loss"] / total for size in sizes]
     parts = list(map(partial(Part, is_last=False), batches, sizes, weights))
-    masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
-    parts += [Part(masked, dict.fromkeys(sizes[-1], 0), 0.0, is_last=False)] * (num_wanted - len(parts))
+    if len(parts) < num_wanted:
+        masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
+        parts += [Part(masked, dict.fromkeys(sizes[-1], 0), 0.0, is_last=False)] * (num_wanted - len(parts))
     return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
