@@ -270,7 +270,7 @@ def flat_mask():
 def test_a_4d_mask_passes_through_every_mask_function(name):
     create = getattr(transformers.masking_utils, name)
     config, mask = make_model().config, flat_mask()
-    returned = create(config=config, inputs_embeds=torch.zeros(1, 5, 8), attention_mask=mask, past_key_values=None)
+    returned = create(config, torch.zeros(1, 5, 8), mask, None)
     assert returned is mask
 
 
@@ -329,7 +329,7 @@ def test_lora_layers_ask_their_switch_whenever_they_are_called():
         assert asked.__bool__.call_count == number
 
 
-@pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("falcon", False), ("gptj", False), ("mpt", False)])
+@pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("falcon", False), ("mpt", False)])
 def test_models_that_look_attention_up_elsewhere_are_known(model_type, takes):
     assert upstream.takes_attention_function(tiny_model(model_type)) == takes
 

@@ -14,7 +14,7 @@ from typing import Any
 # The lowest and newest versions that the tests run with: those of pyproject.toml, which is not in the wheel
 TESTED = {
     "torch": ("2.11.0", "2.15.0"),
-    "transformers": ("5.17.0", "5.23.0"),
+    "transformers": ("5.17.0", "5.24.0"),
     "trl": ("1.16.0", "1.16.0"),
     "peft": ("0.20.0", "0.21.2"),
     "accelerate": ("1.10.1", "1.15.0"),

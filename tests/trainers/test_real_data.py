@@ -34,7 +34,7 @@ def model_of(tmp_path):
     """A folder with a small model, and a tokenizer for some rows."""
 
     def save(dataset):
-        tokenizer = make_tokenizer([str(row) for row in dataset], vocab_size=512)
+        tokenizer = make_tokenizer([str(row) for row in dataset])
         tokenizer.save_pretrained(tmp_path)
         make_model(tokenizer, **SIZES).save_pretrained(tmp_path)
         return str(tmp_path)

@@ -10,6 +10,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Rows of token types that a processor gives with `input_ids`: a flat batch replaces them
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
+# Arguments for a cache: by the first name since transformers 5.24
+CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:

@@ -6,10 +6,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from .architecture import config_value
+from .architecture import CACHES, config_value
 
 # Arguments of a forward that only make sense with padded rows
-_OF_ROWS = ("position_ids", "inputs_embeds", "past_key_values", "logits_to_keep", "use_cache")
+_OF_ROWS = ("position_ids", "inputs_embeds", *CACHES, "logits_to_keep", "use_cache")
 _OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
 _WITHOUT = (
     "leave it out, or ask for it in a second call beside the flat one, which computes padded rows: "

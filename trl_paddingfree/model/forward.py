@@ -194,7 +194,9 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
     it of the layout, in place of a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
-    arguments = state_arguments(model.base_model, layout) if flat_model.carries_state else {}
+    arguments: Inputs = {}
+    if flat_model.carries_state:
+        arguments = state_arguments(model.base_model, layout, flat_model.has_attention)
     arguments["use_cache"] = False
     if "attention_mask" not in arguments:
         config = model.config.get_text_config()

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
-from .architecture import TYPE_ROWS, takes_images
+from .architecture import CACHES, TYPE_ROWS, takes_images
 from .flat_model import FlatModel
 from .forward import flat_forward, flat_inputs, is_pooled, layout_arguments
 from .restored import attributes_set
@@ -25,9 +25,8 @@ logger = logging.get_logger(__name__)
 
 # Where a backbone keeps its [`PaddedCalls`], and the forward that it had before
 ATTRIBUTE = "padded_calls"
-_CACHES = ("past_key_values", "cache_params")
 # Arguments of a call that the flat batch replaces
-_ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *_CACHES)
+_ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHES)
 # Arguments for heads, which no layer reads
 _OF_HEADS = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch")
 _OUTPUTS = ("output_hidden_states", "output_attentions")
@@ -168,7 +167,7 @@ class PaddedCalls:
         extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
         if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
-        if any(inputs.get(name) is not None for name in _CACHES) or inputs.get("use_cache") is True:
+        if any(inputs.get(name) is not None for name in CACHES) or inputs.get("use_cache") is True:
             return "it computes with a cache"
         if not torch.is_grad_enabled() and self._wants(inputs, "use_cache"):
             return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"

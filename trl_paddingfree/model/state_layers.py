@@ -25,6 +25,7 @@ from ..flat.batch import Inputs
 from ..flat.layout import FlatLayout, Gather, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
+from .architecture import CACHES
 from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
 from .restored import attributes_set, mark_of
 from .state_tree import step_cost, tree_functions, with_functions
@@ -209,17 +210,16 @@ class _NoCache:
         return False
 
 
-def state_arguments(backbone: torch.nn.Module, layout: FlatLayout) -> Inputs:
-    """Arguments by which the layout reaches the layers of a backbone without attention: it takes no dict of masks."""
+def state_arguments(backbone: torch.nn.Module, layout: FlatLayout, has_attention: bool) -> Inputs:
+    """Arguments by which the layout reaches the layers of a backbone that takes no dict of masks; else none."""
     expected = inspect.signature(backbone.forward).parameters
-    if "past_key_values" in expected:
-        return {}
     mask = FlatMask.carrying(layout, per_token=True)
     if "state" in expected:  # RWKV
         return {"attention_mask": None, "state": mask}
     if "attention_mask" not in expected:  # xLSTM
-        return {"attention_mask": None, "cache_params": _NoCache(mask)}
-    return {"attention_mask": mask}
+        cache = next(name for name in CACHES if name in expected)
+        return {"attention_mask": None, cache: _NoCache(mask)}
+    return {} if has_attention else {"attention_mask": mask}
 
 
 def is_layout(value: object) -> TypeGuard[FlatMask]:
