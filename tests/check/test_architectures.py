@@ -139,7 +139,7 @@ def test_architecture_passes_the_check_with_the_kernels_of_a_gpu(name, attention
 
 @pytest.mark.parametrize("name", ["bart", "roberta", "openai-gpt"])
 def test_architecture_that_cannot_be_told_is_refused_with_the_reason(name):
-    reason = {"bart": "no `position_ids`", "roberta": "positions from 2", "openai-gpt": "no 4-D mask"}[name]
+    reason = {"bart": "no `position_ids`", "roberta": "positions from 2", "openai-gpt": "masks from a 2-D one"}[name]
     model = make(name, None)
     with pytest.raises(UnprovenModelError, match=reason):
         prove(model, choose_route(model))

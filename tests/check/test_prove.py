@@ -481,7 +481,7 @@ def test_a_leak_below_the_rounding_of_answers_is_a_leak():
     def leak(module, args, output):
         if output.size(0) > 1:  # rows alone, and beside each other
             return output
-        return output + 2e-4 * output.roll(9, 1)
+        return output + 1e-3 * output.mean(1, keepdim=True)
 
     model.transformer.ln_f.register_forward_hook(leak)
     result = check_flat(model, SEGMENT)

@@ -51,6 +51,7 @@ FAMILIES = {
     "short convolution": "lfm2_moe",
     "short convolution without a kernel": "lfm3",
     "convolutions within attention": "inkling_text",
+    "distances along the axis": "inkling2_text",
     "convolution of keys": "zaya",
     "recurrence by positions": "recurrent_gemma",
     "decay": "minimax",
@@ -61,8 +62,10 @@ FAMILIES = {
 # What these look along the sequence with is none of the functions that can be given a state
 ROWS = {"zaya", "recurrent_gemma", "minimax", "rwkv", "xlstm", "deepseek_v4"}
 NO_KERNELS = {"lfm3"} | ROWS
+# Convolutions within attention, which sees rows, and outside of it
+WITHIN_ATTENTION = {"inkling_text", "inkling2_text"}
 # No kernel of the first Mamba's scan knows of boundaries
-NO_BOUNDARIES = NO_KERNELS | {"mamba", "jamba", "zamba", "inkling_text"}
+NO_BOUNDARIES = NO_KERNELS | {"mamba", "jamba", "zamba", *WITHIN_ATTENTION}
 
 
 def make(model_type, **options):
@@ -85,11 +88,10 @@ def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, k
         assert result.prefix_sharing
         assert result.route.states == ("rows" if model_type in ROWS else "tree")
         installed = [layer.flat_state for layer in state_layers.state_layers(model)]
-        # Inkling has convolutions within its attention, which sees rows, and outside of it
         assert {state.along_tree for state in installed} >= {result.route.states == "tree"}
         told = {state.takes_boundaries for state in installed}
         takes_them = model_type != "lfm2_moe" or not is_older("5.22")
-        assert (True in told) == (kernels and takes_them and model_type not in NO_BOUNDARIES - {"inkling_text"})
+        assert (True in told) == (kernels and takes_them and model_type not in NO_BOUNDARIES - WITHIN_ATTENTION)
         assert_equals_padded(model, result.route.without_sharing(), SEED)
         # Recomputation must meet the layout of its own batch: on CUDA it runs on another thread
         for reentrant in (True, False):

@@ -191,7 +191,7 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
         "It takes no `position_ids`: it counts positions along the whole flat row.": not takes_positions,
         f"It counts positions from {offset} rather than from 0.": offset > 0,
         "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,
-        "It makes its masks from a 2-D one, and takes no 4-D mask.": failures and all(failures),
+        "It raises errors for flat batches, like models that make their masks from a 2-D one.": all(failures),
     }
     reasons = [obstacle for obstacle, is_so in obstacles.items() if is_so]
     if not reasons and all(result.isolated for result in failed):

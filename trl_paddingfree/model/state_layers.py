@@ -34,9 +34,9 @@ from .state_tree import step_cost, tree_functions, with_functions
 ATTRIBUTE = "flat_state"
 
 # Children and buffers that tell layers which carry state without a convolution module: RWKV's shift by one token,
-# xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys; and Inkling's attention, which counts the distance
-# of tokens along its input
-_MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits_proj"}
+# xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys; and the attention of Inkling and Inkling 2, which
+# counts the distance of tokens along its input
+_MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits_proj", "relative_position_bias"}
 # Tokens of a small chunk: fewer than most pieces have
 _SMALL_CHUNK = 8
 
@@ -268,7 +268,10 @@ def _paths(layout: FlatLayout) -> FlatLayout:
 
 
 def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
-    """`value` for each group of rows: what has an entry per token is cut, what carries the layout is left out."""
+    """
+    `value` for each group of rows: what has an entry per token is cut, what has one per pair of places on the axis is
+    that of a row's places, and what carries the layout is left out.
+    """
     if isinstance(value, tuple | list):
         parts = [_cut(item, layout, rows) for item in value]
         return [type(value)(group) for group in zip(*parts, strict=True)] if parts else [value] * len(rows.shapes)
@@ -276,7 +279,10 @@ def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
         return [dict(zip(value, group, strict=True)) for group in _cut((*value.values(),), layout, rows)]
     if is_layout(value):
         return [None] * len(rows.shapes)
-    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, layout.segments.num_tokens):
+    total = layout.segments.num_tokens
+    if isinstance(value, torch.Tensor) and value.shape == (total, total):
+        return [value[:longest, :longest] for _, longest in rows.shapes]
+    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, total):
         return [value] * len(rows.shapes)
     states = value.as_subclass(torch.Tensor).squeeze(0)
     if rows.slots is None:
