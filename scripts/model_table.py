@@ -67,7 +67,8 @@ Some models need a setting, with padding or without:
   configuration for `num_experts`.
 - DBRX: Clamping queries and keys raises an error without a `clip_qkv`. Give one to `attn_config`.
 - Falcon: Its flash attention reads `position_ids` and nothing else. Load it with `"sdpa"` to share prefixes.
-- GPT-J, GPT-Neo: Their flash attention gets neither masks nor positions. Load them with `"eager"`.
+- GPT-Neo, and GPT-J below transformers 5.24: Their flash attention gets neither masks nor positions. Load them with
+  `"eager"`.
 """
 
 
