@@ -308,6 +308,23 @@ def test_groups_hold_every_row_once_and_cost_no_more_than_one_group_or_one_each(
     assert cost <= min(one_group, alone) * (1 + 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("lfm2", {"layer_types": ["conv", "conv"]}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "linear_attention"]}),
+        ("jamba", {"attn_layer_period": 8, "attn_layer_offset": 7}),
+        ("bamba", {"attn_layer_indices": []}),
+    ],
+)
+def test_a_hybrid_of_which_no_layer_has_attention_is_exact(model_type, options):
+    model = make(model_type, **options)
+    result, failed = prove(model, choose_route(model))
+    assert not failed
+    assert result.prefix_sharing
+    assert_equals_padded(model, result.route, SEED)
+
+
 def test_convolutions_outside_of_the_layers_are_none_of_ours():
     model = tiny_model("llama")
     assert not state_layers.state_layers(model)

@@ -18,7 +18,6 @@ from ..flat.counts import BatchCounts
 from ..flat.layout import Attention, FlatLayout
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
-from . import architecture
 from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
@@ -86,7 +85,7 @@ class FlatModel:
     def __init__(self, model: PreTrainedModel, route: Route):
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
         self.forwards: list[Callable] = []  # those that ours replaced: more than one if TRL has added a head since
-        self.carries_state, self.has_attention = carries_state(model), bool(architecture.attention_layers(model))
+        self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()

@@ -194,9 +194,7 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
     it of the layout, in place of a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
-    arguments: Inputs = {}
-    if flat_model.carries_state:
-        arguments = state_arguments(model.base_model, layout, flat_model.has_attention)
+    arguments = state_arguments(model, layout) if flat_model.carries_state else {}
     arguments["use_cache"] = False
     if "attention_mask" not in arguments:
         config = model.config.get_text_config()

@@ -25,7 +25,7 @@ from ..flat.batch import Inputs
 from ..flat.layout import FlatLayout, Gather, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
-from .architecture import CACHES
+from .architecture import CACHES, config_value
 from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
 from .restored import attributes_set, mark_of
 from .state_tree import step_cost, tree_functions, with_functions
@@ -210,8 +210,12 @@ class _NoCache:
         return False
 
 
-def state_arguments(backbone: torch.nn.Module, layout: FlatLayout, has_attention: bool) -> Inputs:
-    """Arguments by which the layout reaches the layers of a backbone that takes no dict of masks; else none."""
+def state_arguments(model: PreTrainedModel, layout: FlatLayout) -> Inputs:
+    """
+    Arguments by which the layout reaches the layers of a backbone without attention, which takes no dict of masks. None
+    for other backbones, even if the configuration gives all of their layers a state.
+    """
+    backbone, config = model.base_model, model.config.get_text_config()
     expected = inspect.signature(backbone.forward).parameters
     mask = FlatMask.carrying(layout, per_token=True)
     if "state" in expected:  # RWKV
@@ -219,7 +223,7 @@ def state_arguments(backbone: torch.nn.Module, layout: FlatLayout, has_attention
     if "attention_mask" not in expected:  # xLSTM
         cache = next(name for name in CACHES if name in expected)
         return {"attention_mask": None, cache: _NoCache(mask)}
-    return {} if has_attention else {"attention_mask": mask}
+    return {"attention_mask": mask} if config_value(config, "num_attention_heads") is None else {}
 
 
 def is_layout(value: object) -> TypeGuard[FlatMask]:
