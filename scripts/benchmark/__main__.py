@@ -37,11 +37,10 @@ import datasets
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.memory.device import has_accelerator
 from trl_paddingfree.training.configs import silence
 
 from . import beside, report, tables
-from .environment import ROOT, environment, keep_pages, provenance
+from .environment import ROOT, default_device, environment, keep_pages, provenance
 from .rows import dataset_rows, make_rows
 from .run import Benchmark
 from .shapes import SHAPES
@@ -152,12 +151,6 @@ def only_too_large(failed: dict[str, str]) -> bool:
     return all(reason.startswith(torch.OutOfMemoryError.__name__) for reason in failed.values())
 
 
-def default_device() -> str:
-    """The accelerator's type, if there is one."""
-    accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
-    return accelerator.type if accelerator else "cpu"
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within this context, transformers logs errors only: many trainers would all log the same."""
@@ -224,7 +217,7 @@ def study(kind: str, options: argparse.Namespace) -> int:
         results = after_each(partial(measure, model=options.model), named)
         if kind == "heads":
             name = "-".join(dict.fromkeys((kind, *(task for task, _ in named))))
-    found, command = environment(default_device()), shlex.join([*COMMAND, f"--{kind}", *arguments])
+    found, command = environment(), shlex.join([*COMMAND, f"--{kind}", *arguments])
     measured: dict[str, Any] = {}
     for measured in results:
         write({"command": command, **provenance(), "environment": found, **measured}, folder, name)

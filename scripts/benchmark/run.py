@@ -108,7 +108,7 @@ class Benchmark:
         return {
             "command": shlex.join(command),
             **provenance(),
-            "environment": environment(self.settings.device),
+            "environment": environment(),
             "settings": asdict(self.settings),
             "attention": {"trl": describe_attention(self.attention), "ours": describe(route.backend, route.previous)},
             "matmul_flops_per_second": self.rate,
