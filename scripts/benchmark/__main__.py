@@ -190,13 +190,14 @@ def side_by_side(options: argparse.Namespace, command: Sequence[str]) -> Iterato
         result = result or {**benchmark.describe(command), "keeps_pages": keeps_pages, "runs": []}
         words = benchmark.vocab_size
         made = [make_rows(options.task, source, vocab_size=words, max_length=maximum) for source in options.lengths]
+        measured = []
         for rows in (*made, *prepared):
-            measured = benchmark.run(rows, options.batches, options.rounds, warmup=int(not on_cpu))
-            result["runs"].append({"batch_size": batch_size, **measured})
+            measured.append({"batch_size": batch_size, **benchmark.run(rows, options.batches, options.rounds)})
+            result["runs"].append(measured[-1])
             yield result
         if options.profile:
-            for rows, measured in zip((*made, *prepared), result["runs"][-len(made) - len(prepared) :], strict=True):
-                measured["profile"] = benchmark.profile(rows)
+            for rows, run in zip((*made, *prepared), measured, strict=True):
+                run["profile"] = benchmark.profile(rows)
                 yield result
         benchmark.release()
 
