@@ -71,9 +71,8 @@ PYTHON
         nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
         git log -1 --format="commit %H" 2>/dev/null
         python3 -c 'import json
-from scripts.benchmark.__main__ import default_device
 from scripts.benchmark.environment import environment
-print(json.dumps(environment(default_device()), indent=1))'
+print(json.dumps(environment(), indent=1))'
     } 2>&1 | tee "$out/environment.txt"
 
     step 1 && gpu_tests 110 tests tests/test_gpu.py

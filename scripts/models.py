@@ -3,7 +3,6 @@ Build a tiny model of every causal language model in transformers, run the start
 
 ```
 python scripts/models.py --output docs/models.md
-python scripts/models.py --types llama,qwen3_next
 python scripts/models.py --vision --output docs/models.md    # the second table, on the page that is there
 python scripts/models.py --packed --output docs/packed.md    # what transformers' own packed rows are
 ```
@@ -28,7 +27,6 @@ def main() -> None:
     """Write or print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file to write; prints the page if left out")
-    parser.add_argument("--types", help="model types, separated by commas; all of transformers if left out")
     parser.add_argument("--vision", action="store_true", help="the table of images only; needs torchvision")
     parser.add_argument("--packed", action="store_true", help="the page about packed rows of others")
     arguments = parser.parse_args()
@@ -36,20 +34,15 @@ def main() -> None:
     written = arguments.output.read_text() if arguments.output and arguments.output.exists() else ""
     text, found, images = written.partition(heading)
     if arguments.packed:
-        page = packed_page(types_of(arguments.types))
+        page = packed_page(MODEL_TYPES)
     elif arguments.vision:
         page = text + vision_section()
     else:
-        page = markdown(table(types_of(arguments.types))) + found + images
+        page = markdown(table(MODEL_TYPES)) + found + images
     if arguments.output:
         arguments.output.write_text(page)
     else:
         print(page)
-
-
-def types_of(names: str | None) -> list[str]:
-    """The model types that are meant."""
-    return names.split(",") if names else MODEL_TYPES
 
 
 if __name__ == "__main__":

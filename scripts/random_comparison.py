@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Draw options, models and data at random, train each draw with padded TRL and with this package, and compare them.
 
-Each draw adds one line of JSON to a file. If you run the script again, it goes on where it stopped. `--report` prints a
-table of the lines, for docs/accuracy.md.
+Each draw adds one line of JSON to a file. If you run the script again, it goes on where it stopped. In the end,
+it prints a table of all lines, for docs/accuracy.md.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def read(output: Path) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
-def run(first: int, draws: int, output: Path) -> None:
+def run(draws: int, output: Path) -> None:
     """Run the draws that `output` does not have yet."""
     import datasets
     import torch
@@ -50,9 +50,7 @@ def run(first: int, draws: int, output: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     done = {result["seed"] for result in read(output)}
-    for seed in range(first, first + draws):
-        if seed in done:
-            continue
+    for seed in sorted({*range(draws)} - done):
         with open(os.devnull, "w") as nothing:  # what trainers print of each step
             sys.stdout = nothing
             try:
@@ -81,11 +79,8 @@ def report(output: Path) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first draw (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=500, help="number of draws (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("random_comparison.jsonl"))
-    parser.add_argument("--report", action="store_true", help="run nothing; print a table of the lines that are there")
     arguments = parser.parse_args()
-    if not arguments.report:
-        run(arguments.first, arguments.draws, arguments.output)
+    run(arguments.draws, arguments.output)
     print(report(arguments.output))

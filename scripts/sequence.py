@@ -1,14 +1,13 @@
 """
-Predict how much memory several GPUs need to compute a long flat batch together, and how much they send each other:
-
-    python scripts/sequence.py --model llama-3-8b --tokens 65536 262144 1048576
+Predict how much memory several GPUs need to compute a long flat batch together, and how much they send each other, for
+the table of docs/sequence_parallel.md.
 """
-
-import argparse
 
 from trl_paddingfree.cli.memory import BYTES, load_of, model_config, training_needs
 from trl_paddingfree.memory.device import GIB
 
+MODEL = "llama-3-8b"
+TOKENS, GPUS = (65536, 131072, 262144, 524288), (1, 2, 4, 8)
 # The share of the prompt in the tokens of a pair, which is not scored
 PROMPT = 2 / 3
 
@@ -28,19 +27,14 @@ def sent_gib(config, tokens: int, size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3-8b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 131072, 262144, 524288])
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
-    args = parser.parse_args()
-    config = model_config(args.model)
+    config = model_config(MODEL)
     needs = training_needs(config, "lora", 1)
-    gpus = "".join(f" {n} GPU{'s' * (n > 1)} |" for n in args.gpus)
-    print(f"| flat tokens |{gpus} sent by each of {args.gpus[-1]} |")
-    print("|-:|" + "-:|" * (len(args.gpus) + 1))
-    for tokens in args.tokens:
-        peaks = "".join(f" {peak_gib(needs, tokens, size):.0f} |" for size in args.gpus)
-        print(f"| {tokens:,} |{peaks} {sent_gib(config, tokens, args.gpus[-1]):.0f} |")
+    gpus = "".join(f" {n} GPU{'s' * (n > 1)} |" for n in GPUS)
+    print(f"| flat tokens |{gpus} sent by each of {GPUS[-1]} |")
+    print("|-:|" + "-:|" * (len(GPUS) + 1))
+    for tokens in TOKENS:
+        peaks = "".join(f" {peak_gib(needs, tokens, size):.0f} |" for size in GPUS)
+        print(f"| {tokens:,} |{peaks} {sent_gib(config, tokens, GPUS[-1]):.0f} |")
 
 
 if __name__ == "__main__":

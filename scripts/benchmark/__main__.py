@@ -37,11 +37,10 @@ import datasets
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.memory.device import has_accelerator
 from trl_paddingfree.training.configs import silence
 
 from . import beside, report, tables
-from .environment import ROOT, environment, keep_pages, provenance
+from .environment import ROOT, default_device, environment, keep_pages, provenance
 from .rows import dataset_rows, make_rows
 from .run import Benchmark
 from .shapes import SHAPES
@@ -152,12 +151,6 @@ def only_too_large(failed: dict[str, str]) -> bool:
     return all(reason.startswith(torch.OutOfMemoryError.__name__) for reason in failed.values())
 
 
-def default_device() -> str:
-    """The accelerator's type, if there is one."""
-    accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
-    return accelerator.type if accelerator else "cpu"
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within this context, transformers logs errors only: many trainers would all log the same."""
@@ -197,13 +190,14 @@ def side_by_side(options: argparse.Namespace, command: Sequence[str]) -> Iterato
         result = result or {**benchmark.describe(command), "keeps_pages": keeps_pages, "runs": []}
         words = benchmark.vocab_size
         made = [make_rows(options.task, source, vocab_size=words, max_length=maximum) for source in options.lengths]
+        measured = []
         for rows in (*made, *prepared):
-            measured = benchmark.run(rows, options.batches, options.rounds, warmup=int(not on_cpu))
-            result["runs"].append({"batch_size": batch_size, **measured})
+            measured.append({"batch_size": batch_size, **benchmark.run(rows, options.batches, options.rounds)})
+            result["runs"].append(measured[-1])
             yield result
         if options.profile:
-            for rows, measured in zip((*made, *prepared), result["runs"][-len(made) - len(prepared) :], strict=True):
-                measured["profile"] = benchmark.profile(rows)
+            for rows, run in zip((*made, *prepared), measured, strict=True):
+                run["profile"] = benchmark.profile(rows)
                 yield result
         benchmark.release()
 
@@ -224,7 +218,7 @@ def study(kind: str, options: argparse.Namespace) -> int:
         results = after_each(partial(measure, model=options.model), named)
         if kind == "heads":
             name = "-".join(dict.fromkeys((kind, *(task for task, _ in named))))
-    found, command = environment(default_device()), shlex.join([*COMMAND, f"--{kind}", *arguments])
+    found, command = environment(), shlex.join([*COMMAND, f"--{kind}", *arguments])
     measured: dict[str, Any] = {}
     for measured in results:
         write({"command": command, **provenance(), "environment": found, **measured}, folder, name)

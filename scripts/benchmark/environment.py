@@ -5,14 +5,17 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from trl_paddingfree import __version__
-from trl_paddingfree.check.machine import package_versions
+from trl_paddingfree.check.machine import accelerators, package_versions
+from trl_paddingfree.memory.device import GIB, has_accelerator
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,29 +45,26 @@ def provenance() -> dict[str, str]:
     return {"commit": commit + changed, "date": datetime.now(UTC).date().isoformat()}
 
 
-def environment(device: str) -> dict[str, Any]:
+def default_device() -> str:
+    """The accelerator's type, if there is one."""
+    accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
+    return accelerator.type if accelerator else "cpu"
+
+
+def environment() -> dict[str, Any]:
     """Versions, processor, memory and GPU of this machine."""
-    versions = {**package_versions(), "trl-paddingfree": __version__}  # it need not be installed
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "packages": {**package_versions(), "trl-paddingfree": __version__},  # it need not be installed
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "packages": {name: version for name, version in versions.items() if version},
+        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
     }
-    if device == "cuda":  # `torch.accelerator` does not know names
-        properties = torch.cuda.get_device_properties(0)
-        found |= {
-            "gpu": properties.name,
-            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-    elif device != "cpu":
-        found["gpu"] = device
+    if has_accelerator():
+        _, found["gpus"] = accelerators()
+        found["gpu"], *_ = found["gpus"][0].split(", ")
     return found
 
 
@@ -83,8 +83,8 @@ def keep_pages() -> bool:
     By default it gives large blocks back to the system at once, and getting fresh pages for activations that are kept
     costs more than computing them again.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
     trim_threshold, mmap_max = -1, -4  # glibc's M_TRIM_THRESHOLD and M_MMAP_MAX
-    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
+    with suppress(AttributeError):  # another library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
+    return False

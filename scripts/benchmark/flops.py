@@ -61,7 +61,8 @@ class Work:
     @classmethod
     def limit(cls, batch: FlatBatch, causal: bool = False) -> "Work":
         """
-        The least that any exact method can compute of a batch with shared prefixes: each node of the rows' tree once.
+        The least that any exact method can compute of a batch with shared prefixes: each node of the rows' tree once,
+        also in layers that carry state, which can be handed to several branches.
 
         Of the pairs, whole rectangles count, or only what a `causal` mask leaves.
         """
@@ -70,7 +71,8 @@ class Work:
         # In sorted order, what a row does not share with the row before it, it shares with no row before it
         own = [(len(rows[row]) - prefix, prefix) for row, prefix in zip(order, prefixes, strict=True)]
         pairs = sum(n * start + (n * (n + 1) // 2 if causal else n * n) for n, start in own)
-        return cls(sum(n for n, _ in own), pairs, batch.shift_labels.size(1))
+        tokens = sum(n for n, _ in own)
+        return cls(tokens, pairs, batch.shift_labels.size(1), in_rows=tokens)
 
     @classmethod
     def padded(cls, lengths: list[int], scored: int, *, unpadded_attention: bool, compact_head: bool) -> "Work":
@@ -81,7 +83,8 @@ class Work:
         """
         rows, longest = len(lengths), max(lengths)
         pairs = sum(n * n for n in lengths) if unpadded_attention else rows * longest * longest
-        return cls(rows * longest, pairs, scored if compact_head else rows * (longest - 1))
+        tokens = rows * longest
+        return cls(tokens, pairs, scored if compact_head else tokens - rows, in_rows=tokens)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +13,14 @@ import torch
 from datasets import Dataset
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 from trl import pack_dataset
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX
 from trl_paddingfree.memory.device import PeakMemory
 from trl_paddingfree.memory.engine import base_of
-from trl_paddingfree.model.state_layers import carries_state
 
-from .flops import StepCost, Work, count_flops, slots_of_state_layers
+from .flops import StepCost, Work, flop_counter, slots_of_state_layers
 from .tasks import PACKED, Method, Settings
 
 # Unscored and scored tokens of the examples whose operations are counted, to solve for the cost of each unit of work
@@ -30,6 +30,7 @@ GATHER = ("Gather", "GatherBackward")
 # Names of PyTorch's operators that compute attention; `scaled_dot_product_attention` only chooses one of them
 ATTENTION = re.compile(r"::_\w*(attention|attn)")
 LONGEST = 12  # operations that a profile lists
+MATMUL_SIZES, MATMUL_SIZES_ON_CPU = (4096, 8192), (512, 1024, 2048)
 
 
 def now(device: str) -> float:
@@ -39,18 +40,13 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def matmul_rate(device: str, dtype: torch.dtype, sizes: tuple[int, ...], seconds: float = 0.5) -> float:
-    """Operations per second of square matrix products: the best of several sizes, each tried for so many seconds."""
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations per second of square matrix products: the best of several sizes."""
     best = 0.0
-    for n in sizes:
-        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        a @ b
-        started, times = now(device), [float("inf")]
-        while now(device) - started < seconds or len(times) < 4:
-            before = now(device)
-            a @ b
-            times.append(now(device) - before)
-        best = max(best, 2 * n**3 / min(times))
+    for n in MATMUL_SIZES_ON_CPU if device == "cpu" else MATMUL_SIZES:
+        a, b = torch.randn(2, n, n, device=device).to(dtype)
+        timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+        best = max(best, 2 * n**3 / min(timer.blocked_autorange(min_run_time=0.5).times))
     return best
 
 
@@ -111,11 +107,6 @@ class Runner:
 
         trainer.accelerator.backward = timed_backward
 
-    @property
-    def base(self) -> Any:
-        """The transformers model under its wrappers."""
-        return base_of(self.trainer.accelerator, self.trainer.model)
-
     def arrange(self, batches: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
         """The batches that this method makes of the rows of these: packing makes fewer and fuller ones."""
         if self.method.options != PACKED:
@@ -124,8 +115,6 @@ class Runner:
         packed = list(pack_dataset(rows, self.settings.max_length, "bfd"))
         size = self.settings.batch_size
         return [packed[first : first + size] for first in range(0, len(packed), size)]
-
-    # --- steps ------------------------------------------------------------------------------------------------------
 
     def on_device(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The examples as a data loader gives them to the trainer: collated, and on the device."""
@@ -161,16 +150,18 @@ class Runner:
 
     def try_out(self, batches: list[list[dict[str, Any]]]) -> None:
         """Forward and backward pass of the batch with the most padded slots: an error says that it does not fit."""
-        longest = max(batches, key=lambda examples: self.collate(examples)["input_ids"].numel())
-        try:
-            self.gradients(self.on_device(longest))
-        finally:
-            self.forget()
+        self.watch(max(batches, key=lambda examples: self.collate(examples)["input_ids"].numel()), nullcontext())
 
-    def forget(self) -> None:
-        """Drop the gradients and the figures of a pass that is no training step."""
-        self.trainer.model.zero_grad()
-        self.trainer.log({})
+    def watch(self, examples: list[dict[str, Any]], context: AbstractContextManager[Any]) -> Any:
+        """Forward and backward pass within a context, as no training step. Returns what the context gives."""
+        batch = self.on_device(examples)
+        try:
+            with context as given:
+                self.gradients(batch)
+        finally:
+            self.trainer.model.zero_grad()
+            self.trainer.log({})  # drops the figures
+        return given
 
     def mean_loss(self, batches: list[list[dict[str, Any]]], model: Any) -> float:
         """Loss of a model per scored token over all batches, without training on them. SFT only."""
@@ -191,36 +182,26 @@ class Runner:
             for example, c, r in zip(examples, chosen.tolist(), rejected.tolist(), strict=True)
         ]
 
-    # --- work -------------------------------------------------------------------------------------------------------
-
     def work(self, batch: dict[str, Any]) -> Work:
         """What the trainer computes of a collated batch."""
         if "flat_batch" in batch:
             flat_batch, in_calls = batch["flat_batch"], self.trainer.flat.route.backend == "segment"
-            in_rows = slots_of_state_layers(self.base, flat_batch.layout)
+            base = base_of(self.trainer.accelerator, self.trainer.model)
+            in_rows = slots_of_state_layers(base, flat_batch.layout)
             return replace(Work.flat(flat_batch, in_calls=in_calls), in_rows=in_rows)
-        work = self._work_of_trl(batch)
-        return replace(work, in_rows=work.tokens if carries_state(self.base) else 0)
-
-    def _work_of_trl(self, batch: dict[str, Any]) -> Work:
-        """What TRL's own methods compute of a collated batch."""
         compact = self.settings.device in ("cuda", "xpu")  # where TRL's fused head computes scored positions only
-        if "completion_mask" in batch:
-            scored = int(batch["completion_mask"][:, 1:].sum())
-        else:
-            scored = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
+        is_scored = batch["completion_mask"] if "completion_mask" in batch else batch["labels"] != IGNORE_INDEX
+        scored = int(is_scored[:, 1:].sum())
         if "cu_seq_lens_q" in batch:  # TRL's flat row
             lengths, tokens = batch["cu_seq_lens_q"].diff().tolist(), batch["input_ids"].size(1)
             pairs = sum(n * n for n in lengths) if self.unpadded_attention else tokens * tokens
-            return Work(tokens, pairs, scored if compact else tokens - 1)
+            return Work(tokens, pairs, scored if compact else tokens - 1, in_rows=tokens)
         lengths = batch["attention_mask"].sum(1).tolist()
         return Work.padded(lengths, scored, unpadded_attention=self.unpadded_attention, compact_head=compact)
 
     def count(self, examples: list[dict[str, Any]]) -> tuple[Work, int]:
         """Work and counted operations of a forward and backward pass, which leave no gradients behind."""
-        batch = self.on_device(examples)
-        flops = count_flops(lambda: self.gradients(batch))
-        self.forget()
+        flops = self.watch(examples, flop_counter()).get_total_flops()
         return self.work(self.collate(examples)), flops
 
     def cost(self, recompute: bool = True) -> StepCost:
@@ -230,8 +211,14 @@ class Runner:
         Only our trainers can be asked. In padded batches, numbers of tokens, pairs and scored tokens depend on each
         other, so that they do not tell the units apart.
         """
-        with nullcontext() if recompute else checkpointing_off(self.trainer):
-            return StepCost.solve([self.count([self.settings.probe(*n)]) for n in PROBES])
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        is_changed = self.settings.gradient_checkpointing and not recompute
+        if is_changed:
+            model.gradient_checkpointing_disable()
+        cost = StepCost.solve([self.count([self.settings.probe(*n)]) for n in PROBES])
+        if is_changed:
+            model.gradient_checkpointing_enable(self.trainer.args.gradient_checkpointing_kwargs)
+        return cost
 
     def bytes_of_state(self) -> int:
         """Memory of weights, the reference model's included, and optimizer state."""
@@ -241,22 +228,13 @@ class Runner:
         tensors += [x for state in trainer.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
-    # --- what a step consists of ------------------------------------------------------------------------------------
-
     def syncs(self, examples: list[dict[str, Any]]) -> int:
         """Times that a forward and backward pass makes the host wait for the GPU."""
-        batch = self.on_device(examples)
-        with count_syncs() as count:
-            self.gradients(batch)
-        self.forget()
-        return count()
+        return self.watch(examples, count_syncs())()
 
     def attention_operators(self, examples: list[dict[str, Any]]) -> list[str]:
         """PyTorch's names of the operators that compute attention in a forward and backward pass: which kernels run."""
-        batch = self.on_device(examples)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            self.gradients(batch)
-        self.forget()
+        profiler = self.watch(examples, profile(activities=[ProfilerActivity.CPU]))
         return sorted({event.key for event in profiler.key_averages() if ATTENTION.search(event.key)})
 
     def profile(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -289,30 +267,15 @@ def most_allocated(profiler: profile) -> int:
 
 
 @contextmanager
-def checkpointing_off(trainer: Any) -> Iterator[None]:
-    """Within this context, activations are kept rather than recomputed."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    was_on = trainer.args.gradient_checkpointing
-    if was_on:
-        model.gradient_checkpointing_disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
-
-
-@contextmanager
 def count_syncs() -> Iterator[Any]:
     """Count the operations that make the host wait for a CUDA device. Yields a function that gives the count."""
-    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield lambda: sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
         finally:
-            torch.cuda.set_sync_debug_mode(mode)
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def interleave(runners: list[Runner], batches: list[list[dict[str, Any]]], rounds: int) -> dict[str, list[list[Step]]]:

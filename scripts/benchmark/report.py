@@ -50,39 +50,31 @@ def flag(run: dict[str, Any], name: str) -> str:
     return f" ({', '.join(figures)} DISAGREE)" if (figures := disagreeing(run, name)) else ""
 
 
-def _cells(result: dict[str, Any], run: dict[str, Any], name: str) -> list[str]:
-    """One row of the table."""
+def _cells(result: dict[str, Any], run: dict[str, Any], name: str) -> dict[str, str]:
+    """The cells of a method, by the heads of the table."""
     method, on_gpu = run["methods"][name], "gpu" in result["environment"]
     spread, parts = method["speedup_spread"], method["parts"]
-    seconds = sum(parts.values())
-    cells = [
-        method["label"],
-        f"{method['loss']:.6f}",
-        f"{method['tokens_over_limit']:.2f}",
-        f"{method['flops_over_limit']:.2f}",
-        f"{method['examples_per_second']:.3g}",
-        f"**{method['speedup']:.2f}** ({spread['p20']:.2f} to {spread['p80']:.2f}){flag(run, name)}",
-        *([] if on_gpu else [f"{method['core_speedup']:.2f}"]),
-        f"{method['tokens_per_second']:,.0f}",
-        f"{method['useful_mfu']:.0%}",
-        " / ".join(f"{parts[part] / seconds:.0%}" for part in ("data", "forward", "backward", "optimizer")),
-    ]
+    seconds, above = sum(parts.values()), method["bytes_above"]
+    cells = {
+        "lengths": f"{run['rows']}, batch {run['batch_size']}" if name == "trl" else "",
+        "method": method["label"],
+        "mean loss": f"{method['loss']:.6f}",
+        "tokens / limit": f"{method['tokens_over_limit']:.2f}",
+        "FLOPs / limit": f"{method['flops_over_limit']:.2f}",
+        f"{BENCHMARKED[result['settings']['task']].unit}/s": f"{method['examples_per_second']:.3g}",
+        "speed-up (20 to 80 %)": (
+            f"**{method['speedup']:.2f}** ({spread['p20']:.2f} to {spread['p80']:.2f}){flag(run, name)}"
+        ),
+        **({} if on_gpu else {"in core time": f"{method['core_speedup']:.2f}"}),
+        "real tokens/s": f"{method['tokens_per_second']:,.0f}",
+        "useful MFU": f"{method['useful_mfu']:.0%}",
+        " / ".join(parts): " / ".join(f"{part / seconds:.0%}" for part in parts.values()),
+    }
     if on_gpu:
-        state = result["bytes_of_state"][name]
-        cells += [f"{(state + method['bytes_above']) / GIB:.1f}", f"{method['bytes_above'] / GIB:.1f}"]
-        cells.append(str(method["syncs_per_pass"]) if method["syncs_per_pass"] is not None else "")
+        cells["peak GiB"] = f"{(result['bytes_of_state'][name] + above) / GIB:.1f}"
+        cells["above weights"] = f"{above / GIB:.1f}"
+        cells["syncs"] = "" if method["syncs_per_pass"] is None else str(method["syncs_per_pass"])
     return cells
-
-
-def columns(result: dict[str, Any]) -> list[str]:
-    """Heads of the table."""
-    unit, on_gpu = BENCHMARKED[result["settings"]["task"]].unit, "gpu" in result["environment"]
-    return [
-        *("lengths", "method", "mean loss", "tokens / limit", "FLOPs / limit", f"{unit}/s", "speed-up (20 to 80 %)"),
-        *([] if on_gpu else ["in core time"]),
-        *("real tokens/s", "useful MFU", "data / forward / backward / optimizer"),
-        *(["peak GiB", "above weights", "syncs"] if on_gpu else []),
-    ]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
@@ -94,20 +86,16 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) ->
 
 def markdown(result: dict[str, Any]) -> str:
     """The results as a table, with what a reader needs to judge them."""
-    rows = [
-        [f"{run['rows']}, batch {run['batch_size']}" if i == 0 else "", *_cells(result, run, name)]
-        for run in result["runs"]
-        for i, name in enumerate(run["methods"])
-    ]
+    rows = [_cells(result, run, name) for run in result["runs"] for name in run["methods"]]
     lines = [
         *(conditions(result), ""),
-        *table(columns(result), rows, left=2),
+        *table([*rows[0]], [[*cells.values()] for cells in rows], left=2),
         "",
         f"TRL computes attention with {result['attention']['trl']}, this package with {result['attention']['ours']}. "
         "The rows of a batch form a tree, and the limit computes each node of it once. The useful MFU is the number of "
         "operations that the limit needs for a step without recomputation, over the step's time and over the rate of "
         f"matrix products in the same run ({result['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s).",
-        *(["All methods run with an allocator that keeps its pages."] if result.get("keeps_pages") else []),
+        *(["All methods run with an allocator that keeps its pages."] if result["keeps_pages"] else []),
         "",
         *(line for run in result["runs"] for line in _notes(run)),
         *("", "```", result["command"], "```", ""),
@@ -130,10 +118,9 @@ def _notes(run: dict[str, Any]) -> list[str]:
         f"{'' if packing is None else f', loss of the packed rows {packing:.0e}'}. "
         f"FLOPs / limit over {run['all_batches']['batches']} batches of the data: {whole}."
     ]
-    lines += [f"  {label} is left out: {' '.join(reason.split())}" for label, reason in run.get("failed", {}).items()]
-    operators = {name: method.get("attention_operators") for name, method in run["methods"].items()}
-    if any(operators.values()):
-        found = {name: ", ".join(f"`{each}`" for each in named) for name, named in operators.items() if named}
+    lines += [f"  {label} is left out: {' '.join(reason.split())}" for label, reason in run["failed"].items()]
+    operators = {name: method["attention_operators"] for name, method in run["methods"].items()}
+    if found := {name: ", ".join(f"`{each}`" for each in named) for name, named in operators.items() if named}:
         lines.append(f"  Attention is computed by: {by_label(run, found, '{}')}.")
     if run["profile"]:
         shares = by_label(run, {name: profile["gather"] for name, profile in run["profile"].items()}, "{:.1%}")

@@ -6,7 +6,7 @@ its chosen and its rejected row.
 
 import csv
 import gzip
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,7 +24,7 @@ FIRST_TOKEN = 8  # lower ids are special tokens
 # Data of which we publish quantiles of the lengths only: tokens of a row, and scored tokens. P3 has 55,185 rows of 294
 # P3/T0 tasks.
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
-LIKE = {"p3": ((13, 114, 527, 2060, 6045), (2, 5, 37, 454, 718))}
+P3 = (13, 114, 527, 2060, 6045), (2, 5, 37, 454, 718)
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,8 @@ def _open(path: Path) -> TextIO:
 def task_of(source: str) -> str:
     """The name of the task whose columns a CSV file of lengths has."""
     with _open(Path(source)) as file:
-        columns = set(csv.DictReader(file).fieldnames or ())
-    task = next((name for name, task in BENCHMARKED.items() if columns.issuperset(task.columns)), None)
-    if task is None:
-        needed = {name: task.columns for name, task in BENCHMARKED.items()}
-        raise ValueError(f"`lengths={source!r}` has the columns {sorted(columns)}, and a task needs one of {needed}.")
-    return task
+        columns = csv.DictReader(file).fieldnames or ()
+    return "dpo" if {*BENCHMARKED["dpo"].columns} <= {*columns} else "sft"
 
 
 def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
@@ -73,18 +69,11 @@ def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
         task (`str`):
             A key of `BENCHMARKED`.
     """
-    kind, _, given = source.partition(":")
-    if kind == "like" and given in LIKE and task == "sft":
-        return source, _like(*LIKE[given])
-    if kind in ("equal", "uniform", "like"):
-        bounds = given.split("-")
-        if len(bounds) != {"equal": 1, "uniform": 2}.get(kind) or not all(map(str.isdecimal, bounds)):
-            raise ValueError(
-                f"`lengths={source!r}` must be 'equal:N', 'uniform:LOW-HIGH', the name of a file, or, for sft, one of "
-                f"{', '.join(map('like:{}'.format, LIKE))}."
-            )
-        low, high = int(bounds[0]), int(bounds[-1])
-        drawn = np.random.default_rng(0).integers(low, high + 1, (512, 2)).tolist()
+    if source == "like:p3" and task == "sft":
+        return source, _like_p3()
+    if bounds := re.fullmatch(r"(?:equal:|uniform:(\d+)-)(\d+)", source):
+        high = int(bounds[2])
+        drawn = np.random.default_rng(0).integers(int(bounds[1] or high), high + 1, (512, 2)).tolist()
         return source, [BENCHMARKED[task].of_two(a, b) for a, b in drawn]
     path, columns = Path(source), BENCHMARKED[task].columns
     with _open(path) as file:
@@ -98,10 +87,10 @@ def read_lengths(source: str, task: str) -> tuple[str, list[Length]]:
     return path.name.split(".")[0], lengths
 
 
-def _like(total: Sequence[int], scored: Sequence[int], number: int = 4096) -> list[Length]:
-    """Lengths with these quantiles; between two of them, logarithms are spread evenly."""
+def _like_p3() -> list[Length]:
+    """Lengths with the quantiles of P3; between two of them, logarithms are spread evenly."""
     rng = np.random.default_rng(0)
-    rows, within = (np.exp(np.interp(rng.random(number), SHARES, np.log(values))) for values in (total, scored))
+    rows, within = (np.exp(np.interp(rng.random(4096), SHARES, np.log(values))) for values in P3)
     return [(int(n), min(int(m), int(n) - 1)) for n, m in zip(rows, within, strict=True)]
 
 

@@ -3,7 +3,6 @@
 import gc
 import shlex
 import statistics
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,9 @@ from accelerate.utils.memory import clear_device_cache
 from transformers.utils import logging
 
 from trl_paddingfree.model.routes import describe
-from trl_paddingfree.model.state_layers import carries_state
 from trl_paddingfree.quickstart.side_by_side import differences
 
-from .baseline import WITHOUT_PADDING, baseline_attention, describe_attention, has_varlen
+from .baseline import WITHOUT_PADDING, baseline_attention, describe_attention
 from .environment import environment, provenance
 from .flops import StepCost, Work
 from .measure import Runner, Step, interleave, matmul_rate
@@ -43,7 +41,6 @@ SMALL = 1e-6
 COUNT_TOLERANCE = 1e-3
 # Batches among which the typical ones are found
 SAMPLE = 200
-MATMUL_SIZES, MATMUL_SIZES_ON_CPU = (4096, 8192), (512, 1024, 2048)
 
 
 def tolerances(settings: Settings) -> dict[str, float]:
@@ -61,23 +58,19 @@ class Benchmark:
             What all methods have in common.
         methods (`Sequence[str]`, *optional*):
             Names of methods. Defaults to all of the task that need not be named.
-        attention (`str`, *optional*):
-            Attention implementation of TRL's own methods. Defaults to the fastest on this machine.
     """
 
-    def __init__(self, settings: Settings, methods: Sequence[str] | None = None, attention: str | None = None):
+    def __init__(self, settings: Settings, methods: Sequence[str] | None = None):
         self.settings = settings
-        self.attention = attention or baseline_attention(settings.device, settings.torch_dtype)
+        self.attention = baseline_attention(settings.device, settings.torch_dtype)
         self.failed: dict[str, str] = {}  # the methods that cannot train, and why
         self.runners: list[Runner] = []
         chosen = self._chosen(methods)
-        base = make_model(settings.model, settings.torch_dtype, settings.device, settings.seed)
+        base = make_model(settings.model, settings.torch_dtype, settings.device)
         self.vocab_size = base.get_input_embeddings().weight.size(0)
         unpadded = self.attention in WITHOUT_PADDING
         for method in chosen:
             with noting_failure(method, self.failed):
-                if method.attention is not None and not has_varlen(settings.device, settings.torch_dtype):
-                    raise ValueError(f"{method.name!r} needs PyTorch's varlen kernel: CUDA, float16 or bfloat16.")
                 trainer = make_trainer(method, base, settings, self.attention)
                 self.runners.append(Runner(method, trainer, settings, unpadded))
         ours = [runner for runner in self.runners if runner.method.ours and not runner.method.keeps]
@@ -87,8 +80,7 @@ class Benchmark:
         kept = [runner for runner in self.runners if runner.method.keeps]
         # Those of TRL's methods are not counted, see `Runner.cost`
         self.kept_costs = {r.method.name: r.cost() if r.method.ours else self.model_cost for r in kept}
-        sizes = MATMUL_SIZES if settings.on_accelerator else MATMUL_SIZES_ON_CPU
-        self.rate = matmul_rate(settings.device, settings.torch_dtype, sizes)
+        self.rate = matmul_rate(settings.device, settings.torch_dtype)
 
     def _chosen(self, names: Sequence[str] | None) -> list[Method]:
         """The methods of these names, in the task's order."""
@@ -108,57 +100,57 @@ class Benchmark:
         return {
             "command": shlex.join(command),
             **provenance(),
-            "environment": environment(self.settings.device),
+            "environment": environment(),
             "settings": asdict(self.settings),
             "attention": {"trl": describe_attention(self.attention), "ours": describe(route.backend, route.previous)},
             "matmul_flops_per_second": self.rate,
-            "cost": {"counted": asdict(self.cost), "model": asdict(self.model_cost)},
             "bytes_of_state": {runner.method.name: runner.bytes_of_state() for runner in self.runners},
         }
 
     def batches(self, rows: Rows) -> list[list[dict[str, Any]]]:
         """A sample of the batches that the rows make."""
-        every = rows.batches(self.settings.batch_size, self.settings.seed)[:SAMPLE]
+        every = rows.batches(self.settings.batch_size, seed=0)[:SAMPLE]
         if not every:
             raise ValueError(
                 f"{rows.name} has {len(rows.examples)} examples: one batch needs {self.settings.batch_size}."
             )
         return every
 
-    def run(self, rows: Rows, num_batches: int, rounds: int, warmup: int = 0) -> dict[str, Any]:
-        """Measure all methods on so many batches of some rows, in so many rounds that count after those that do not."""
+    def run(self, rows: Rows, num_batches: int, rounds: int) -> dict[str, Any]:
+        """Measure all methods on so many batches of some rows, in so many rounds."""
         every = self.batches(rows)
         batches = self._typical(every, num_batches)
-        if self.settings.precomputed_reference:
-            batches = [self.runners[-1].reference(batch) for batch in batches]
         every_runner, failed = self.runners, dict(self.failed)
         if self.settings.on_accelerator:
             for runner in every_runner:
                 with noting_failure(runner.method, failed):
                     runner.try_out(runner.arrange(batches))
             self.runners = [runner for runner in every_runner if runner.method.label not in failed]
-        try:
-            measured = self._measure(every, batches, rounds, warmup)
-        finally:
-            self.runners = every_runner
+        measured = self._measure(every, batches, rounds)
+        self.runners = every_runner
         return {"rows": rows.name, **measured, "failed": failed}
 
-    def _measure(self, every: list[Any], batches: list[Any], rounds: int, warmup: int) -> dict[str, Any]:
+    def _measure(self, every: list[Any], batches: list[Any], rounds: int) -> dict[str, Any]:
         """What [`Benchmark.run`] gives, of the methods that can train."""
-        same, two = self._same_batches(), batches[0][:2]
-        counted = {runner.method.name: runner.count(two) for runner in same}
-        operators = {
-            runner.method.name: runner.attention_operators(two) for runner in same if self.settings.on_accelerator
-        }
-        syncs = {r.method.name: r.syncs(batches[0]) for r in same} if self.settings.device == "cuda" else {}
+        same, operators, syncs = self._same_batches(), dict[str, list[str]](), dict[str, int]()
+        for runner in same:
+            self._check_count(runner, batches[0][:2])
+            if self.settings.on_accelerator:
+                operators[runner.method.name] = runner.attention_operators(batches[0][:2])
+            if self.settings.device == "cuda":
+                syncs[runner.method.name] = runner.syncs(batches[0])
         packed = self._packed_difference(batches)
-        interleave(self.runners, batches, warmup)
+        if self.settings.on_accelerator:
+            interleave(self.runners, batches, rounds=1)  # the first one is not timed
         gc.collect()
         steps = interleave(self.runners, batches, rounds)
         allowed = tolerances(self.settings)
         found = {runner.method.name: self._differences(steps, runner.method.name) for runner in same[1:]}
         within = all(off <= allowed[name] for largest in found.values() for name, off in largest.items())
-        limit, causal = self._limits(batches)
+        trees = self._tree_batches(batches)
+        limit, causal = total(map(Work.limit, trees)), total(Work.limit(tree, causal=True) for tree in trees)
+        work = {name: total(step.work for step in taken[0]) for name, taken in steps.items()}
+        flops = {name: self.cost_of(name).of(computed) for name, computed in work.items()}
         return {
             "batches": len(batches),
             "rounds": rounds,
@@ -166,21 +158,18 @@ class Benchmark:
             "allowed": allowed,
             "differences": found,
             "packing_difference": packed,
-            "losses": {
-                name: [step.figures["loss"] for turn in taken for step in turn] for name, taken in steps.items()
-            },
-            "limit": {"tokens": limit.tokens, "flops": self.cost.of(limit), "useful_flops": self.model_cost.of(causal)},
             "methods": {
-                runner.method.name: {
-                    "label": runner.method.label,
-                    "loss": mean_loss(steps[runner.method.name]),
-                    **counts(steps[runner.method.name][0], self.cost_of(runner.method.name), self.cost, limit),
-                    **self._speed(steps, runner.method.name, batches, causal),
-                    **self._check_count(runner.method.name, counted),
-                    "syncs_per_pass": syncs.get(runner.method.name),
-                    "attention_operators": operators.get(runner.method.name, []),
+                name: {
+                    "label": label,
+                    "loss": statistics.mean(step.figures["loss"] for turn in steps[name] for step in turn),
+                    "tokens_over_limit": work[name].tokens / limit.tokens,
+                    "flops": flops[name],
+                    "flops_over_limit": flops[name] / self.cost.of(limit),
+                    **self._speed(steps, name, trees, causal),
+                    "syncs_per_pass": syncs.get(name),
+                    "attention_operators": operators.get(name, []),
                 }
-                for runner in self.runners
+                for name, label in ((runner.method.name, runner.method.label) for runner in self.runners)
             },
             "all_batches": self._all_batches(every),
             "lengths": [[self.settings.benchmarked.length(row) for row in batch] for batch in batches],
@@ -190,8 +179,6 @@ class Benchmark:
     def profile(self, rows: Rows) -> dict[str, Any]:
         """Where the time of a step of each method goes, on the most typical batch of some rows."""
         (batch,) = self._typical(self.batches(rows), 1)
-        if self.settings.precomputed_reference:
-            batch = self.runners[-1].reference(batch)
         profiles = {runner.method.name: runner.profile(batch) for runner in self._same_batches()}
         return {name: found for name, found in profiles.items() if found}
 
@@ -199,15 +186,14 @@ class Benchmark:
         """The methods that train on the batches as they are."""
         return [runner for runner in self.runners if runner.method.options != PACKED]
 
-    def _speed(self, steps: dict[str, list[list[Step]]], name: str, batches: list[Any], causal: Work) -> dict[str, Any]:
+    def _speed(self, steps: dict[str, list[list[Step]]], name: str, trees: list[Any], causal: Work) -> dict[str, Any]:
         """Times, and what the method makes of them: examples and tokens per second, useful MFU."""
         figures = speed(steps[BASELINE], steps[name])
-        seconds, examples = figures["seconds_per_round"], len(batches) * self.settings.batch_size
-        tokens = sum(tree.counts.real for tree in self._tree_batches(batches))
+        seconds = figures["seconds_per_round"]
         return {
             **figures,
-            "examples_per_second": examples / seconds,
-            "tokens_per_second": tokens / seconds,
+            "examples_per_second": len(trees) * self.settings.batch_size / seconds,
+            "tokens_per_second": sum(tree.counts.real for tree in trees) / seconds,
             "useful_mfu": self.model_cost.of(causal) / seconds / self.rate,
         }
 
@@ -226,16 +212,12 @@ class Benchmark:
         padded = self.runners[0].mean_loss(batches, model)
         return abs(packing[0].mean_loss(packing[0].arrange(batches), model) - padded) / abs(padded)
 
-    def _check_count(self, name: str, counted: dict[str, tuple[Work, int]]) -> dict[str, Any]:
-        """Counted operations of the first two examples, checked against what the cost per unit says they are."""
-        if name not in counted:
-            return {}
-        work, flops = counted[name]
-        expected = self.cost_of(name).of(work)
-        off = expected / flops - 1
-        if abs(off) > COUNT_TOLERANCE:
-            logger.warning(f"{name}: {flops} operations counted, {expected:.0f} expected ({off:+.1%}).")
-        return {"counted_of_two_examples": flops, "expected_over_counted": 1 + off}
+    def _check_count(self, runner: Runner, examples: list[dict[str, Any]]) -> None:
+        """Warn if a step has other operations than the cost per unit says."""
+        work, flops = runner.count(examples)
+        expected = self.cost_of(runner.method.name).of(work)
+        if abs(off := expected / flops - 1) > COUNT_TOLERANCE:
+            logger.warning(f"{runner.method.name}: {flops} operations counted, {expected:.0f} expected ({off:+.1%}).")
 
     def _tree_batches(self, batches: list[Any]) -> list[Any]:
         """Flat batches with shared prefixes."""
@@ -243,24 +225,16 @@ class Benchmark:
         sharing = replace(collator, prefix_sharing=True)
         return [sharing(batch)["flat_batch"] for batch in batches]
 
-    def _limits(self, batches: list[Any]) -> tuple[Work, Work]:
-        """The least work for the batches: with whole rectangles of query-key pairs, and with causal pairs only."""
-        trees = self._tree_batches(batches)
-        return total(map(self._limit, trees)), total(self._limit(tree, causal=True) for tree in trees)
-
-    def _limit(self, tree: Any, causal: bool = False) -> Work:
-        """The least work for one batch. A state can be handed to several branches, so no layer repeats a prefix."""
-        work = Work.limit(tree, causal)
-        return replace(work, in_rows=work.tokens if carries_state(self.runners[0].base) else 0)
-
     def _typical(self, batches: list[Any], number: int) -> list[Any]:
         """The batches in which padded TRL computes most nearly as many times the limit as in all batches together."""
         padded = self.runners[0]
         spent = [self.cost.of(padded.work(padded.collate(batch))) for batch in batches]
-        needed = [self.cost.of(self._limit(tree)) for tree in self._tree_batches(batches)]
+        needed = [self.cost.of(Work.limit(tree)) for tree in self._tree_batches(batches)]
         overall = sum(spent) / sum(needed)
         order = sorted(range(len(batches)), key=lambda i: abs(spent[i] / needed[i] - overall))
-        return [batches[i] for i in sorted(order[:number])]
+        typical = [batches[i] for i in sorted(order[:number])]
+        given = self.settings.precomputed_reference
+        return [self.runners[-1].reference(batch) for batch in typical] if given else typical
 
     def _all_batches(self, batches: list[Any]) -> dict[str, Any]:
         """Work of every batch of the rows, measured or not: how typical are the measured ones?"""
@@ -268,12 +242,9 @@ class Benchmark:
             runner.method.name: total(runner.work(runner.collate(batch)) for batch in batches)
             for runner in self._same_batches()
         }
-        limit, _ = self._limits(batches)
-        return {
-            "batches": len(batches),
-            "tokens_over_limit": {name: w.tokens / limit.tokens for name, w in work.items()},
-            "flops_over_limit": {n: self.cost_of(n).of(w) / self.cost.of(limit) for n, w in work.items()},
-        }
+        limit = self.cost.of(total(map(Work.limit, self._tree_batches(batches))))
+        over_limit = {name: self.cost_of(name).of(computed) / limit for name, computed in work.items()}
+        return {"batches": len(batches), "flops_over_limit": over_limit}
 
     def release(self) -> None:
         """Give the memory of the models back."""
@@ -289,7 +260,7 @@ def noting_failure(method: Method, failed: dict[str, str]) -> Iterator[None]:
     except Exception as error:
         if method.name == BASELINE:
             raise
-        traceback.print_exc(file=sys.stderr)
+        traceback.print_exc()
         failed[method.label] = f"{type(error).__name__}: {error}"
     clear_device_cache(garbage_collection=True)
 
@@ -297,22 +268,6 @@ def noting_failure(method: Method, failed: dict[str, str]) -> Iterator[None]:
 def total(work: Iterable[Work]) -> Work:
     """All work together."""
     return sum(work, Work(0, 0, 0))
-
-
-def counts(steps: list[Step], cost: StepCost, cost_of_limit: StepCost, limit: Work) -> dict[str, Any]:
-    """What one round computes, and against the least possible with recomputation."""
-    work = total(step.work for step in steps)
-    return {
-        "tokens": work.tokens,
-        "tokens_over_limit": work.tokens / limit.tokens,
-        "flops": cost.of(work),
-        "flops_over_limit": cost.of(work) / cost_of_limit.of(limit),
-    }
-
-
-def mean_loss(steps: list[list[Step]]) -> float:
-    """Mean loss of all steps."""
-    return statistics.mean(step.figures["loss"] for turn in steps for step in turn)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -323,17 +278,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def speed(base: list[list[Step]], mine: list[list[Step]]) -> dict[str, Any]:
     """Times of one method, and ratios to the baseline."""
-    rounds = [sum(step.total for step in turn) for turn in mine]
     if len(mine[0]) == len(base[0]):  # the same batches: compare each with its own
         ratios = [b.total / m.total for ms, bs in zip(mine, base, strict=True) for m, b in zip(ms, bs, strict=True)]
     else:
-        ratios = [sum(b.total for b in bs) / total for bs, total in zip(base, rounds, strict=True)]
+        ratios = [sum(b.total for b in bs) / sum(m.total for m in ms) for ms, bs in zip(mine, base, strict=True)]
     seconds = median_round(mine, lambda step: step.total)
     parts = {part: median_round(mine, lambda step: step.seconds[part]) for part in mine[0][0].seconds}  # noqa: B023
     return {
         "parts": parts,
         "seconds_per_round": seconds,
-        "round_spread": spread(rounds),
         "speedup": median_round(base, lambda step: step.total) / seconds,
         "speedup_spread": spread(ratios),
         "core_speedup": median_round(base, lambda s: s.core_seconds) / median_round(mine, lambda s: s.core_seconds),

@@ -80,21 +80,20 @@ def measured_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str,
     for path, result in results(folder):
         settings, page = result["settings"], Path(path).with_suffix(".md").as_posix()
         machine = f"{machine_name(result['environment'])}, {display_name(settings['model'])}"
+        reference = ", precomputed reference" if settings["precomputed_reference"] else ""
         for run in result["runs"]:
-            trained = f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}"
+            trained = f"{settings['task'].upper()}, {run['rows']}, batch {run['batch_size']}{reference}"
             yield path, result, run, [f"[{machine}]({page})", trained]
 
 
 def rows(folder: Path) -> list[tuple[str, list[str]]]:
     """For each measured set of rows: the name of its result, its cells of a table."""
     lines = []
-    for path, result, run, (machine, trained) in measured_rows(folder):
-        reference = ", precomputed reference" if result["settings"]["precomputed_reference"] else ""
+    for path, result, run, first in measured_rows(folder):
         methods = run["methods"]
         ours = methods["shared" if "shared" in methods else "flat"]
         cells = [
-            machine,
-            trained + reference,
+            *first,
             *speedups(("flat", "shared", "budget"), run, result),
             f"{ours['flops'] / methods['trl']['flops']:.0%}",
             f"{ours['flops_over_limit']:.3f}",
@@ -104,7 +103,7 @@ def rows(folder: Path) -> list[tuple[str, list[str]]]:
 
 
 def kept(folder: Path) -> list[str]:
-    """A table of the results that have the baseline without recomputation, or nothing."""
+    """A table of the results that have the baseline without recomputation."""
     lines = []
     for _, result, run, first in measured_rows(folder):
         methods = run["methods"]
@@ -119,12 +118,12 @@ def kept(folder: Path) -> list[str]:
             f"{ours['flops'] / padded['flops']:.0%}",
         ]
         lines.append(cells)
-    return [KEPT_EXPLANATION, "", *table(KEPT_HEADS, lines, left=2)] if lines else []
+    return table(KEPT_HEADS, lines, left=2)
 
 
 def chart(folder: Path) -> list[str]:
     """The newest chart of DPO."""
-    dated = sorted((result.get("date", ""), path) for path, result in results(folder) if Path(path).stem == "dpo")
+    dated = sorted((result["date"], path) for path, result in results(folder) if Path(path).stem == "dpo")
     charts = [chart for _, path in dated if (folder / (chart := Path(path).with_suffix(".png"))).exists()]
     return [f"![Speed-up over padded TRL]({charts[-1].as_posix()})", ""] if charts else []
 
@@ -134,7 +133,7 @@ def headline(folder: Path) -> str:
     newest: dict[tuple[str, str], list[str]] = {}
     measured = [
         (f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}", result, run)
-        for path, result in sorted(results(folder), key=lambda each: each[1].get("date", ""))
+        for path, result in sorted(results(folder), key=lambda each: each[1]["date"])
         for run in result["runs"]
     ]
     # The newest by machine, settings and rows
@@ -182,7 +181,7 @@ def everything(folder: Path) -> str:
             *table(HEADS, claim, left=2),
             "",
             *chart(folder),
-            *((without_recomputation := kept(folder)) and [*without_recomputation, ""]),
+            *(KEPT_EXPLANATION, "", *kept(folder), ""),
             "There is little to gain, or something to lose, where rows are equal or few, or a model is host-bound:",
             "",
             *table(HEADS, crossover, left=2),
@@ -193,10 +192,8 @@ def everything(folder: Path) -> str:
 def between(page: str, marker: str, generated: str) -> str:
     """The page with `generated` between the markers."""
     start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
-    if start not in page or end not in page:
-        raise ValueError(f"The page needs the lines {start} and {end}, between which the tables go.")
-    before, rest = page.split(start, 1)
-    return f"{before}{start}\n{generated}\n{end}{rest.split(end, 1)[1]}"
+    before, rest = page.split(start)
+    return f"{before}{start}\n{generated}\n{end}{rest.split(end)[1]}"
 
 
 def update(root: Path, check: bool) -> int:

@@ -145,7 +145,6 @@ class Settings:
     precomputed_reference: bool = False
     gradient_checkpointing: bool = True
     learning_rate: float | None = None  # TRL's
-    seed: int = 0
 
     @property
     def benchmarked(self) -> BenchmarkTask:

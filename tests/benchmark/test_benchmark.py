@@ -46,7 +46,6 @@ def settings(task, **changed):
         "gradient_checkpointing": False,
         "precomputed_reference": False,
         "learning_rate": 1e-3,
-        "seed": 0,
     }
     return Settings(task, **{**defaults, **changed})
 
@@ -96,8 +95,9 @@ def test_the_limit_is_every_distinct_prefix_once(seed):
 
 def test_without_anything_shared_the_limit_is_what_a_flat_batch_computes():
     batch = FlatBatch.from_rows([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]])
-    assert Work.limit(batch) == Work.flat(batch) == Work(tokens=5, pairs=9 + 4, scored=3)
-    assert Work.limit(batch, causal=True) == Work(tokens=5, pairs=6 + 3, scored=3)
+    assert Work.flat(batch) == Work(tokens=5, pairs=9 + 4, scored=3)
+    assert Work.limit(batch) == Work(tokens=5, pairs=9 + 4, scored=3, in_rows=5)
+    assert Work.limit(batch, causal=True) == Work(tokens=5, pairs=6 + 3, scored=3, in_rows=5)
 
 
 @pytest.mark.slow
@@ -131,9 +131,9 @@ def test_a_memory_budget_that_holds_everything_costs_what_no_recomputation_costs
     benchmark = Benchmark(settings(task, gradient_checkpointing=True), methods=names)
     result = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
     assert result["agree"]
-    flops = {name: method["counted_of_two_examples"] for name, method in result["methods"].items()}
-    assert flops["trl-kept"] < flops["trl"]
-    work, _ = benchmark.runners[2].count(rows(benchmark).examples[:2])
+    two = rows(benchmark).examples[:2]
+    (_, padded), (_, kept), (work, _) = (runner.count(two) for runner in benchmark.runners[:3])
+    assert kept < padded
     assert benchmark.cost_of("budget").of(work) == pytest.approx(benchmark.model_cost.of(work), rel=0.02)
     assert benchmark.cost_of("budget").of(work) < 0.85 * benchmark.cost_of("shared").of(work)
 
@@ -171,21 +171,26 @@ def test_three_counts_give_the_cost():
     assert StepCost.solve([(work, int(cost.of(work))) for work in works]).of(Work(1, 1, 1)) == pytest.approx(20)
 
 
+def trained(benchmark):
+    """The sum of the weights that each method trains."""
+    models = [runner.trainer.model for runner in benchmark.runners]
+    return [sum(float(x.detach().sum()) for x in model.parameters() if x.requires_grad) for model in models]
+
+
 @pytest.mark.slow
 def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
+    before = trained(benchmark)
     result = benchmark.run(rows(benchmark), num_batches=2, rounds=2)
     names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods if method.attention is None]
     assert list(result["methods"]) == names
     assert result["agree"]
     for values in result["differences"].values():
         assert all(value <= result["allowed"][name] for name, value in values.items())
-    losses = {name: result["losses"][name] for name in result["differences"]}
-    assert all(len(set(np.round(values, 6))) > 1 for values in losses.values()), "the methods do not train"
+    assert all(was != now for was, now in zip(before, trained(benchmark), strict=True)), "the methods do not train"
     for name in result["differences"]:
         method = result["methods"][name]
         assert method["speedup"] > 0
         assert method["useful_mfu"] > 0
-        assert method["expected_over_counted"] == pytest.approx(1, rel=COUNT)
         assert set(method["parts"]) == {"data", "forward", "backward", "optimizer"}
     assert result["methods"]["trl"]["speedup"] == 1
     assert result["methods"]["shared"]["flops_over_limit"] < 1.05
@@ -285,13 +290,13 @@ def test_typical_batches_waste_as_much_as_all():
 
 @pytest.mark.slow
 def test_reference_log_probs_can_come_with_the_rows():
-    result = Benchmark(settings("dpo", precomputed_reference=True, tuning="full")).run(
-        make_rows("dpo", "uniform:6-60", vocab_size=VOCAB, max_length=64), num_batches=1, rounds=2
-    )
-    assert result["agree"]
+    bench = Benchmark(settings("dpo", precomputed_reference=True, tuning="full"))
+    assert bench.run(rows(bench), num_batches=1, rounds=2)["agree"]
+    (batch,) = bench._typical(bench.batches(rows(bench)), 1)
     # The reference is the model itself before its first step: the loss starts at the logarithm of two
-    assert result["losses"]["trl"][0] == pytest.approx(np.log(2), abs=1e-4)
-    assert result["losses"]["trl"][1] < result["losses"]["trl"][0]
+    first, second = (bench.runners[-1].step(batch).figures["loss"] for _ in range(2))
+    assert first == pytest.approx(np.log(2), abs=1e-4)
+    assert second < first
 
 
 @pytest.mark.parametrize(
@@ -342,7 +347,8 @@ def test_unpadded_attention_is_attention_under_the_mask(monkeypatch, window):
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task):
     monkeypatch.setattr(baseline, "torch_varlen", varlen_on_cpu)
-    bench = Benchmark(settings(task), attention=baseline.register_unpadded())
+    monkeypatch.setattr("scripts.benchmark.run.baseline_attention", lambda *_: baseline.register_unpadded())
+    bench = Benchmark(settings(task))
     assert bench.run(rows(bench), num_batches=2, rounds=1)["agree"]
 
 
@@ -400,9 +406,6 @@ def test_the_documentation_is_checked_against_the_results(tmp_path):
         assert written.read_text().startswith("before\n")
         assert written.read_text().endswith("\nafter\n")
         assert "stale" not in written.read_text()
-    (tmp_path / "README.md").write_text("no markers")
-    with pytest.raises(ValueError, match="needs the lines"):
-        tables.update(tmp_path, check=False)
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.stem)

@@ -8,18 +8,18 @@ pytest.importorskip("sklearn")
 
 
 @pytest.mark.slow
-def test_a_model_learns_digits_the_same_in_every_layout(monkeypatch):
+def test_a_model_learns_digits_the_same_in_every_layout(monkeypatch, capsys):
     make_rows = vision.make_rows
     monkeypatch.setattr(vision, "make_rows", lambda images, targets, n, seed: make_rows(images, targets, 64, seed))
-    for name, steps in {"WARM_UP_STEPS": 0, "TIMED_STEPS": 2, "COUNTED_STEPS": 1}.items():
+    short = {"STEPS": {"sft": 2, "dpo": 2, "grpo": 2}, "WARM_UP_STEPS": 0, "TIMED_STEPS": 2, "COUNTED_STEPS": 1}
+    for name, steps in short.items():
         monkeypatch.setattr(vision, name, steps)
-    said: list[str] = []
-    results = vision.measure({"sft": 2, "dpo": 2, "grpo": 2}, say=said.append)["measured"]
+    results = vision.measure()["measured"]
 
     assert [(one["task"], one["layout"]) for one in results] == [
         (task, layout) for task, layouts in vision.LAYOUTS.items() for layout in layouts
     ]
-    assert len(said) == len(results)
+    assert len(capsys.readouterr().out.splitlines()) == len(results)
     for one in results:
         padded = next(other for other in results if other["task"] == one["task"])
         # float32, after one optimizer step; GRPO's are differences of advantages, next to nothing

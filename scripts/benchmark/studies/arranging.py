@@ -43,7 +43,6 @@ def measure_imbalance(
         "batch_size": batch_size,
         "accumulation": accumulation,
         "max_length": max_length,
-        "steps": len(order) // step_size,
         **{
             label: {
                 "time": imbalance(work[indices], batch_size, num_processes),

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trl_paddingfree.data.load import load_rows
 from trl_paddingfree.quickstart import side_by_side
-from trl_paddingfree.quickstart.side_by_side import ON_CPU, classes_of, difference
+from trl_paddingfree.quickstart.side_by_side import classes_of, difference
 
-from ..environment import machine_name
+from ..environment import default_device, machine_name
 from ..flops import count_flops
 from ..measure import now
 from ..report import table
@@ -143,7 +143,6 @@ def make_trainer(setup: Setup, rows: Any, name: str, options: dict[str, Any], co
         "gradient_accumulation_steps": setup.accumulation,
         "max_steps": 2 * setup.steps,
         "train_sampling_strategy": "sequential",
-        **(ON_CPU if setup.device == "cpu" else {}),
     }
     task_type = "SEQ_CLS" if setup.task == "reward" else "CAUSAL_LM"
     arguments: dict[str, Any] = {"peft_config": LoraConfig(r=16, target_modules="all-linear", task_type=task_type)}
@@ -201,7 +200,7 @@ def load(setup: Setup, kind: Any) -> Any:
 def generate(setup: Setup, rows: Any) -> dict[tuple[int, ...], list[list[int]]]:
     """Completions of every prompt by the whole model, by the prompt's tokens."""
     tokenizer: Any = AutoTokenizer.from_pretrained(setup.model, padding_side="left")
-    device: Any = "cpu" if setup.device == "cpu" else torch.accelerator.current_accelerator()
+    device: Any = default_device()
     model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=setup.dtype).to(device).eval()
     options = {"add_generation_prompt": True, "return_dict": True}
     prompts = [tokenizer.apply_chat_template(row["prompt"], **options)["input_ids"] for row in rows]

@@ -72,7 +72,7 @@ def measure_flops(
     Operations of DPO's forward and backward pass on batches of pairs, drawn at random.
 
     Of `"flat"` and `"shared"` batches and of the `"limit"`, which computes each distinct token once in every layer:
-    relative to padded rows. Also `"shared_over_limit"`, and the `"batches"` counted.
+    relative to padded rows. Also the `"batches"` counted.
     """
     rows = make_rows("dpo", source, vocab_size=SHAPES[shape]["vocab_size"], max_length=max_length)
     batches, totals = rows.batches(batch_size, seed=0)[:number], np.zeros(4)
@@ -94,7 +94,6 @@ def measure_flops(
         "batch_size": batch_size,
         "max_length": max_length,
         **of_padded,
-        "shared_over_limit": of_padded["shared"] / of_padded["limit"],
     }
 
 
@@ -121,7 +120,7 @@ def report(result: dict[str, Any]) -> str:
     ]
     names = ("flat", "shared", "limit")
     rows = [
-        [one["model"], one["rows"], *(f"{one[name]:.1%}" for name in names), f"{one['shared_over_limit']:.3f}"]
+        [one["model"], one["rows"], *(f"{one[name]:.1%}" for name in names), f"{one['shared'] / one['limit']:.3f}"]
         for one in result["measured"]
     ]
     return "\n".join([*lines, *table(["model", "rows", *names, "shared / limit"], rows, left=2)])

@@ -11,10 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trl_paddingfree.cli.memory import load_of, model_config, training_needs
-from trl_paddingfree.memory.device import GIB, has_accelerator
+from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.quickstart.side_by_side import classes_of, differences, make_trainer
 
-from ..environment import machine_name
+from ..environment import default_device, machine_name
 from ..run import SMALL, TOLERANCES
 from ..shapes import SHAPES
 from ..trainers import make_model, make_tokenizer, same_weights
@@ -26,11 +26,11 @@ HELD = 3
 
 def measure(model: str | None = None) -> dict[str, Any]:
     """Train DPO with LoRA by padded TRL, and by ours under the budget."""
-    on_accelerator = has_accelerator()
+    device = default_device()
+    on_accelerator = device != "cpu"
     model = model or ("llama-3.2-1b" if on_accelerator else "tiny")
     dtype = torch.bfloat16 if on_accelerator else torch.float32
-    device = torch.accelerator.current_accelerator() if on_accelerator else "cpu"
-    base = make_model(model, dtype, str(device))
+    base = make_model(model, dtype, device)
     pairs = [_pair(np.random.default_rng(i)) for i in range(BATCH_SIZE * STEPS)]
     tokens = sum(len(text.split()) for pair in pairs[:HELD] for text in pair.values())
     needs, load = training_needs(model_config(model, SHAPES), "lora", 1), load_of(tokens, tokens, tokens)

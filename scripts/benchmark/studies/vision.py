@@ -8,7 +8,7 @@ of eight answers, of which the right ones are rewarded.
 import copy
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import torch
 import transformers
 from datasets import Dataset
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from trl_paddingfree.cli.memory import decoder
 from trl_paddingfree.quickstart import side_by_side
 from trl_paddingfree.quickstart.side_by_side import ON_CPU, classes_of
 
@@ -25,15 +26,16 @@ from ..environment import machine_name
 from ..flops import flop_counter
 from ..report import table
 from ..run import spread
+from ..trainers import make_tokenizer
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 ONE = ("which digit is this", "please read the digit in the picture and count up to it", "digit")
 TWO = ("which digits are these", "please read both digits in the pictures and count up to the second")
-IMAGE, PAD, END, START, UNKNOWN = "<image>", "<pad>", "<end>", "<start>", "<unk>"
+IMAGE, START = "<image>", "<start>"
 TEMPLATE = (
     "{% for m in messages %}<start> {{ m['role'] }} {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %} {{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %} <end> {% endfor %}{% if add_generation_prompt %}<start> assistant {% endif %}"
+    "{% endfor %}{% endif %} <eos> {% endfor %}{% if add_generation_prompt %}<start> assistant {% endif %}"
 )
 LAYOUTS = {"sft": ("padded", "flat"), **dict.fromkeys(("dpo", "grpo"), ("padded", "flat", "shared"))}
 STEPS, BATCH_SIZE, COUNTED_STEPS, GROUP_SIZE = {"sft": 350, "dpo": 60, "grpo": 20}, 16, 4, 8
@@ -76,19 +78,11 @@ def make_rows(images: Sequence[Image.Image], targets: Sequence[int], n: int, see
 
 def make_processor() -> Any:
     """A processor of 16 tokens per picture, and words for all else."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     words = sorted({*" ".join([*ONE, *TWO, *map(answer, ([3], [3, 4]))]).split(), *DIGITS, "user", "assistant"})
-    special = [PAD, IMAGE, START, END, UNKNOWN]
-    vocabulary = {word: i for i, word in enumerate([*special, *words])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
     size = {"height": 32, "width": 32}
     return transformers.LlavaProcessor(
         transformers.LlavaImageProcessorPil(size=size, crop_size=size),
-        tokenizer,
+        make_tokenizer(words, special=["<pad>", IMAGE, START, "<eos>", "<unk>"]),
         patch_size=8,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
@@ -96,39 +90,37 @@ def make_processor() -> Any:
     )
 
 
-def make_model(vocab_size: int) -> Any:
+def make_model(tokenizer: Any) -> Any:
     """A LLaVA of about 0.6 million weights, from scratch."""
     torch.manual_seed(0)
-    tower = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text: dict[str, Any] = {
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    text |= {"num_key_value_heads": 2, "initializer_range": 0.1}
     config = AutoConfig.for_model(
         "llava",
         vision_config={
             "model_type": "clip_vision_model",
-            **tower,
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
             "image_size": 32,
             "patch_size": 8,
             "initializer_factor": 2.0,
         },
-        text_config={"model_type": "llama", **text, "vocab_size": vocab_size},
-        image_token_index=1,
+        text_config={
+            **decoder("llama", 96, 256, 3, 4, 2, len(tokenizer), tied=False),
+            "initializer_range": 0.1,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
         image_seq_length=16,
         vision_feature_layer=-1,
     )
-    config.text_config.pad_token_id = 0
     return AutoModelForImageTextToText.from_config(config)
 
 
 def accuracy(model: Any, processor: Any, rows: Sequence[dict[str, Any]]) -> float:
     """Share of rows with one picture in which the model's first word is the digit's name."""
     rows = [row for row in rows if len(row["images"]) == 1]
-    text = [f"{START} user {IMAGE} {row['prompt'][0]['content']} {END} {START} assistant " for row in rows]
+    text = [f"{START} user {IMAGE} {row['prompt'][0]['content']} <eos> {START} assistant " for row in rows]
     images = [row["images"] for row in rows]
     inputs = processor(images=images, text=text, padding=True, padding_side="left", return_tensors="pt")
     model.eval()
@@ -243,23 +235,22 @@ def learn(
     return found, trainer.model
 
 
-def measure(steps: dict[str, int] | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """SFT, DPO and GRPO one after another, each padded, flat, and with shared prefixes, from the same weights."""
-    steps = steps or STEPS
     images, targets = digits()
     split = len(images) * 4 // 5
     rows = make_rows(images[:split], targets[:split], 2048, seed=0)
     test_rows = make_rows(images[split:], targets[split:], 300, seed=1)
     processor = make_processor()
-    start, results = make_model(len(processor.tokenizer)), []
+    start, results = make_model(processor.tokenizer), []
     processor.tokenizer.padding_side = "left"  # as TRL loads it for GRPO; others set it themselves
     for task in LAYOUTS:
         after, speed_up = start, time_steps(task, start, processor, rows)
         for layout in LAYOUTS[task]:
-            found, model = learn(task, start, processor, rows, test_rows, layout, steps[task])
+            found, model = learn(task, start, processor, rows, test_rows, layout, STEPS[task])
             results.append({**found, "speed_up": speed_up[layout]})
             after = model if layout == "padded" else after
-            say(f"{task}, {layout}: {speed_up[layout]['median']:.2f}x, accuracy {found['accuracy']:.1%}")
+            print(f"{task}, {layout}: {speed_up[layout]['median']:.2f}x, accuracy {found['accuracy']:.1%}")
         start = after
     return {"measured": results}
 
