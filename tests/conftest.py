@@ -4,7 +4,7 @@ import gc
 import os
 import random
 from collections import defaultdict
-from types import SimpleNamespace
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -97,32 +97,18 @@ def vision_dir(tmp_path_factory):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """
-    The passes under a budget, with gradients and without: `batch`, `decision` and whether it `trains`. Slices may be as
-    short as rows of tiny models.
-    """
-    from trl_paddingfree.memory import plan
+    """The passes under a budget, as [`tests.helpers.memory.watch_passes`] gives them."""
+    from tests.helpers.memory import watch_passes
 
-    made, decide = [], plan.Plan.decide
-
-    def watch(each, batch):
-        decision = decide(each, batch)
-        made.append(SimpleNamespace(batch=batch, decision=decision, trains=torch.is_grad_enabled()))
-        return decision
-
-    monkeypatch.setattr(plan.Plan, "decide", watch)
-    monkeypatch.setattr(plan, "LEAST_SLICE", 8)
-    return made
+    return watch_passes(monkeypatch)
 
 
 @pytest.fixture
 def hold_tokens(monkeypatch):
     """A function that has memory budgets from now on hold so many tokens, once for each layer that keeps them."""
-    from tests.helpers.memory import in_tokens
-    from trl_paddingfree.training import planned
+    from tests.helpers.memory import hold_tokens
 
-    make = planned.make_plan
-    return lambda number: monkeypatch.setattr(planned, "make_plan", lambda *a, **k: in_tokens(make(*a, **k), number))
+    return partial(hold_tokens, monkeypatch)
 
 
 def pytest_collection_finish():

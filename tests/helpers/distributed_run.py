@@ -15,16 +15,11 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 
-from tests.helpers.memory import in_tokens
+from tests.helpers.memory import hold_tokens, watch_passes
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
-from trl_paddingfree import FlatBatch
-from trl_paddingfree.memory import plan as plans
-from trl_paddingfree.memory.plan import Plan
-from trl_paddingfree.model.flat_model import Decision
 from trl_paddingfree.trainers import TRAINERS
-from trl_paddingfree.training import planned
 
 TIMEOUT = 120  # seconds for importing, and for each run
 
@@ -36,29 +31,6 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
         ids = [rng.randrange(5, 60) for _ in range(rng.randint(2, 20))]
         rows.append({"input_ids": ids, "labels": ids if i // 2 % 2 == 0 else [-100] * len(ids)})
     return Dataset.from_list(rows)
-
-
-def watch_decisions(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[tuple[list[int], list[int]]]:
-    """
-    Have a memory budget hold `budget` tokens, one for each layer that keeps its activations. Gives a list that is
-    filled while training: for each pass that trains, how many slices and recomputing layers this process alone would
-    have, and how many there are.
-    """
-    decisions: list[tuple[list[int], list[int]]] = []
-    make, decide = planned.make_plan, Plan.decide
-
-    def watch(plan: Plan, batch: FlatBatch) -> Decision:
-        decision = decide(plan, batch)
-        if torch.is_grad_enabled():
-            both = (plan.own_decision(batch), decision)
-            one, all_do = ([each.num_slices, each.num_recomputed or 0] for each in both)
-            decisions.append((one, all_do))
-        return decision
-
-    monkeypatch.setattr(plans, "LEAST_SLICE", 8)  # rows of tiny models are short
-    monkeypatch.setattr(planned, "make_plan", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), budget))
-    monkeypatch.setattr(Plan, "decide", watch)
-    return decisions
 
 
 def run(task: str, model: str, output: str, options: dict) -> None:
@@ -81,8 +53,10 @@ def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytes
     folder, peft = os.path.dirname(output), settings.pop("lora", False)
     resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
     evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
-    tokens_in_memory = settings.pop("tokens_in_memory", None)
-    decisions = watch_decisions(monkeypatch, tokens_in_memory) if tokens_in_memory else []
+    passes = []
+    if tokens_in_memory := settings.pop("tokens_in_memory", None):
+        hold_tokens(monkeypatch, tokens_in_memory)
+        passes = watch_passes(monkeypatch)
     on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
     streams, differs = settings.pop("streams", False), settings.pop("differs", False)
     data = {"dpo": preference_data, "sft": conversations}[task]
@@ -131,6 +105,9 @@ def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytes
     trainer.accelerator.no_sync = lambda *a, **k: without_sync.append(trainer.state.global_step) or no_sync(*a, **k)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
+    # Of each pass that trains: slices and recomputing layers that this process alone would have, and those of all
+    both = [(each.alone, each.decision) for each in passes if each.trains]
+    decisions = [[(one.num_slices, one.num_recomputed or 0) for one in decided] for decided in both]
     Path(f"{output}.{trainer.accelerator.process_index}").write_text(json.dumps(decisions))
     if trainer.accelerator.is_main_process:
         engine = trainer.accelerator.distributed_type.value
