@@ -3,12 +3,16 @@
 import gc
 import os
 import random
+import sys
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # models this small only wait for further threads, and longer on a busy machine
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed compiles with ninja
 
 # One fresh seed per run of the suite, the same in all worker processes; set it to repeat a run
 os.environ.setdefault("TRL_PADDINGFREE_SEED", str(int.from_bytes(os.urandom(2), "little")))
@@ -23,7 +27,6 @@ if os.environ.get("TRL_PADDINGFREE_DEVICE") == "pretend":
     pretend_device.install()
 
 datasets.disable_progress_bars()
-torch.set_num_threads(1)  # models this small only wait for further threads, and much longer on a busy machine
 
 
 class TellFailures:

@@ -1,13 +1,13 @@
 """Several real processes on the CPU (gloo) train what one trains, and stop together."""
 
 import json
+import os
 import subprocess
-import sys
 
 import pytest
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
+from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, launch, torchrun
 from tests.helpers.tiny import make_model
 
 # Layers that would recompute by passes of their own, which DDP does not see
@@ -239,7 +239,6 @@ def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path)
     process = subprocess.run(
         command(2, ("dpo", model_dir, tmp_path / "2", options)),
         cwd=ROOT,
-        env=environment(),
         capture_output=True,
         text=True,
         timeout=2 * TIMEOUT,
@@ -277,8 +276,8 @@ torch.distributed.barrier()  # nobody has died of it
 
 def test_a_check_that_fails_on_one_process_fails_on_all(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "alone.py", tmp_path]
-    environ = {**environment(), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *torchrun], cwd=ROOT, env=environ, check=True, capture_output=True, timeout=TIMEOUT)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = torchrun(2, tmp_path / "alone.py", tmp_path)
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True, timeout=TIMEOUT)
     assert (tmp_path / "1").read_text() == "only here"
     assert "failed on another process" in (tmp_path / "0").read_text()
