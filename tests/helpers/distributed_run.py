@@ -6,7 +6,9 @@ import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,9 @@ from tests.runs import make_trainer
 from trl_paddingfree.trainers import TRAINERS
 
 TIMEOUT = 120  # seconds for importing, and for each run
+# Options of these runs, beside those of trainers: what they train on, and what happens to it
+OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
+OWN += ("on_disk", "unscored", "streams", "differs")
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -50,60 +55,49 @@ def run(task: str, model: str, output: str, options: dict) -> None:
 
 
 def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, peft = os.path.dirname(output), settings.pop("lora", False)
-    resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
-    evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
+    folder = os.path.dirname(output)
+    own = SimpleNamespace(**{name: settings.pop(name, None) for name in OWN})
     passes = []
-    if tokens_in_memory := settings.pop("tokens_in_memory", None):
-        hold_tokens(monkeypatch, tokens_in_memory)
+    if own.tokens_in_memory:
+        hold_tokens(monkeypatch, own.tokens_in_memory)
         passes = watch_passes(monkeypatch)
-    on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
-    streams, differs = settings.pop("streams", False), settings.pop("differs", False)
     data = {"dpo": preference_data, "sft": conversations}[task]
     given: dict[str, Any] = {"output_dir": folder, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
-    if with_images:
+    if own.images:
         data, given["max_length"] = {"dpo": vision_pairs, "sft": vision_messages}[task], None
-    given["train_dataset"] = data(24 if with_images else 48, seed=1)
-    if unscored:
+    given["train_dataset"] = data(24 if own.images else 48, seed=1)
+    if own.unscored:
         given["train_dataset"] = tokens_to_score_in_every_second_pair()
         given["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    if peft:
+    if own.lora:
         given["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
-    if evaluate:
-        given["eval_dataset"] = data(evaluate, seed=2)
+    if own.evaluate:
+        given["eval_dataset"] = data(own.evaluate, seed=2)
 
     def build(args: Any, **arguments: Any) -> Any:
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
             args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU
-        if differs:
+        if own.differs:
             arguments["train_dataset"] = data(48, seed=args.process_index)
-        if on_disk:  # where TRL shares what one process has computed
+        if own.on_disk:  # where TRL shares what one process has computed
             with args.main_process_first():
                 for name in arguments.keys() & {"train_dataset", "eval_dataset"}:
                     saved = os.path.join(folder, name)
                     if not os.path.exists(saved):
                         arguments[name].save_to_disk(saved)
                     arguments[name] = load_from_disk(saved)
-        if streams:
+        if own.streams:
             arguments["train_dataset"] = arguments["train_dataset"].to_iterable_dataset(num_shards=4)
         return TRAINERS[task](args=args, **arguments)
 
     trainer = make_trainer(task, "ours", trainer_class=build, model=model, **{**given, **settings})
     args = trainer.args
-    if fail_on_rank is not None:
-        step = trainer.training_step
-
-        def failing(*a, **k):
-            if trainer.state.global_step == 1 and trainer.accelerator.process_index == fail_on_rank:
-                raise RuntimeError("this process fails on purpose")
-            return step(*a, **k)
-
-        trainer.training_step = failing
-    without_sync = []
-    no_sync = trainer.accelerator.no_sync
-    trainer.accelerator.no_sync = lambda *a, **k: without_sync.append(trainer.state.global_step) or no_sync(*a, **k)
-    trainer.train(resume_from_checkpoint=resume)
+    if args.process_index == own.fail_on_rank:  # in the second step
+        outcomes = [mock.DEFAULT, RuntimeError("this process fails on purpose")]
+        trainer.training_step = mock.Mock(wraps=trainer.training_step, side_effect=outcomes)
+    trainer.accelerator.no_sync = mock.Mock(wraps=trainer.accelerator.no_sync)
+    trainer.train(resume_from_checkpoint=own.resume)
     trainer.save_model(args.output_dir)
     # Of each pass that trains: slices and recomputing layers that this process alone would have, and those of all
     both = [(each.alone, each.decision) for each in passes if each.trains]
@@ -112,7 +106,8 @@ def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytes
     if trainer.accelerator.is_main_process:
         engine = trainer.accelerator.distributed_type.value
         result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
-        Path(output).write_text(json.dumps({**result, "without_sync": without_sync}))
+        result["without_sync"] = trainer.accelerator.no_sync.call_count
+        Path(output).write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()
 
 
