@@ -66,8 +66,7 @@ def models(dtype: torch.dtype) -> dict[str, tuple[PreTrainedModel, list[Sent]]]:
     channels = tiny_model("mamba", expand=2, state_size=SIZE, **sizes)
     # Of the delta rule: queries and keys, values and outputs, decays and steps; of the scan: states and outputs, steps,
     # and what the state reads and is read by
-    rule = Sent(LAYERS - 1, lambda size: 2 * (HEADS + max(KEYS, size)) * SIZE + 2 * HEADS, in_float32=HEADS)
-    rule.channels = (2 * KEYS + HEADS) * SIZE
+    rule = Sent(LAYERS - 1, lambda size: attention.numbers(size) + 2 * HEADS, (2 * KEYS + HEADS) * SIZE, HEADS)
     scans = Sent(LAYERS, lambda size: 2 * HEADS * 2 * SIZE + HEADS + 2 * size * SIZE, 2 * HEADS * SIZE + 2 * SIZE)
     return {
         "attention": (make_model(**sizes, **heads), [Sent(LAYERS, attention.numbers)]),
