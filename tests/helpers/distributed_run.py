@@ -38,9 +38,10 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def run(task: str, model: str, output: str, options: dict) -> None:
+def run(task: str, model: str, folder: str | Path, options: dict) -> None:
     """Train. With `refused` among the options the run has to fail, and what each process says of it is written down."""
-    settings, said = dict(options), None
+    settings, output, said = dict(options), Path(folder) / "result.json", None
+    output.parent.mkdir(exist_ok=True)
     refused = settings.pop("refused", False)
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -51,18 +52,17 @@ def run(task: str, model: str, output: str, options: dict) -> None:
         said = str(error)
     if refused:
         Path(f"{output}.{torch.distributed.get_rank()}").write_text(json.dumps(said))
-        Path(output).write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
+        output.write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
 
 
-def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = os.path.dirname(output)
+def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     own = SimpleNamespace(**{name: settings.pop(name, None) for name in OWN})
     passes = []
     if own.tokens_in_memory:
         hold_tokens(monkeypatch, own.tokens_in_memory)
         passes = watch_passes(monkeypatch)
     data = {"dpo": preference_data, "sft": conversations}[task]
-    given: dict[str, Any] = {"output_dir": folder, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
+    given: dict[str, Any] = {"model": model, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
     if own.images:
         data, given["max_length"] = {"dpo": vision_pairs, "sft": vision_messages}[task], None
     given["train_dataset"] = data(24 if own.images else 48, seed=1)
@@ -83,15 +83,15 @@ def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytes
         if own.on_disk:  # where TRL shares what one process has computed
             with args.main_process_first():
                 for name in arguments.keys() & {"train_dataset", "eval_dataset"}:
-                    saved = os.path.join(folder, name)
-                    if not os.path.exists(saved):
+                    saved = output.parent / name
+                    if not saved.exists():
                         arguments[name].save_to_disk(saved)
                     arguments[name] = load_from_disk(saved)
         if own.streams:
             arguments["train_dataset"] = arguments["train_dataset"].to_iterable_dataset(num_shards=4)
         return TRAINERS[task](args=args, **arguments)
 
-    trainer = make_trainer(task, "ours", trainer_class=build, model=model, **{**given, **settings})
+    trainer = make_trainer(task, "ours", trainer_class=build, output_dir=str(output.parent), **{**given, **settings})
     args = trainer.args
     if args.process_index == own.fail_on_rank:  # in the second step
         outcomes = [mock.DEFAULT, RuntimeError("this process fails on purpose")]
@@ -107,7 +107,7 @@ def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytes
         engine = trainer.accelerator.distributed_type.value
         result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
         result["without_sync"] = trainer.accelerator.no_sync.call_count
-        Path(output).write_text(json.dumps(result))
+        output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()
 
 

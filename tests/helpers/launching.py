@@ -26,10 +26,7 @@ ENGINES = {
 
 def command(ranks, *runs, engine=None):
     """The command of `runs`, each a task, a model, a folder and options, one after another in the same processes."""
-    arguments = [(task, model, str(output / "result.json"), options) for task, model, output, options in runs]
-    for _, _, output, _ in runs:
-        output.mkdir(exist_ok=True)
-    run = ["-m", "tests.helpers.distributed_run", json.dumps(arguments)]
+    run = ["-m", "tests.helpers.distributed_run", json.dumps(runs, default=str)]
     if engine:
         config, *options = ENGINES[engine].split()
         options += ["--num_processes", str(ranks), "--main_process_port", "0"]
@@ -59,8 +56,7 @@ def launch(ranks, *runs, engine=None):
 
 def alone(task, model, output, options):
     """The same run in this process."""
-    output.mkdir(exist_ok=True)
-    distributed_run.run(task, model, str(output / "result.json"), options)
+    distributed_run.run(task, model, output, options)
     return json.loads((output / "result.json").read_text())
 
 
