@@ -38,10 +38,8 @@ class TellFailures:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             said = str(report.longrepr).strip().splitlines()
-            seed = f"TRL_PADDINGFREE_SEED={os.environ['TRL_PADDINGFREE_SEED']}"
-            self.reporter.write_line(
-                f"\n{seed} python -m pytest '{report.nodeid}'  # {said[-1] if said else report.when}"
-            )
+            command = f"{pytest_report_header()} python -m pytest '{report.nodeid}'"
+            self.reporter.write_line(f"\n{command}  # {said[-1] if said else report.when}")
 
 
 @pytest.hookimpl(trylast=True)  # when there is a reporter
@@ -79,23 +77,18 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def model_dir(tokenizer, tmp_path_factory):
     """A folder with a tiny Llama and its tokenizer, as a user would name one."""
-    from tests.helpers.tiny import make_model
+    from tests.helpers.tiny import make_model, saved
 
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    make_model(vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("tiny-llama"), make_model(vocab_size=len(tokenizer)), tokenizer)
 
 
 @pytest.fixture(scope="session")
 def vision_dir(tmp_path_factory):
     """A folder with a tiny LLaVA and its processor."""
+    from tests.helpers.tiny import saved
     from tests.helpers.vision import make_vision
 
-    folder = tmp_path_factory.mktemp("tiny-llava")
-    for part in make_vision("llava"):
-        part.save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("tiny-llava"), *make_vision("llava"))
 
 
 @pytest.fixture

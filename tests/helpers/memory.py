@@ -1,6 +1,5 @@
 """Trainers under a memory budget: what they count and predict, single steps, and allocations that fail on purpose."""
 
-import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from trl_paddingfree.model.architecture import recomputable_layers
 from trl_paddingfree.trainers.base import FlatTrainer
 from trl_paddingfree.training import planned
 
-SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 LAYERS = 3
 # Vision models: Qwen's images have sizes of their own
 KINDS = ["llava", *(["qwen2_5_vl"] if is_torchvision_available() else [])]

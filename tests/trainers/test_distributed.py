@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, launch, torchrun
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import make_model, saved
 
 # Layers that would recompute by passes of their own, which DDP does not see
 REENTRANT = {
@@ -165,9 +165,8 @@ def test_fsdp2_casts_what_it_hands_to_the_model_and_leaves_a_flat_batch_whole(mo
 @pytest.mark.slow
 def test_fsdp2_may_leave_weights_whole_after_a_pass(tokenizer, tmp_path):
     """Of four like layers, the check differentiates all, and shares: weights look as if nothing sharded them then."""
-    make_model(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    run = launch(2, ("dpo", str(tmp_path / "model"), tmp_path / "run", {"max_steps": 1}), engine="fsdp-kept")
+    folder = saved(tmp_path / "model", make_model(vocab_size=len(tokenizer), num_hidden_layers=4), tokenizer)
+    run = launch(2, ("dpo", folder, tmp_path / "run", {"max_steps": 1}), engine="fsdp-kept")
     assert run["log"][0]["flat/saved_by_sharing"] > 0
 
 
@@ -177,9 +176,7 @@ IN_MEMORY = {"layers": 180, "layers of parts": 60, "slices": 40}
 
 def assert_agreement(what, engine, tokenizer, tmp_path, **options):
     """Processes that would choose differently compute alike: each recomputation, and each slice, gathers weights."""
-    folder = str(tmp_path / "model")
-    make_model(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = saved(tmp_path / "model", make_model(vocab_size=len(tokenizer), num_hidden_layers=4), tokenizer)
     options = {"max_steps": 4, "memory_budget": 1, **options}
     one = alone("dpo", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
     options |= {"per_device_train_batch_size": 2, "tokens_in_memory": IN_MEMORY[what]}

@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, TIMEOUT, alone, assert_same_run, finished, launch, torchrun
-from tests.helpers.tiny import following_rotary, make_model, preference_data, prompt_completions
+from tests.helpers.tiny import following_rotary, make_model, preference_data, prompt_completions, saved
 from tests.helpers.trees import random_segments
 from trl_paddingfree import (
     PaddingFreeDPOConfig,
@@ -136,8 +136,7 @@ def folder_of(tokenizer, tmp_path_factory):
     def made(name):
         path = folder / name
         if not path.exists():
-            MODELS[name](vocab_size=len(tokenizer)).save_pretrained(path)
-            tokenizer.save_pretrained(path)
+            saved(path, MODELS[name](vocab_size=len(tokenizer)), tokenizer)
         return str(path)
 
     return made
