@@ -3,12 +3,16 @@
 import gc
 import os
 import random
+import sys
 from collections import defaultdict
-from types import SimpleNamespace
+from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # models this small only wait for further threads, and longer on a busy machine
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed compiles with ninja
 
 # One fresh seed per run of the suite, the same in all worker processes; set it to repeat a run
 os.environ.setdefault("TRL_PADDINGFREE_SEED", str(int.from_bytes(os.urandom(2), "little")))
@@ -23,7 +27,6 @@ if os.environ.get("TRL_PADDINGFREE_DEVICE") == "pretend":
     pretend_device.install()
 
 datasets.disable_progress_bars()
-torch.set_num_threads(1)  # models this small only wait for further threads, and much longer on a busy machine
 
 
 class TellFailures:
@@ -35,10 +38,8 @@ class TellFailures:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             said = str(report.longrepr).strip().splitlines()
-            seed = f"TRL_PADDINGFREE_SEED={os.environ['TRL_PADDINGFREE_SEED']}"
-            self.reporter.write_line(
-                f"\n{seed} python -m pytest '{report.nodeid}'  # {said[-1] if said else report.when}"
-            )
+            command = f"{pytest_report_header()} python -m pytest '{report.nodeid}'"
+            self.reporter.write_line(f"\n{command}  # {said[-1] if said else report.when}")
 
 
 @pytest.hookimpl(trylast=True)  # when there is a reporter
@@ -76,53 +77,34 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def model_dir(tokenizer, tmp_path_factory):
     """A folder with a tiny Llama and its tokenizer, as a user would name one."""
-    from tests.helpers.tiny import make_model
+    from tests.helpers.tiny import make_model, saved
 
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    make_model(vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("tiny-llama"), make_model(vocab_size=len(tokenizer)), tokenizer)
 
 
 @pytest.fixture(scope="session")
 def vision_dir(tmp_path_factory):
     """A folder with a tiny LLaVA and its processor."""
+    from tests.helpers.tiny import saved
     from tests.helpers.vision import make_vision
 
-    folder = tmp_path_factory.mktemp("tiny-llava")
-    for part in make_vision("llava"):
-        part.save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("tiny-llava"), *make_vision("llava"))
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """
-    The passes under a budget, with gradients and without: `batch`, `decision` and whether it `trains`. Slices may be as
-    short as rows of tiny models.
-    """
-    from trl_paddingfree.memory import plan
+    """The passes under a budget, as [`tests.helpers.memory.watch_passes`] gives them."""
+    from tests.helpers.memory import watch_passes
 
-    made, decide = [], plan.Plan.decide
-
-    def watch(each, batch):
-        decision = decide(each, batch)
-        made.append(SimpleNamespace(batch=batch, decision=decision, trains=torch.is_grad_enabled()))
-        return decision
-
-    monkeypatch.setattr(plan.Plan, "decide", watch)
-    monkeypatch.setattr(plan, "LEAST_SLICE", 8)
-    return made
+    return watch_passes(monkeypatch)
 
 
 @pytest.fixture
 def hold_tokens(monkeypatch):
     """A function that has memory budgets from now on hold so many tokens, once for each layer that keeps them."""
-    from tests.helpers.memory import in_tokens
-    from trl_paddingfree.training import planned
+    from tests.helpers.memory import hold_tokens
 
-    make = planned.make_plan
-    return lambda number: monkeypatch.setattr(planned, "make_plan", lambda *a, **k: in_tokens(make(*a, **k), number))
+    return partial(hold_tokens, monkeypatch)
 
 
 def pytest_collection_finish():

@@ -4,7 +4,7 @@ Each line of its input is a case, as JSON: the folder of the copy, what to do wi
 """
 
 import json
-import os
+import multiprocessing
 import re
 import shutil
 import sys
@@ -31,21 +31,10 @@ def copy_of_trl(folder: Path, moved: str) -> Path:
 
 def build(name: str, **options):
     """A trainer of this package, by the name of its task."""
-    from datasets import Dataset
-    from peft import LoraConfig
+    from tests.helpers.tiny import DATA, arguments
+    from tests.runs import make_trainer
 
-    import trl_paddingfree
-    from tests.helpers.tiny import make_model, make_tokenizer, preference_data
-
-    arguments = {"processing_class": make_tokenizer(), "train_dataset": preference_data(4, 0)}
-    arguments["peft_config"] = LoraConfig(task_type="CAUSAL_LM")
-    if name == "GRPO":
-        arguments["train_dataset"] = Dataset.from_list([{"prompt": "w1 w2"}] * 4)
-        arguments["reward_funcs"] = lambda completions, **kwargs: [1.0 for _ in completions]
-        options |= {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
-    common = {"bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 1}
-    args = getattr(trl_paddingfree, f"PaddingFree{name}Config")("unused", **common, **options)
-    return getattr(trl_paddingfree, f"PaddingFree{name}Trainer")(model=make_model(), args=args, **arguments)
+    return make_trainer(name, "ours", **arguments(name), train_dataset=DATA[name](4, 0), steps=1, **options)
 
 
 def import_trainer():
@@ -61,15 +50,15 @@ def import_core():
 
 
 def train_dpo():
-    build("DPO").train()
+    build("dpo").train()
 
 
 def train_within_a_budget():
-    build("DPO", memory_budget=1).train()
+    build("dpo", memory_budget=1).train()
 
 
 def train_grpo():
-    build("GRPO").train()
+    build("grpo").train()
 
 
 def train_what_fails_within_trl():
@@ -100,17 +89,11 @@ def attempt(case: dict) -> None:
 if __name__ == "__main__":
     import datasets  # noqa: F401
     import peft  # noqa: F401
-    import torch
     from transformers import Trainer  # noqa: F401
 
-    torch.set_num_threads(1)
+    forking = multiprocessing.get_context("fork")
     for line in sys.stdin:
-        if (pid := os.fork()) == 0:
-            status = 1
-            try:
-                attempt(json.loads(line))
-                status = 0
-            finally:
-                os._exit(status)
-        os.waitpid(pid, 0)
+        process = forking.Process(target=attempt, args=(json.loads(line),))
+        process.start()
+        process.join()
         print("done", flush=True)

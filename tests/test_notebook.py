@@ -28,7 +28,6 @@ def test_the_notebook_is_committed_without_outputs(notebook):
 
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of a model this small wait for each other
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
     sft, dpo = outputs(notebook, "text/html")
     assert "computed tokens" in sft

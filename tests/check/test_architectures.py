@@ -10,11 +10,10 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.reference_flash import reference_flash, torch_varlen_func
 from tests.helpers.tiny import conversations, preference_data
-from tests.helpers.versions import is_older
 from tests.runs import assert_same, run
 from trl_paddingfree.check.prove import UnprovenModelError, prove
 from trl_paddingfree.model.routes import Route, choose_route

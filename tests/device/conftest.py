@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests import pretend_device
-from trl_paddingfree.memory.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -21,22 +20,3 @@ def device(request):
     yield pretend_device.DEVICE
     pretend_device.arrive()
     pretend_device.memory.total = total
-
-
-@pytest.fixture
-def slices_made(monkeypatch):
-    """In how many parts or slices each micro-batch ran on the device."""
-    made, parts, decide = [], Plan.parts, Plan.decide
-
-    def watch(count, method):
-        def watched(*args):
-            found = method(*args)
-            if not pretend_device.why_off():
-                made.append(count(found))
-            return found
-
-        return watched
-
-    monkeypatch.setattr(Plan, "parts", watch(len, parts))
-    monkeypatch.setattr(Plan, "decide", watch(lambda decision: decision.num_slices, decide))
-    return made

@@ -1,6 +1,5 @@
 """What is trained on the pretend device, and the comparison with the CPU."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import pretend_device
-from tests.helpers.tiny import DATA, arguments
+from tests.helpers.tiny import DATA, SEED, arguments
 from tests.runs import Run, off_by, run
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # The device computes on the CPU, by other calls in places: sums of a few hundred terms in float32 differ by less
 TOLERANCE = 1e-5
 # Which of two equal rewards is higher is rounding

@@ -20,6 +20,7 @@ from tests.runs import TOLERANCE as AS_PADDED
 from tests.runs import assert_as_close, off_by, run
 from tests.trainers import test_kernels
 from trl_paddingfree import split_turns
+from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.model import slices
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -79,6 +80,25 @@ BUDGETS = {
     "rloo": (None, {}),
     "distillation": (None, {}),
 }
+
+
+@pytest.fixture
+def slices_made(monkeypatch):
+    """In how many parts or slices each micro-batch ran on the device."""
+    made, parts, decide = [], Plan.parts, Plan.decide
+
+    def watch(count, method):
+        def watched(*args):
+            found = method(*args)
+            if not pretend_device.why_off():
+                made.append(count(found))
+            return found
+
+        return watched
+
+    monkeypatch.setattr(Plan, "parts", watch(len, parts))
+    monkeypatch.setattr(Plan, "decide", watch(lambda decision: decision.num_slices, decide))
+    return made
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.helpers.versions import is_older
 from trl_paddingfree.versions import TESTED
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -52,6 +52,11 @@ SIZES: dict[str, Any] = {name: value for value, names in _NAMES.items() for name
 _ALWAYS = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
 
 
+def is_older(version: str) -> bool:
+    """Whether transformers is older than `version`."""
+    return Version(transformers.__version__) < Version(version)
+
+
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of a tiny model of an architecture; `overrides` go before the tiny values."""
     if model_type not in CONFIG_MAPPING and is_older(TESTED["transformers"][1]):
@@ -62,18 +67,10 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **{**_shrunk(default), **overrides})
 
 
-def tiny_model(
-    model_type: str,
-    *,
-    attn_implementation: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **overrides,
-) -> PreTrainedModel:
+def tiny_model(model_type: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> PreTrainedModel:
     """A tiny model with random weights."""
     torch.manual_seed(seed)
-    config = tiny_config(model_type, **overrides)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).to(dtype).eval()
+    return AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides)).to(dtype).eval()
 
 
 def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
@@ -130,7 +127,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {
-        "layer_types": ["chunked_attention", "full_attention"],
         "no_rope_layers": [1, 0],
         "attn_scale": 10.0,  # queries of layers without rotary positions grow every `floor_scale` tokens
     },

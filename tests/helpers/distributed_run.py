@@ -6,7 +6,9 @@ import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,18 +17,16 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 
-from tests.helpers.memory import in_tokens
+from tests.helpers.memory import hold_tokens, watch_passes
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
-from trl_paddingfree import FlatBatch
-from trl_paddingfree.memory import plan as plans
-from trl_paddingfree.memory.plan import Plan
-from trl_paddingfree.model.flat_model import Decision
 from trl_paddingfree.trainers import TRAINERS
-from trl_paddingfree.training import planned
 
 TIMEOUT = 120  # seconds for importing, and for each run
+# Options of these runs, beside those of trainers: what they train on, and what happens to it
+OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
+OWN += ("on_disk", "unscored", "streams", "differs")
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -38,32 +38,10 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def watch_decisions(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[tuple[list[int], list[int]]]:
-    """
-    Have a memory budget hold `budget` tokens, one for each layer that keeps its activations. Gives a list that is
-    filled while training: for each pass that trains, how many slices and recomputing layers this process alone would
-    have, and how many there are.
-    """
-    decisions: list[tuple[list[int], list[int]]] = []
-    make, decide = planned.make_plan, Plan.decide
-
-    def watch(plan: Plan, batch: FlatBatch) -> Decision:
-        decision = decide(plan, batch)
-        if torch.is_grad_enabled():
-            both = (plan.own_decision(batch), decision)
-            one, all_do = ([each.num_slices, each.num_recomputed or 0] for each in both)
-            decisions.append((one, all_do))
-        return decision
-
-    monkeypatch.setattr(plans, "LEAST_SLICE", 8)  # rows of tiny models are short
-    monkeypatch.setattr(planned, "make_plan", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), budget))
-    monkeypatch.setattr(Plan, "decide", watch)
-    return decisions
-
-
-def run(task: str, model: str, output: str, options: dict) -> None:
+def run(task: str, model: str, folder: str | Path, options: dict) -> None:
     """Train. With `refused` among the options the run has to fail, and what each process says of it is written down."""
-    settings, said = dict(options), None
+    settings, output, said = dict(options), Path(folder) / "result.json", None
+    output.parent.mkdir(exist_ok=True)
     refused = settings.pop("refused", False)
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -74,68 +52,62 @@ def run(task: str, model: str, output: str, options: dict) -> None:
         said = str(error)
     if refused:
         Path(f"{output}.{torch.distributed.get_rank()}").write_text(json.dumps(said))
-        Path(output).write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
+        output.write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
 
 
-def train(task: str, model: str, output: str, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, peft = os.path.dirname(output), settings.pop("lora", False)
-    resume, fail_on_rank = settings.pop("resume", None), settings.pop("fail_on_rank", None)
-    evaluate, with_images = settings.pop("evaluate", 0), settings.pop("images", False)
-    tokens_in_memory = settings.pop("tokens_in_memory", None)
-    decisions = watch_decisions(monkeypatch, tokens_in_memory) if tokens_in_memory else []
-    on_disk, unscored = settings.pop("on_disk", False), settings.pop("unscored", False)
-    streams, differs = settings.pop("streams", False), settings.pop("differs", False)
+def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(**{name: settings.pop(name, None) for name in OWN})
+    passes = []
+    if own.tokens_in_memory:
+        hold_tokens(monkeypatch, own.tokens_in_memory)
+        passes = watch_passes(monkeypatch)
     data = {"dpo": preference_data, "sft": conversations}[task]
-    given: dict[str, Any] = {"output_dir": folder, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
-    if with_images:
+    given: dict[str, Any] = {"model": model, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
+    if own.images:
         data, given["max_length"] = {"dpo": vision_pairs, "sft": vision_messages}[task], None
-    given["train_dataset"] = data(24 if with_images else 48, seed=1)
-    if unscored:
+    given["train_dataset"] = data(24 if own.images else 48, seed=1)
+    if own.unscored:
         given["train_dataset"] = tokens_to_score_in_every_second_pair()
         given["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    if peft:
+    if own.lora:
         given["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
-    if evaluate:
-        given["eval_dataset"] = data(evaluate, seed=2)
+    if own.evaluate:
+        given["eval_dataset"] = data(own.evaluate, seed=2)
 
     def build(args: Any, **arguments: Any) -> Any:
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
             args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU
-        if differs:
+        if own.differs:
             arguments["train_dataset"] = data(48, seed=args.process_index)
-        if on_disk:  # where TRL shares what one process has computed
+        if own.on_disk:  # where TRL shares what one process has computed
             with args.main_process_first():
                 for name in arguments.keys() & {"train_dataset", "eval_dataset"}:
-                    saved = os.path.join(folder, name)
-                    if not os.path.exists(saved):
+                    saved = output.parent / name
+                    if not saved.exists():
                         arguments[name].save_to_disk(saved)
                     arguments[name] = load_from_disk(saved)
-        if streams:
+        if own.streams:
             arguments["train_dataset"] = arguments["train_dataset"].to_iterable_dataset(num_shards=4)
         return TRAINERS[task](args=args, **arguments)
 
-    trainer = make_trainer(task, "ours", trainer_class=build, model=model, **{**given, **settings})
+    trainer = make_trainer(task, "ours", trainer_class=build, output_dir=str(output.parent), **{**given, **settings})
     args = trainer.args
-    if fail_on_rank is not None:
-        step = trainer.training_step
-
-        def failing(*a, **k):
-            if trainer.state.global_step == 1 and trainer.accelerator.process_index == fail_on_rank:
-                raise RuntimeError("this process fails on purpose")
-            return step(*a, **k)
-
-        trainer.training_step = failing
-    without_sync = []
-    no_sync = trainer.accelerator.no_sync
-    trainer.accelerator.no_sync = lambda *a, **k: without_sync.append(trainer.state.global_step) or no_sync(*a, **k)
-    trainer.train(resume_from_checkpoint=resume)
+    if args.process_index == own.fail_on_rank:  # in the second step
+        outcomes = [mock.DEFAULT, RuntimeError("this process fails on purpose")]
+        trainer.training_step = mock.Mock(wraps=trainer.training_step, side_effect=outcomes)
+    trainer.accelerator.no_sync = mock.Mock(wraps=trainer.accelerator.no_sync)
+    trainer.train(resume_from_checkpoint=own.resume)
     trainer.save_model(args.output_dir)
+    # Of each pass that trains: slices and recomputing layers that this process alone would have, and those of all
+    both = [(each.alone, each.decision) for each in passes if each.trains]
+    decisions = [[(one.num_slices, one.num_recomputed or 0) for one in decided] for decided in both]
     Path(f"{output}.{trainer.accelerator.process_index}").write_text(json.dumps(decisions))
     if trainer.accelerator.is_main_process:
         engine = trainer.accelerator.distributed_type.value
         result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
-        Path(output).write_text(json.dumps({**result, "without_sync": without_sync}))
+        result["without_sync"] = trainer.accelerator.no_sync.call_count
+        output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()
 
 

@@ -1,6 +1,7 @@
 """One model, flat beside padded: log-probabilities, and the gradient of every parameter."""
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
@@ -37,12 +38,9 @@ def assert_equals_padded(model, route: Route, seed: int, tolerance: float = TOLE
     """Log-probabilities and the gradient of every parameter, flat against padded."""
     rows = tree(seed)
     labels = [[-100 if i < 3 else token for i, token in enumerate(row)] for row in rows]
-    width = max(map(len, rows))
-    padded = {
-        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
-        "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels]),
-    }
+    masks = [[1] * len(row) for row in rows]
+    given = {"input_ids": (rows, 0), "attention_mask": (masks, 0), "labels": (labels, -100)}
+    padded = {name: pad_sequence([*map(torch.tensor, x)], True, value) for name, (x, value) in given.items()}
     expected, expected_gradients = log_probs_and_gradients(model, **padded)
     FlatModel.install(model, route)
     batch = FlatBatch.from_rows(rows, labels, prefix_sharing=route.prefix_sharing)

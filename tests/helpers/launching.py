@@ -1,10 +1,8 @@
 """Training runs in processes of their own, and what they logged and ended with."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -28,43 +26,37 @@ ENGINES = {
 
 def command(ranks, *runs, engine=None):
     """The command of `runs`, each a task, a model, a folder and options, one after another in the same processes."""
-    arguments = [(task, model, str(output / "result.json"), options) for task, model, output, options in runs]
-    for _, _, output, _ in runs:
-        output.mkdir(exist_ok=True)
-    run = ["-m", "tests.helpers.distributed_run", json.dumps(arguments)]
+    run = ["-m", "tests.helpers.distributed_run", json.dumps(runs, default=str)]
     if engine:
         config, *options = ENGINES[engine].split()
         options += ["--num_processes", str(ranks), "--main_process_port", "0"]
         launch = ["accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}"]
         return [sys.executable, "-m", *launch, *options, *run]
-    if ranks > 1:
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        return [sys.executable, "-m", *torchrun, *run]
-    return [sys.executable, *run]
+    return torchrun(ranks, *run) if ranks > 1 else [sys.executable, *run]
 
 
-def environment():
-    return {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # DeepSpeed compiles with ninja
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+def torchrun(ranks, *program):
+    """The command of a Python program on so many processes: a file or `-m` and a module, and arguments."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
+
+
+def finished(command, timeout):
+    """The process of a command, once it has ended well."""
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    assert process.returncode == 0, "".join(process.stderr.partition("Traceback")[1:])[:6000]
+    return process
 
 
 def launch(ranks, *runs, engine=None):
     """What each of `runs` logged and ended with on so many processes, which are started once: they import for long."""
-    arguments = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
-    process = subprocess.run(command(ranks, *runs, engine=engine), **arguments, timeout=TIMEOUT * (1 + len(runs)))
-    assert process.returncode == 0, "".join(process.stderr.partition("Traceback")[1:])[:6000]
+    finished(command(ranks, *runs, engine=engine), TIMEOUT * (1 + len(runs)))
     results = [json.loads((output / "result.json").read_text()) for _, _, output, _ in runs]
     return results if len(runs) > 1 else results[0]
 
 
 def alone(task, model, output, options):
     """The same run in this process."""
-    output.mkdir(exist_ok=True)
-    distributed_run.run(task, model, str(output / "result.json"), options)
+    distributed_run.run(task, model, output, options)
     return json.loads((output / "result.json").read_text())
 
 

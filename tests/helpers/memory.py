@@ -1,7 +1,7 @@
 """Trainers under a memory budget: what they count and predict, single steps, and allocations that fail on purpose."""
 
-import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,10 +12,11 @@ from tests.helpers.vision import on_images
 from tests.runs import make_trainer, run
 from trl_paddingfree.memory.kept_bytes import LOADS
 from trl_paddingfree.memory.needs import MemoryNeeds
+from trl_paddingfree.memory.plan import Plan
 from trl_paddingfree.model.architecture import recomputable_layers
 from trl_paddingfree.trainers.base import FlatTrainer
+from trl_paddingfree.training import planned
 
-SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 LAYERS = 3
 # Vision models: Qwen's images have sizes of their own
 KINDS = ["llava", *(["qwen2_5_vl"] if is_torchvision_available() else [])]
@@ -61,6 +62,29 @@ def in_tokens(plan, number):
     return plan
 
 
+def hold_tokens(monkeypatch, number):
+    """Have memory budgets from now on hold so many tokens, as [`in_tokens`] has one."""
+    make = planned.make_plan
+    monkeypatch.setattr(planned, "make_plan", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), number))
+
+
+def watch_passes(monkeypatch):
+    """
+    A list that grows with each pass under a budget, with gradients or without: its `batch`, the `decision`, that which
+    this process takes `alone`, and whether the pass `trains`. Slices may be as short as rows of tiny models.
+    """
+    made, decide = [], Plan.decide
+
+    def watch(self, batch):
+        decision, trains = decide(self, batch), torch.is_grad_enabled()
+        made.append(SimpleNamespace(batch=batch, decision=decision, alone=self.own_decision(batch), trains=trains))
+        return decision
+
+    monkeypatch.setattr(Plan, "decide", watch)
+    monkeypatch.setattr("trl_paddingfree.memory.plan.LEAST_SLICE", 8)
+    return made
+
+
 def most_slices(passes):
     """The most slices in which a batch was computed."""
     return max(each.decision.num_slices for each in passes)
@@ -89,9 +113,9 @@ def fail_once_planned(monkeypatch, attempts, in_backward, prepare=lambda memory:
     begin = FlatTrainer.plan_steps
 
     def plan(trainer, model):
-        planned = trainer.flat.plan is not None
+        is_new = trainer.flat.plan is None
         begin(trainer, model)
-        if not planned and (memory := trainer.flat.plan) is not None:
+        if is_new and (memory := trainer.flat.plan) is not None:
             prepare(memory)
             failing(trainer, attempts, in_backward).__enter__()
 

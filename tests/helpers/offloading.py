@@ -7,9 +7,6 @@ from unittest import mock
 import torch
 from trl.models import activation_offloading
 
-# Modules of trainers that ask for the offloading by this name
-ASKED_FOR = "trl.trainer.{}_trainer.get_act_offloading_ctx_manager"
-
 
 @contextlib.contextmanager
 def offloading_on_cpu(task: str):
@@ -37,7 +34,7 @@ def offloading_on_cpu(task: str):
         return context
 
     with (
-        mock.patch(ASKED_FOR.format(task), offloading),
+        mock.patch(f"trl.trainer.{task}_trainer.get_act_offloading_ctx_manager", offloading),
         mock.patch.object(torch.cpu, "empty_cache", create=True),  # called beside bitsandbytes
     ):
         yield moved

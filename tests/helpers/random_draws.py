@@ -36,14 +36,18 @@ def draw(seed: int) -> dict[str, Any]:
     """The draw of a seed: `task`, `model`, `data`, `ours` (options of this package), `options` (those of TRL)."""
     rng = random.Random(seed)
     task = rng.choice(TASKS)
-    model: dict[str, Any] = {"type": _model_type(rng, task), "seed": rng.randrange(1000)}
+    known = [name for name in MODEL_TYPES + HYBRIDS if task != "reward" or name in CLASSIFIERS]
+    model: dict[str, Any] = {"type": rng.choice([x for x in known if task not in ONLINE or x not in ABSOLUTE])}
+    model["seed"] = rng.randrange(1000)
     model["attention"] = "eager" if model["type"] in EAGER_ONLY else rng.choice(["sdpa", "eager"])
     options = _common_options(rng)
     data = {"rows": rng.randint(5, 14), "seed": rng.randrange(10**6), "conversational": rng.random() < 0.5}
     data["pad_is_eos"] = rng.random() < 0.3
     # The first makes steps in proportion to gradients, and TRL's own whole steps, also of what is only rounding
     options["adam_epsilon"] = random.Random(f"Adam {seed}").choice([1e-2, 1e-8])
-    model["reference"] = _reference(rng, model["type"], REFERENCES if task in ("dpo", "kto") else ["itself", "lora"])
+    references = REFERENCES if task in ("dpo", "kto") else ["itself", "lora"]
+    refused = ("lora", "adapter") if model["type"] in NO_ADAPTER else ()
+    model["reference"] = rng.choice([name for name in references if not name.endswith(refused)])
     specific = _SPECIFIC[task](rng, model, options, data)
     drawn = {"seed": seed, "task": task, "model": model, "data": data, "ours": _our_options(rng, task, model["type"])}
     if model["type"] == "llama4_text":
@@ -52,11 +56,6 @@ def draw(seed: int) -> dict[str, Any]:
         # float64, where the whole steps that Adam makes of rounding would be gone
         options["adam_epsilon"] = 1e-2
     return {**drawn, "options": {**options, **specific}}
-
-
-def _model_type(rng: random.Random, task: str) -> str:
-    known = [name for name in MODEL_TYPES + HYBRIDS if task != "reward" or name in CLASSIFIERS]
-    return rng.choice([name for name in known if task not in ONLINE or name not in ABSOLUTE])
 
 
 def _common_options(rng: random.Random) -> dict[str, Any]:
@@ -87,11 +86,6 @@ def _our_options(rng: random.Random, task: str, model_type: str) -> dict[str, An
     if rng.random() < 0.25:  # in GiB, and a tiny model: from too little for one example to more than enough
         return {**ours, "memory_budget": rng.choice([0.006, 0.012, 0.02, 1.0])}
     return {**ours, "max_tokens_per_micro_batch": rng.choice([None, None, 12, 40])}
-
-
-def _reference(rng: random.Random, model_type: str, references: list[str]) -> str:
-    has_none = model_type in NO_ADAPTER
-    return rng.choice([name for name in references if not (has_none and name.endswith(("lora", "adapter")))])
 
 
 def _lengths(rng: random.Random) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """What the tests train: a tokenizer, models and data small enough for a laptop, made on the spot."""
 
+import os
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))  # of this run of the tests
 WORDS = [f"w{i}" for i in range(60)]
 # Weights are larger than usual, so that a wrong context shows in the loss
 SIZES: dict[str, Any] = {
@@ -61,6 +64,13 @@ def reward_model(model_type: str = "llama", **overrides: Any):
     config.num_labels = 1
     torch.manual_seed(1)
     return AutoModelForSequenceClassification.from_config(config)
+
+
+def saved(folder: Path, *parts: Any) -> str:
+    """A folder, once it holds a model and what goes with it, as a user would name one."""
+    for part in parts:
+        part.save_pretrained(folder)
+    return str(folder)
 
 
 def lora(**options: Any) -> LoraConfig:

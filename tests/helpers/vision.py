@@ -1,6 +1,5 @@
 """Tiny vision-language models of fourteen architectures, their processors, and data with images, made on the spot."""
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,8 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 
-from tests.helpers.tiny import SIZES, arguments, text, word_level
+from tests.helpers.tiny import SEED, SIZES, arguments, text, word_level
 
-SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))
 WORDS = [f"w{i}" for i in range(40)]
 # One special token of each kind, whatever a model calls it
 PAD, START, END, IMAGE, OPEN, CLOSE, VIDEO = "<pad>", "<start>", "<end>", "<image>", "<open>", "<close>", "<video>"

@@ -10,9 +10,9 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import is_torchvision_available
 
+from tests.helpers.architectures import is_older
 from tests.helpers.memory import LAYERS, layered, most_slices, with_images
 from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
-from tests.helpers.versions import is_older
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch

@@ -10,11 +10,10 @@ from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.memory import KINDS, LAYERS, TOLERANCE, budgeted, layered, ready, with_images
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import DATA, conversations, following_rotary, lora, make_model, preference_data
-from tests.helpers.versions import is_older
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
 from trl_paddingfree import FlatBatch

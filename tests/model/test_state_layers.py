@@ -17,13 +17,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_config, tiny_model
+from tests.helpers.architectures import is_older, tiny_config, tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.trees import random_segments
-from tests.helpers.versions import is_older
 from tests.runs import LEAST_GRADIENT, assert_same, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.check.prove import prove

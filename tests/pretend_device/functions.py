@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
+from torch.utils._pytree import tree_map_only
 
 from .names import DEVICE, NAME
 from .tensors import PretendTensor
@@ -23,13 +24,6 @@ def makes_pinned(function: Callable) -> Callable:
     return make
 
 
-def _read(data: Any) -> Any:
-    """Nested lists with the values of the device's tensors."""
-    if isinstance(data, PretendTensor):
-        return data.tolist()
-    return [_read(each) for each in data] if isinstance(data, (list, tuple)) else data
-
-
 def copies_to_device(function: Callable) -> Callable:
     """`torch.tensor` or `torch.as_tensor`, which on the device are a copy of what they are on the CPU."""
 
@@ -40,9 +34,10 @@ def copies_to_device(function: Callable) -> Callable:
         if isinstance(data, torch.Tensor) and DEVICE in (data.device, place):
             made = data.to(data.device if device is None else place, dtype)
             return made if function.__name__ == "as_tensor" else made.detach().clone()
+        data = tree_map_only(PretendTensor, PretendTensor.tolist, data)
         if place.type != NAME:
-            return function(_read(data), dtype=dtype, device=device, **kwargs)
-        made = function(_read(data), dtype=dtype, device="cpu").to(place)
+            return function(data, dtype=dtype, device=device, **kwargs)
+        made = function(data, dtype=dtype, device="cpu").to(place)
         return made.requires_grad_(kwargs.get("requires_grad", False))
 
     return make

@@ -5,9 +5,9 @@ there are enough, else on the CPU. Fails if answers differ from those of one pro
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -66,8 +66,7 @@ def models(dtype: torch.dtype) -> dict[str, tuple[PreTrainedModel, list[Sent]]]:
     channels = tiny_model("mamba", expand=2, state_size=SIZE, **sizes)
     # Of the delta rule: queries and keys, values and outputs, decays and steps; of the scan: states and outputs, steps,
     # and what the state reads and is read by
-    rule = Sent(LAYERS - 1, lambda size: 2 * (HEADS + max(KEYS, size)) * SIZE + 2 * HEADS, in_float32=HEADS)
-    rule.channels = (2 * KEYS + HEADS) * SIZE
+    rule = Sent(LAYERS - 1, lambda size: attention.numbers(size) + 2 * HEADS, (2 * KEYS + HEADS) * SIZE, HEADS)
     scans = Sent(LAYERS, lambda size: 2 * HEADS * 2 * SIZE + HEADS + 2 * size * SIZE, 2 * HEADS * SIZE + 2 * SIZE)
     return {
         "attention": (make_model(**sizes, **heads), [Sent(LAYERS, attention.numbers)]),
@@ -92,13 +91,10 @@ def expected_bytes(sent: list[Sent], batch: FlatBatch, group: SequenceGroup, dty
 class CountedReads(TorchDispatchMode):
     """Counts operators for whose answer the host waits."""
 
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
+    number = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.counts[name] += name in READS
+        self.number += func.overloadpacket.__name__ in READS
         return func(*args, **(kwargs or {}))
 
 
@@ -120,10 +116,6 @@ def log_probs(flat: FlatModel, batch: FlatBatch) -> torch.Tensor:
     return flat_forward(flat, batch, input_ids=rows, labels=labels, fused_lm_head=True, use_cache=False).log_probs
 
 
-def answer(flat: FlatModel, batch: FlatBatch) -> torch.Tensor:
-    return log_probs(flat, batch).sum()
-
-
 def of_all(value: float, device: torch.device) -> list[float]:
     found = [torch.zeros(1, dtype=torch.float64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(found, torch.tensor([value], dtype=torch.float64, device=device))
@@ -133,7 +125,7 @@ def of_all(value: float, device: torch.device) -> list[float]:
 def kept_bytes(flat: FlatModel, batch: FlatBatch) -> int:
     counter = SavedBytes(flat.model, recomputable_layers(flat.model))
     with counter.counting():
-        loss = answer(flat, batch)
+        loss = log_probs(flat, batch).sum()
     kept = sum(counter.total(layer) for layer in range(-1, LAYERS))
     del loss
     return kept
@@ -141,14 +133,14 @@ def kept_bytes(flat: FlatModel, batch: FlatBatch) -> int:
 
 def work(flat: FlatModel, batch: FlatBatch) -> int:
     with FlopCounterMode(display=False) as counter:
-        answer(flat, batch).backward()
+        log_probs(flat, batch).sum().backward()
     return counter.get_total_flops()
 
 
 def reads(flat: FlatModel, batch: FlatBatch) -> int:
     with CountedReads() as counted:
-        answer(flat, batch)
-    return counted.counts.total()
+        log_probs(flat, batch)
+    return counted.number
 
 
 def sent_bytes(flat: FlatModel, batch: FlatBatch, rank: int) -> int:
@@ -160,11 +152,8 @@ def sent_bytes(flat: FlatModel, batch: FlatBatch, rank: int) -> int:
             found[0] += sum(n for i, n in enumerate(sent) if i != rank) * states.element_size()
         return exchange(output, states, received, sent, **kwargs)
 
-    dist.all_to_all_single = counted
-    try:
-        answer(flat, batch).backward()
-    finally:
-        dist.all_to_all_single = exchange
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        log_probs(flat, batch).sum().backward()
     return found[0]
 
 
@@ -195,16 +184,15 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    torch.set_num_threads(1)
     group = SequenceGroup(dist.group.WORLD, device)
-    for kind, (model, exchanged) in models(dtype).items():
+    made = models(dtype)
+    for kind, (model, exchanged) in made.items():
         add_fused_lm_head(model.to(device))
         flat = FlatModel.install(model, choose_route(model))
         for prefix_sharing in (False, True):
             compare(kind, flat, make_batch(prefix_sharing).to(device), group, exchanged)
-    model, _ = models(dtype)["attention"]
-    add_fused_lm_head(model.to(device))
-    flat = FlatModel.install(model, choose_route(model))
+    model, _ = made["attention"]
+    flat = FlatModel.of(model)
     torch.manual_seed(0)
     with group.drawing_apart(model):  # what is dropped in one slice says nothing of what is dropped in another
         own = of_all(torch.rand((), device=device).item(), device)

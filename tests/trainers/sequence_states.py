@@ -91,7 +91,6 @@ def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> No
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.set_num_threads(1)
     seed, *names = sys.argv[1:]
     group = SequenceGroup(dist.group.WORLD, torch.device("cpu"))
     for name in names or FAMILIES:

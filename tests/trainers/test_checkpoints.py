@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
+from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, launch
 from trl_paddingfree.training.checkpoints import checkpoint_to_resume, is_whole
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -22,7 +22,7 @@ RESTARTED = (*PER_MICRO_BATCH, "num_tokens", "train_loss")
 
 def start(*args):
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command(*args), cwd=ROOT, env=environment(), **silent)
+    return subprocess.Popen(command(*args), cwd=ROOT, **silent)
 
 
 def kill(process):

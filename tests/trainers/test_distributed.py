@@ -1,14 +1,14 @@
 """Several real processes on the CPU (gloo) train what one trains, and stop together."""
 
 import json
+import os
 import subprocess
-import sys
 
 import pytest
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, environment, launch
-from tests.helpers.tiny import make_model
+from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, launch, torchrun
+from tests.helpers.tiny import make_model, saved
 
 # Layers that would recompute by passes of their own, which DDP does not see
 REENTRANT = {
@@ -165,9 +165,8 @@ def test_fsdp2_casts_what_it_hands_to_the_model_and_leaves_a_flat_batch_whole(mo
 @pytest.mark.slow
 def test_fsdp2_may_leave_weights_whole_after_a_pass(tokenizer, tmp_path):
     """Of four like layers, the check differentiates all, and shares: weights look as if nothing sharded them then."""
-    make_model(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    run = launch(2, ("dpo", str(tmp_path / "model"), tmp_path / "run", {"max_steps": 1}), engine="fsdp-kept")
+    folder = saved(tmp_path / "model", make_model(vocab_size=len(tokenizer), num_hidden_layers=4), tokenizer)
+    run = launch(2, ("dpo", folder, tmp_path / "run", {"max_steps": 1}), engine="fsdp-kept")
     assert run["log"][0]["flat/saved_by_sharing"] > 0
 
 
@@ -177,9 +176,7 @@ IN_MEMORY = {"layers": 180, "layers of parts": 60, "slices": 40}
 
 def assert_agreement(what, engine, tokenizer, tmp_path, **options):
     """Processes that would choose differently compute alike: each recomputation, and each slice, gathers weights."""
-    folder = str(tmp_path / "model")
-    make_model(vocab_size=len(tokenizer), num_hidden_layers=4).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = saved(tmp_path / "model", make_model(vocab_size=len(tokenizer), num_hidden_layers=4), tokenizer)
     options = {"max_steps": 4, "memory_budget": 1, **options}
     one = alone("dpo", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
     options |= {"per_device_train_batch_size": 2, "tokens_in_memory": IN_MEMORY[what]}
@@ -239,7 +236,6 @@ def test_an_error_on_one_process_stops_all_with_its_message(model_dir, tmp_path)
     process = subprocess.run(
         command(2, ("dpo", model_dir, tmp_path / "2", options)),
         cwd=ROOT,
-        env=environment(),
         capture_output=True,
         text=True,
         timeout=2 * TIMEOUT,
@@ -277,8 +273,8 @@ torch.distributed.barrier()  # nobody has died of it
 
 def test_a_check_that_fails_on_one_process_fails_on_all(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "alone.py", tmp_path]
-    environ = {**environment(), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *torchrun], cwd=ROOT, env=environ, check=True, capture_output=True, timeout=TIMEOUT)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = torchrun(2, tmp_path / "alone.py", tmp_path)
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True, timeout=TIMEOUT)
     assert (tmp_path / "1").read_text() == "only here"
     assert "failed on another process" in (tmp_path / "0").read_text()

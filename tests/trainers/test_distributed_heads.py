@@ -1,13 +1,12 @@
 """Reward, KTO, GRPO and distillation in two processes, padded TRL beside ours, which run this file as a program."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.helpers.launching import ROOT, TIMEOUT, environment
+from tests.helpers.launching import TIMEOUT, finished, torchrun
 from tests.helpers.memory import in_tokens
 from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, prompts, reward_model, score, unpaired
 from tests.runs import assert_same, run
@@ -57,10 +56,7 @@ RUNS = [
 
 @pytest.mark.slow
 def test_two_processes_follow_padded_trl_in_two_processes():
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, "-m", *torchrun, "-m", __name__]
-    process = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
-    assert process.returncode == 0, "".join(process.stderr.partition("Traceback")[1:])[:6000]
+    finished(torchrun(2, "-m", __name__), TIMEOUT)
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from datasets import Dataset
 from trl import GRPOConfig
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import is_older
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
 from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_tokenizer, prompts, score
-from tests.helpers.versions import is_older
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model

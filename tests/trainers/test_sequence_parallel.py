@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,8 +10,8 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, environment, launch
-from tests.helpers.tiny import following_rotary, make_model, preference_data, prompt_completions
+from tests.helpers.launching import PER_MICRO_BATCH, TIMEOUT, alone, assert_same_run, finished, launch, torchrun
+from tests.helpers.tiny import following_rotary, make_model, preference_data, prompt_completions, saved
 from tests.helpers.trees import random_segments
 from trl_paddingfree import (
     PaddingFreeDPOConfig,
@@ -138,8 +136,7 @@ def folder_of(tokenizer, tmp_path_factory):
     def made(name):
         path = folder / name
         if not path.exists():
-            MODELS[name](vocab_size=len(tokenizer)).save_pretrained(path)
-            tokenizer.save_pretrained(path)
+            saved(path, MODELS[name](vocab_size=len(tokenizer)), tokenizer)
         return str(path)
 
     return made
@@ -460,10 +457,7 @@ def test_a_halo_brings_each_slice_what_its_convolution_reaches(draw, size):
 
 
 def counted(world, module="sequence_counts", *arguments):
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command = [sys.executable, "-m", *torchrun, "-m", f"tests.trainers.{module}", *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3 * TIMEOUT)
-    assert run.returncode == 0, "".join(run.stderr.partition("Traceback")[1:])[:6000]
+    finished(torchrun(world, "-m", f"tests.trainers.{module}", *arguments), 3 * TIMEOUT)
 
 
 def test_work_memory_and_messages_of_two_processes():
