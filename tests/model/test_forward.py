@@ -10,10 +10,11 @@ from accelerate.utils import convert_outputs_to_fp32
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import make_model, reward_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
@@ -267,3 +268,20 @@ def test_what_a_flat_row_cannot_answer_is_refused():
     labels = torch.tensor([[1, 2, 3]])
     with pytest.raises(ValueError, match="`position_ids` was given to the model beside a `flat_batch`"):
         model(flat_batch=batch, labels=labels, position_ids=torch.arange(3)[None], fused_lm_head=True)
+    with pytest.raises(ValueError, match="`past_key_values` was given to the model beside a `flat_batch`"):
+        model(flat_batch=batch, past_key_values=DynamicCache())  # it would hold the keys of the flat row
+    model.config.output_hidden_states = True
+    for asked in ({}, {"output_hidden_states": None}, {"output_hidden_states": True}):
+        with pytest.raises(ValueError, match="a flat batch has no `hidden_states` of rows"):
+            model(flat_batch=batch, **asked)
+    assert "hidden_states" not in model(flat_batch=batch, output_hidden_states=False)
+
+
+def test_a_pooled_head_computes_its_own_loss_from_labels_of_rows():
+    model = reward_model()
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    mask, labels = (ids != 0).long(), torch.tensor([[0.5], [-1.0]])
+    expected = model(input_ids=ids, attention_mask=mask, labels=labels)
+    FlatModel.install(model, choose_route(model))
+    found = model(input_ids=ids, labels=labels, flat_batch=FlatBatch.from_padded(ids, mask))
+    torch.testing.assert_close((found.loss, found.logits), (expected.loss, expected.logits))

@@ -59,7 +59,7 @@ def flat_forward(
     Returns what the model's own forward returns for the padded rows: with `fused_lm_head=True`, TRL's
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 where nothing is scored; with a pooled
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
-    `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
+    `(R, L, vocabulary)`, 0 beyond the end of each row. The last two have the model's own loss if there are `labels`.
     """
     model = flat_model.model
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
@@ -78,7 +78,7 @@ def flat_forward(
         )
     if flat_model.is_pooled:
         assert input_ids is not None
-        return _pooled(flat_model, batch, input_ids, other_arguments)
+        return _pooled(flat_model, batch, input_ids, {**other_arguments, "labels": labels})
     if not fused_lm_head:
         return _model_output(flat_model, batch, labels, other_arguments)
     assert labels is not None
