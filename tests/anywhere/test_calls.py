@@ -250,6 +250,14 @@ def test_models_are_saved_and_loaded(tmp_path):
     for loaded in (again, torch.load(whole, weights_only=False)):
         assert torch.equal(loaded(**given).loss, model(**given).loss)
         assert ours.state_dict().keys() == loaded.state_dict().keys()
+    # Forwards of instances are not saved, so that a loaded model computes padding, until `padding_free` is called again
+    assert FlatModel.of(loaded) is None
+    before, computed = counts_of(padding_free(loaded)), []
+    loaded.get_input_embeddings().register_forward_hook(lambda _, args, out: computed.append(args[0].numel()))
+    loaded(**given)
+    loaded.base_model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+    assert computed == [(counts_of(loaded).computed - before.computed) // 2] * 2
+    assert computed[0] < given["input_ids"].numel()
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
