@@ -285,3 +285,11 @@ def test_a_pooled_head_computes_its_own_loss_from_labels_of_rows():
     FlatModel.install(model, choose_route(model))
     found = model(input_ids=ids, labels=labels, flat_batch=FlatBatch.from_padded(ids, mask))
     torch.testing.assert_close((found.loss, found.logits), (expected.loss, expected.logits))
+
+
+def test_a_model_without_memory_answers_in_shapes():
+    model = make_model().to("meta")
+    FlatModel.install(model, choose_route(model))
+    ids = torch.tensor([[5, 6, 7], [5, 6, 0]])
+    batch, rows = FlatBatch.from_padded(ids, (ids != 0).long(), ids).to("meta"), ids.to("meta")
+    assert model(flat_batch=batch, input_ids=rows).logits.shape == (2, 3, model.config.vocab_size)

@@ -130,12 +130,12 @@ class EditsFound:
         if self.pending:
             self.read()
         results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
-        if results.is_cpu or results.is_meta:
+        if results.is_cpu:
             refuse_edits(results)
-            return
-        on_host = results.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
-        # By the stream of the copy: the model may lie on another device than the current one
-        self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
+        elif not results.is_meta:  # which has no values
+            on_host = results.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
+            # By the stream of the copy: the model may lie on another device than the current one
+            self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
 
     def read(self) -> None:
         """Refuse edits in the results that have arrived."""
