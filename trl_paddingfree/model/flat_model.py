@@ -19,7 +19,6 @@ from ..flat.layout import Attention, FlatLayout
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from . import architecture
-from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
@@ -103,14 +102,8 @@ class FlatModel:
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model leave the trainer behind, and pending edits, whose events cannot be copied
-        return {
-            **vars(self),
-            "flattener": None,
-            "group": None,
-            "around_attention": (),
-            "decide": None,
-            "edits": EditsFound(),
-        }
+        left = dict.fromkeys(("flattener", "group", "decide"))
+        return {**vars(self), **left, "around_attention": (), "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
@@ -232,7 +225,7 @@ class FlatModel:
     def set_layers(self) -> None:
         """Have as many layers recompute as was decided for the last pass with gradients, whatever TRL has set."""
         if self.num_recomputed is not None:
-            recompute_first(self.recomputable, self.num_recomputed)
+            architecture.recompute_first(self.recomputable, self.num_recomputed)
 
     @contextmanager
     def must_train(self, trainer: object) -> Iterator[None]:

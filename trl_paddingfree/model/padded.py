@@ -8,8 +8,8 @@ compute as before, and the first of each kind says so.
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from transformers.utils import logging
@@ -83,11 +83,9 @@ class PaddedCalls:
                 module.forward = vars(module).pop(ATTRIBUTE)[1]
         self.flat.padded = None
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Within this context, padded calls are computed as before."""
-        with attributes_set([(self, "is_off", True)]):
-            yield
+        return attributes_set([(self, "is_off", True)])
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
