@@ -198,6 +198,16 @@ def test_rows_of_types_are_left_out_where_the_model_knows_none():
         assert bool(counts_of(ours).computed) == is_flat
 
 
+def test_outputs_that_a_call_declines_are_left_out_whatever_the_configuration_says():
+    model, ours = both("llama")
+    model.config.output_hidden_states = ours.config.output_hidden_states = True
+    given = rows("right")
+    for inputs in (given, {key: x for key, x in given.items() if key != "labels"}):
+        expected, found = (each(**inputs, output_hidden_states=False) for each in (model, ours))
+        assert found.keys() == expected.keys() - {"past_key_values", "cache"}
+    assert counts_of(ours).computed
+
+
 def test_answers_as_tuples():
     model, ours = both("llama")
     given = rows("right")

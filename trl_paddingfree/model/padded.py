@@ -238,7 +238,7 @@ class PaddedCalls:
 
 def _without_rows(inputs: Inputs) -> Inputs:
     """The arguments of a call, without its rows."""
-    return {name: x for name, x in inputs.items() if name not in (*_ROWS, *_OUTPUTS, *TYPE_ROWS)}
+    return {name: x for name, x in inputs.items() if name not in (*_ROWS, *TYPE_ROWS)}
 
 
 def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
