@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.tiny import make_model, reward_model
+from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
@@ -275,16 +275,6 @@ def test_what_a_flat_row_cannot_answer_is_refused():
         with pytest.raises(ValueError, match="a flat batch has no `hidden_states` of rows"):
             model(flat_batch=batch, **asked)
     assert "hidden_states" not in model(flat_batch=batch, output_hidden_states=False)
-
-
-def test_a_pooled_head_computes_its_own_loss_from_labels_of_rows():
-    model = reward_model()
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
-    mask, labels = (ids != 0).long(), torch.tensor([[0.5], [-1.0]])
-    expected = model(input_ids=ids, attention_mask=mask, labels=labels)
-    FlatModel.install(model, choose_route(model))
-    found = model(input_ids=ids, labels=labels, flat_batch=FlatBatch.from_padded(ids, mask))
-    torch.testing.assert_close((found.loss, found.logits), (expected.loss, expected.logits))
 
 
 def test_a_model_without_memory_answers_in_shapes():

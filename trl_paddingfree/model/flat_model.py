@@ -169,8 +169,7 @@ class FlatModel:
             rows = kwargs.get("input_ids")
             if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, and no batch
                 batch = batch.to(rows.device, non_blocking=True)
-            # Labels for a pooled head are those of rows, and not of tokens
-            self.edits.ask(batch, {**kwargs, "labels": None} if self.is_pooled else kwargs)
+            self.edits.ask(batch, kwargs)
         elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):
             batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         elif self.padded is not None:

@@ -59,7 +59,7 @@ def flat_forward(
     Returns what the model's own forward returns for the padded rows: with `fused_lm_head=True`, TRL's
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 where nothing is scored; with a pooled
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
-    `(R, L, vocabulary)`, 0 beyond the end of each row. The last two have the model's own loss if there are `labels`.
+    `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
     model = flat_model.model
     refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
@@ -76,11 +76,11 @@ def flat_forward(
             f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "
             "rows. Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
         )
-    with_labels = other_arguments if labels is None else {**other_arguments, "labels": labels}
     if flat_model.is_pooled:
         assert input_ids is not None
-        return _pooled(flat_model, batch, input_ids, with_labels)
+        return _pooled(flat_model, batch, input_ids, other_arguments)
     if not fused_lm_head:
+        with_labels = other_arguments if labels is None else {**other_arguments, "labels": labels}
         return _model_output(flat_model, batch, with_labels)
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)
