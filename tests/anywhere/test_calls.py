@@ -198,6 +198,16 @@ def test_rows_of_types_are_left_out_where_the_model_knows_none():
         assert bool(counts_of(ours).computed) == is_flat
 
 
+def test_outputs_that_a_call_declines_are_left_out_whatever_the_configuration_says():
+    model, ours = both("llama")
+    model.config.output_hidden_states = ours.config.output_hidden_states = True
+    given = rows("right")
+    for inputs in (given, {key: x for key, x in given.items() if key != "labels"}):
+        expected, found = (each(**inputs, output_hidden_states=False) for each in (model, ours))
+        assert found.keys() == expected.keys() - {"past_key_values", "cache"}
+    assert counts_of(ours).computed
+
+
 def test_answers_as_tuples():
     model, ours = both("llama")
     given = rows("right")
@@ -250,6 +260,14 @@ def test_models_are_saved_and_loaded(tmp_path):
     for loaded in (again, torch.load(whole, weights_only=False)):
         assert torch.equal(loaded(**given).loss, model(**given).loss)
         assert ours.state_dict().keys() == loaded.state_dict().keys()
+    # Forwards of instances are not saved, so that a loaded model computes padding, until `padding_free` is called again
+    assert FlatModel.of(loaded) is None
+    before, computed = counts_of(padding_free(loaded)), []
+    loaded.get_input_embeddings().register_forward_hook(lambda _, args, out: computed.append(args[0].numel()))
+    loaded(**given)
+    loaded.base_model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+    assert computed == [(counts_of(loaded).computed - before.computed) // 2] * 2
+    assert computed[0] < given["input_ids"].numel()
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

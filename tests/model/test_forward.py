@@ -10,6 +10,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
@@ -267,3 +268,18 @@ def test_what_a_flat_row_cannot_answer_is_refused():
     labels = torch.tensor([[1, 2, 3]])
     with pytest.raises(ValueError, match="`position_ids` was given to the model beside a `flat_batch`"):
         model(flat_batch=batch, labels=labels, position_ids=torch.arange(3)[None], fused_lm_head=True)
+    with pytest.raises(ValueError, match="`past_key_values` was given to the model beside a `flat_batch`"):
+        model(flat_batch=batch, past_key_values=DynamicCache())  # it would hold the keys of the flat row
+    model.config.output_hidden_states = True
+    for asked in ({}, {"output_hidden_states": None}, {"output_hidden_states": True}):
+        with pytest.raises(ValueError, match="a flat batch has no `hidden_states` of rows"):
+            model(flat_batch=batch, **asked)
+    assert "hidden_states" not in model(flat_batch=batch, output_hidden_states=False)
+
+
+def test_a_model_without_memory_answers_in_shapes():
+    model = make_model().to("meta")
+    FlatModel.install(model, choose_route(model))
+    ids = torch.tensor([[5, 6, 7], [5, 6, 0]])
+    batch, rows = FlatBatch.from_padded(ids, (ids != 0).long(), ids).to("meta"), ids.to("meta")
+    assert model(flat_batch=batch, input_ids=rows).logits.shape == (2, 3, model.config.vocab_size)

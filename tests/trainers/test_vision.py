@@ -3,10 +3,12 @@
 import os
 import pickle
 import random
+import warnings
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -32,7 +34,7 @@ from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, Padding
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
 from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, of_images, taken
-from trl_paddingfree.images.examples import first_with_images, images_of
+from trl_paddingfree.images.examples import first_with_images, images_of, inverted
 from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.trainers import TRAINERS, collated
@@ -367,6 +369,12 @@ def test_the_first_example_with_images_is_found(column):
     assert first_with_images(data) == 120
     assert first_with_images(data.select(range(120, 122))) == 0
     assert first_with_images(data.select(range(3))) == 0
+
+
+def test_images_as_arrays_are_inverted_within_their_own_range():
+    pixels = np.array([[[255, 10, 20]]], dtype=np.uint8)
+    with warnings.catch_warnings(action="error"):  # the sum of the largest and the smallest overflows
+        assert inverted({"image": pixels})["image"].tolist() == [[[10, 255, 245]]]
 
 
 def test_keep_end_is_refused_in_trls_words():

@@ -105,7 +105,7 @@ def inverted(value: Any, is_image: bool = False) -> Any:
     if isinstance(value, Image.Image):
         return ImageChops.invert(value.convert("RGB"))
     if isinstance(value, np.ndarray | torch.Tensor):
-        return value.max() + value.min() - value
+        return value.max() - value + value.min()  # in this order, within the range of the dtype
     if isinstance(value, list):
         return [inverted(entry, is_image) for entry in value]
     if isinstance(value, dict) and isinstance(value.get("type"), str) and (images := _image_of(value)):

@@ -55,16 +55,18 @@ def why_no_images(model: PreTrainedModel) -> str:
 
 def rules_of_all(models: Sequence[PreTrainedModel]) -> VisionRules:
     """The rules of models that compute the same rows. Refuses those that cannot train on images, or that disagree."""
+    names: dict[VisionRules, str] = {}  # of the first model with each
     for model in models:
         if reason := why_no_images(model):
             raise ValueError(
                 f"{type(model).__name__} cannot train on images without padding: {reason}. Set `padding_free=False`, "
                 "or train another model."
             )
-        rules, first = vision_rules(model), vision_rules(models[0])
-        if rules != first:
-            raise ValueError(
-                f"{type(model).__name__} and {type(models[0]).__name__} compute the same rows, and read images by "
-                f"other rules ({rules} and {first}): take models of one family, or set `padding_free=False`."
-            )
+        names.setdefault(vision_rules(model), type(model).__name__)
+    first, *others = names
+    if others:
+        raise ValueError(
+            f"{names[others[0]]} and {names[first]} compute the same rows, and read images by other rules "
+            f"({others[0]} and {first}): take models of one family, or set `padding_free=False`."
+        )
     return first

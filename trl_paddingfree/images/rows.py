@@ -22,7 +22,8 @@ from ..model.restored import attributes_set
 
 # As models return them: one tensor for all images, or one for each
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
-_MISMATCH = "Image features and image tokens do not match"  # TRL knows these words, and says that `max_length` cuts
+# transformers' words: where an error has them, TRL's trainers add that `max_length` may have cut off image tokens
+_MISMATCH = "Image features and image tokens do not match"
 
 
 @dataclass(frozen=True)

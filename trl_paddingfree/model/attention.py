@@ -64,20 +64,11 @@ def flash_attention(layout: FlatLayout, previous: str, module, query, key, value
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
     dtype = upstream.flash_target_dtype(query, module)
     q, k, v = (states[None] for states in _flat_states(query, key, value, layout, dtype))
-    kwargs = {**kwargs, "is_causal": True}
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
-    output = upstream.flash_attention_forward(
-        q,
-        k,
-        v,
-        attention_mask=None,
-        query_length=q.size(1),
-        softmax_scale=scaling,
-        attn_implementation=previous,
-        **{name: value for name, value in boundaries(layout).items() if name != "seq_idx"},
-        **kwargs,
-    )
+    kwargs |= {name: value for name, value in boundaries(layout).items() if name != "seq_idx"}
+    kwargs |= {"is_causal": True, "softmax_scale": scaling, "attn_implementation": previous}
+    output = upstream.flash_attention_forward(q, k, v, attention_mask=None, query_length=q.size(1), **kwargs)
     return output[..., : value.size(-1)], None
 
 

@@ -30,13 +30,15 @@ class EditedRowsError(ValueError):
 def refuse_unanswerable(config: PreTrainedConfig, inputs: Inputs, *, fused_lm_head: bool) -> None:
     """Refuse, by name, what a flat batch has no answer to: arguments of a forward, and outputs that `config` wants."""
     for name in _OF_ROWS:
-        if (value := inputs.get(name)) is not None and (torch.is_tensor(value) or value):
+        value = inputs.get(name)  # of `use_cache` and `logits_to_keep`, false and 0 ask for nothing
+        if value if isinstance(value, int) else value is not None:
             raise ValueError(
                 f"`{name}` was given to the model beside a `flat_batch`, which has one row and positions of its own: "
                 f"{_WITHOUT}."
             )
     for argument, output in _OUTPUTS.items():  # TRL's fused head gives none of these, with padding either
-        if inputs.get(argument, not fused_lm_head and config_value(config, argument)):
+        value = inputs.get(argument)
+        if (not fused_lm_head and config_value(config, argument)) if value is None else value:
             raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
 
 
@@ -128,12 +130,12 @@ class EditsFound:
         if self.pending:
             self.read()
         results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
-        if results.is_cpu or results.is_meta:
+        if results.is_cpu:
             refuse_edits(results)
-            return
-        on_host = results.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
-        # By the stream of the copy: the model may lie on another device than the current one
-        self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
+        elif not results.is_meta:  # which has no values
+            on_host = results.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
+            # By the stream of the copy: the model may lie on another device than the current one
+            self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
 
     def read(self) -> None:
         """Refuse edits in the results that have arrived."""

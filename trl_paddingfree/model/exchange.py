@@ -20,11 +20,6 @@ from ..flat.segments import something_to_compute
 from ..flat.slices import cut_by_number
 
 
-def even_cuts(total: int, size: int) -> tuple[int, ...]:
-    """Where `total` heads are cut into `size` shares: `size + 1` ints."""
-    return tuple(i * total // size for i in range(size + 1))
-
-
 def slice_sizes(total: int, size: int) -> tuple[int, ...]:
     """How many of `total` tokens lie in each of `size` slices. Some are 0 if there are few."""
     return tuple(last - first for first, last in pairwise(cut_by_number(total, size)))
@@ -85,7 +80,7 @@ def head_shares(num_heads: int, num_keys: int, size: int) -> list[tuple[range, l
     (range(2, 5), [0, 0, 1])
     """
     shares = []
-    for first, last in pairwise(even_cuts(num_heads, size)):
+    for first, last in pairwise(number * num_heads // size for number in range(size + 1)):
         read = [head * num_keys // num_heads for head in range(first, last)]
         distinct = sorted(set(read))
         is_even = len(set(Counter(read).values())) == 1

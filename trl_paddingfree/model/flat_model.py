@@ -102,20 +102,14 @@ class FlatModel:
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model leave the trainer behind, and pending edits, whose events cannot be copied
-        return {
-            **vars(self),
-            "flattener": None,
-            "group": None,
-            "around_attention": (),
-            "decide": None,
-            "edits": EditsFound(),
-        }
+        left = dict.fromkeys(("flattener", "group", "decide"))
+        return {**vars(self), **left, "around_attention": (), "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
         """The one of a model, under whatever wrappers; `None` if it has none, or its forward was replaced since."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
-        return flat if flat is not None and (flat.padded or flat._is_called) else None
+        return flat if flat and (flat._is_called or (flat.padded and flat.padded.is_called)) else None
 
     def divide_among(self, group: SequenceGroup | None) -> None:
         """Have each process of a `group` compute a slice of each batch, or with `None` whole batches."""

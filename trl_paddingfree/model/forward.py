@@ -80,7 +80,8 @@ def flat_forward(
         assert input_ids is not None
         return _pooled(flat_model, batch, input_ids, other_arguments)
     if not fused_lm_head:
-        return _model_output(flat_model, batch, labels, other_arguments)
+        with_labels = other_arguments if labels is None else {**other_arguments, "labels": labels}
+        return _model_output(flat_model, batch, with_labels)
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)
 
@@ -97,11 +98,11 @@ def scored_in_rows(
     own = batch if group is None else group.slice(batch, model.config.get_text_config(), decision.cuts)
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with own_draws, flat_backbone(flat_model, own, decision, own.scored_of) as answers:
-        inputs = {**flat_inputs(flat_model, own), "shift_labels": own.shift_labels}
+        inputs, targets = flat_inputs(flat_model, own), own.shift_labels
         if (size := decision.scored_at_once) is None:
-            outputs = flat_model.forwards[-1](**other_arguments, **inputs, fused_lm_head=True)
+            outputs = flat_model.forwards[-1](**other_arguments, **inputs, shift_labels=targets, fused_lm_head=True)
         else:
-            outputs = _scored_in_chunks(flat_model, inputs, other_arguments, size)
+            outputs = _scored_in_chunks(flat_model, inputs, targets, other_arguments, size)
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
     aux_loss = outputs.aux_loss
     if group is not None:
@@ -120,11 +121,10 @@ def scored_in_rows(
 
 
 def _scored_in_chunks(
-    flat_model: "FlatModel", inputs: Inputs, other_arguments: Inputs, size: int
+    flat_model: "FlatModel", inputs: Inputs, labels: torch.Tensor, other_arguments: Inputs, size: int
 ) -> "FusedCausalLMOutput":
     """The output of TRL's head for all scored tokens, given `size` at a time, so that its logits are as few."""
-    model, labels = flat_model.model, inputs["shift_labels"]
-    inputs = {name: value for name, value in inputs.items() if name != "shift_labels"}
+    model = flat_model.model
     accepted = inspect.signature(model.base_model.forward).parameters
     for_backbone = {name: x for name, x in other_arguments.items() if name in accepted or name.startswith("output_")}
     if architecture.config_value(model.config.get_text_config(), "output_router_logits"):
@@ -151,15 +151,12 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
 
 
-def _model_output(
-    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor | None, other_arguments: Inputs
-) -> ModelOutput:
+def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) -> ModelOutput:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    arguments = other_arguments if labels is None else {**other_arguments, "labels": labels}
-    decision, for_head = flat_model.begin_pass(batch), None if labels is None else batch.tokens_to_rows
+    decision, for_head = flat_model.begin_pass(batch), batch.tokens_to_rows if "labels" in arguments else None
     with flat_backbone(flat_model, batch, decision, for_head, calls_decoder=True):
         outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
-    if labels is None:
+    if for_head is None:
         logits = batch.tokens_to_rows(outputs.logits)
     else:
         logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
@@ -167,7 +164,7 @@ def _model_output(
     return type(outputs)(logits=logits, **kept)
 
 
-def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, other_arguments: Inputs) -> ModelOutput:
+def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, arguments: Inputs) -> ModelOutput:
     """
     The output of a head that reads one token of each row.
 
@@ -184,7 +181,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
     with flat_backbone(flat_model, batch, flat_model.begin_pass(batch), read, swaps_inputs=True):
-        return flat_model.forwards[-1](**other_arguments, input_ids=input_ids.gather(1, last))
+        return flat_model.forwards[-1](**arguments, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
@@ -194,8 +191,9 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
     it of the layout, in place of a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
-    arguments = state_arguments(model, layout) if flat_model.carries_state else {}
-    arguments["use_cache"] = False
+    arguments: Inputs = {"use_cache": False}
+    if flat_model.carries_state:
+        arguments |= state_arguments(model, layout)
     if "attention_mask" not in arguments:
         config = model.config.get_text_config()
         arguments["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
@@ -210,7 +208,8 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
         if batch.images is not None:
             hooks.enter_context(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
-        if (alpha := vars(embeddings).get(NOISE)) is not None:  # noise shrinks with the length of the axis: as in rows
+        # NEFTune divides its noise by the square root of the tokens in a row: by those of the rows, not of the flat one
+        if (alpha := vars(embeddings).get(NOISE)) is not None:
             row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
             hooks.enter_context(attributes_set([(embeddings, NOISE, row_alpha)]))
         if decision.cuts:
@@ -278,8 +277,8 @@ def flat_backbone(
 
 def is_allocation_failure(error: BaseException) -> bool:
     """Whether an error says that memory ran out: PyTorch's own, or that of a library that it calls."""
-    is_known = isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None
-    return isinstance(error, torch.OutOfMemoryError) or is_known
+    is_own = isinstance(error, torch.OutOfMemoryError)
+    return is_own or (isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None)
 
 
 def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Exception:

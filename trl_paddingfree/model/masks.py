@@ -180,7 +180,10 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
 
 
 def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`(rows, 1, length, length)` mask to add to the scores of ordinary rows, made once per batch."""
+    """
+    `(rows, 1, length, length)` mask to add to the scores of ordinary rows, made once per batch. It has all `rows`,
+    because DeepSeek V4 puts a mask of its compressed keys beside it, which is another in each row.
+    """
     make = partial(_make_segment_mask, layout.without_blocks(), (), [(0, length)], window, dtype)
     return layout.derived(("causal mask", length, window, dtype), make).expand(rows, 1, length, length)
 

@@ -8,8 +8,8 @@ compute as before, and the first of each kind says so.
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from transformers.utils import logging
@@ -18,8 +18,8 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .architecture import CACHES, TYPE_ROWS, takes_images
 from .flat_model import FlatModel
-from .forward import flat_forward, flat_inputs, is_pooled, layout_arguments
-from .restored import attributes_set
+from .forward import flat_forward, flat_inputs, layout_arguments
+from .restored import attributes_set, mark_of
 
 logger = logging.get_logger(__name__)
 
@@ -52,12 +52,18 @@ class PaddedCalls:
     @classmethod
     def install(cls, flat: FlatModel) -> "PaddedCalls":
         """Have the model of `flat` compute padded calls flat."""
-        if flat.padded is None:
-            flat.padded, model = cls(flat), flat.model
-            # The forward of some models (OPT) calls the decoder within the backbone that others call
-            for backbone in dict.fromkeys((model.base_model, *([] if takes_images(model) else [model.get_decoder()]))):
-                flat.padded._bind(backbone)
-        return flat.padded
+        calls, model = flat.padded or cls(flat), flat.model
+        # The forward of some models (OPT) calls the decoder within the backbone that others call
+        for backbone in dict.fromkeys((model.base_model, *([] if takes_images(model) else [model.get_decoder()]))):
+            if not mark_of(backbone, ATTRIBUTE):
+                calls._bind(backbone)
+        flat.padded = calls
+        return calls
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the forward of the backbone is ours, or has it inside. A model that was saved whole has lost it."""
+        return bool(mark_of(self.flat.model.base_model, ATTRIBUTE))
 
     def _bind(self, backbone: torch.nn.Module) -> None:
         @functools.wraps(type(backbone).forward)
@@ -66,6 +72,7 @@ class PaddedCalls:
             calls, before = vars(self)[ATTRIBUTE]
             return calls.of_backbone(before, args, kwargs)
 
+        vars(forward)[ATTRIBUTE] = True
         vars(backbone)[ATTRIBUTE] = self, backbone.forward
         backbone.forward = types.MethodType(forward, backbone)
 
@@ -76,11 +83,9 @@ class PaddedCalls:
                 module.forward = vars(module).pop(ATTRIBUTE)[1]
         self.flat.padded = None
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Within this context, padded calls are computed as before."""
-        with attributes_set([(self, "is_off", True)]):
-            yield
+        return attributes_set([(self, "is_off", True)])
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -140,7 +145,7 @@ class PaddedCalls:
         values = [inputs.get(name) for name in (*_OF_HEADS, "fused_lm_head")]
         is_plain = not any(x is not None and (torch.is_tensor(x) or bool(x)) for x in values)
         is_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
-        return is_plain and not (is_tuple or is_pooled(self.flat.model) or self._wants(inputs, "output_router_logits"))
+        return is_plain and not (is_tuple or self.flat.is_pooled or self._wants(inputs, "output_router_logits"))
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -218,7 +223,7 @@ class PaddedCalls:
         model = self.flat.model
         for name in values.keys() & {"labels", "shift_labels"}:
             # The head of a language model scores by each token the label of the next
-            moves = name == "labels" and not is_pooled(model)
+            moves = name == "labels" and not self.flat.is_pooled
             scored = (values[name] != IGNORE_INDEX)[:, int(moves) :]
             if (scored & ~real[:, : scored.size(1)]).any():
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
@@ -233,7 +238,7 @@ class PaddedCalls:
 
 def _without_rows(inputs: Inputs) -> Inputs:
     """The arguments of a call, without its rows."""
-    return {name: x for name, x in inputs.items() if name not in (*_ROWS, *_OUTPUTS, *TYPE_ROWS)}
+    return {name: x for name, x in inputs.items() if name not in (*_ROWS, *TYPE_ROWS)}
 
 
 def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

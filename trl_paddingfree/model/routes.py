@@ -10,14 +10,7 @@ from .. import upstream
 from . import architecture, attention
 from .masks import ATTENTION_BACKENDS, BACKENDS, BackendName
 from .sequence import SequenceGroup
-from .state_layers import (
-    can_go_along_tree,
-    carries_state,
-    goes_along_tree,
-    repeats_prefixes,
-    state_heads,
-    state_layers,
-)
+from .state_layers import can_go_along_tree, carries_state, repeats_prefixes, state_heads, state_layers
 
 _DESCRIPTIONS: dict[BackendName, str] = {
     "flash": "{previous} over segments",
@@ -121,7 +114,8 @@ def choose_route(
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
     shares = prefix_sharing and not why_not_to_share(chosen, previous)
-    return Route(chosen, previous, shares, "tree" if goes_along_tree(model) else "rows")
+    along_tree = any(map(can_go_along_tree, state_layers(model)))
+    return Route(chosen, previous, shares, "tree" if along_tree else "rows")
 
 
 def why_not_to_share(backend: BackendName, previous: str) -> str:

@@ -27,7 +27,7 @@ from ..flat.layout import Attention, FlatLayout, Gather
 from ..flat.pieces import Context
 from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
-from .exchange import Exchanged, Gathered, Halo, even_cuts, head_shares, of_heads, slice_sizes, span_of
+from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
 from .masks import Scan
 from .restored import random_state_restored
 
@@ -62,9 +62,9 @@ def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
 
 def slice_of(batch: FlatBatch, number: int, size: int, cuts: tuple[int, ...] = ()) -> FlatBatch:
     """
-    What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`,
-    `position_ids`, `token_rows`, `shift_labels` and `scored_index` are those of its tokens; all else, the rows and the
-    layout among them, stays that of the whole.
+    What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`, `position_ids`, `token_rows`,
+    `shift_labels` and `scored_index` are those of its tokens; all else, the rows and the layout among them, stays that
+    of the whole.
 
     The host knows where slices begin and what they score, so that nothing is read from the device. In an empty slice,
     two tokens stand in, and in one without scored tokens a label of -100: models need something to compute.
@@ -202,7 +202,8 @@ class SequenceGroup:
 
     def _to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Back from outputs `(T, n, ...)` for the heads of this process to `(t, heads, ...)` for its slice."""
-        sizes, numbers = slice_sizes(len(output), self.size), np.diff(even_cuts(num_heads, self.size)).tolist()
+        sizes = slice_sizes(len(output), self.size)
+        numbers = [len(heads) for heads, _ in head_shares(num_heads, num_heads, self.size)]  # of heads, by process
         own, width = sizes[self.rank], output[0, 0].numel()
         sent, got = [n * numbers[self.rank] * width for n in sizes], [own * number * width for number in numbers]
         received = Exchanged.apply(output.flatten(), sent, got, self.group)
@@ -221,9 +222,10 @@ class SequenceGroup:
             tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
             return {name: x[heads[0] : heads[-1] + 1] for name, x in tensors.items() if x.shape == (num_heads,)}
 
+        kwargs = {name: x for name, x in kwargs.items() if name not in _OF_TOKENS}
         own = cut(kwargs)
         unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.ndim and name not in own]
-        if unknown := [name for name in unknown if name not in _OF_TOKENS]:
+        if unknown:
             raise ValueError(
                 f"`sequence_parallel_size={self.size}`: {type(module).__name__} gives its attention function "
                 f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
@@ -231,7 +233,7 @@ class SequenceGroup:
         part = copy.copy(module)  # which shares all weights; its own attributes are found before them
         groups = {"num_key_value_groups": len(heads) // num_keys}
         vars(part).update(cut(dict(module.named_parameters(recurse=False))), **groups)
-        return part, {name: own.get(name, x) for name, x in kwargs.items() if name not in _OF_TOKENS}
+        return part, {**kwargs, **own}
 
     # --- values of all slices ---------------------------------------------------------------------------------------
 
@@ -267,9 +269,8 @@ class SequenceGroup:
     ) -> list[torch.Tensor]:
         """Gradients as engines average them, from those of a slice: of embeddings, now `(1, T, D)`, and of weights."""
         first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
-        others = self.summed(others)
         embedded = self.gather_tokens(first.squeeze(0), batch.layout)[None]
-        return [gradient / self.size for gradient in (embedded, *others)]
+        return [gradient / self.size for gradient in (embedded, *self.summed(others))]
 
     def summed(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sum of each of these over the group."""
@@ -278,8 +279,8 @@ class SequenceGroup:
             dist.all_reduce(gradient, group=self.group)
         return sums
 
-    def largest(self, values: Sequence[float] | np.ndarray | torch.Tensor) -> np.ndarray:
-        """The largest of each of `values` over the group, on the host, float64, or int64 where they are."""
+    def largest(self, values: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
+        """The largest of each of `values` over the group, on the host, of the dtype of the values."""
         maxima = torch.as_tensor(values, device=self.device).clone()
         dist.all_reduce(maxima, dist.ReduceOp.MAX, self.group)
         return maxima.cpu().numpy()

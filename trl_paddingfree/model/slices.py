@@ -7,8 +7,8 @@ which autograd carries back in the right order. Heads, losses and images see one
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import accumulate
@@ -124,10 +124,9 @@ class KeptStates:
         return entries
 
 
-@contextmanager
 def in_slices(
-    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None = None
-) -> Iterator[None]:
+    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None
+) -> AbstractContextManager[None]:
     """
     Within this context, the decoder of a model computes a flat batch in slices, cut at these positions. With a `group`,
     its processes compute each slice together, and `batch` has only the tokens of this one.
@@ -135,8 +134,7 @@ def in_slices(
     decoder = decoder_of(model)
     forward = partial(_decoder_in_slices, model, batch, cuts, group, decoder.forward)
     update_wrapper(forward, decoder.forward)  # with its signature
-    with attributes_set([(decoder, "forward", forward)]):
-        yield
+    return attributes_set([(decoder, "forward", forward)])
 
 
 def _decoder_in_slices(

@@ -109,11 +109,6 @@ def state_heads(model: PreTrainedModel) -> int | None:
     return min((held[name] for held in parts for name in _STATE_HEADS if isinstance(held.get(name), int)), default=None)
 
 
-def goes_along_tree(model: PreTrainedModel) -> bool:
-    """Whether any layer of `model` that carries state can go along the tree."""
-    return any(map(can_go_along_tree, state_layers(model)))
-
-
 def repeats_prefixes(model: PreTrainedModel) -> bool:
     """Whether any layer of `model`, as it is installed, sees rows: it computes a shared prefix again for each."""
     return not all(map(_is_along_tree, state_layers(model)))
