@@ -116,7 +116,10 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
     if model.is_gradient_checkpointing:
         yield
         return
-    model.gradient_checkpointing_enable(options)
+    options = {**(options or {})}
+    # Arguments of transformers' method, and not of the checkpoint, which its trainer takes out of the options, too
+    of_method = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    model.gradient_checkpointing_enable(options or None, **of_method)
     try:
         yield
     finally:

@@ -388,7 +388,10 @@ def test_layers_that_do_not_count_places_ask_for_no_positions(monkeypatch):
 
 def test_flat_mask_keeps_its_layout_where_models_touch_it():
     mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
-    for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu")):
+    offloaded = torch.empty(mask.shape, dtype=torch.bool)  # as PyTorch's `save_on_cpu(pin_memory=True)` does it
+    offloaded.copy_(mask)
+    for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu"), offloaded):
+        assert isinstance(touched, FlatMask)
         assert touched.flat_layout is mask.flat_layout
 
 
@@ -399,8 +402,9 @@ def test_flat_mask_keeps_its_layout_where_models_touch_it():
         lambda m: m[:, 0],
         lambda m: torch.cat([m, m], -1),
         lambda m: torch.zeros(3, 3) + m,
+        lambda m: torch.zeros(1, 1, 3, 3).copy_(m),
     ],
-    ids=["expand", "index", "concatenate", "add"],
+    ids=["expand", "index", "concatenate", "add", "copy"],
 )
 def test_a_model_that_computes_with_its_mask_is_told_that_it_is_none(compute):
     mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))

@@ -15,7 +15,7 @@ from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import trl_paddingfree
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.tiny import arguments, conversations, lora, make_model, make_tokenizer, preference_data
 from tests.runs import compare, make_trainer, run
 from trl_paddingfree import (
@@ -520,7 +520,11 @@ def test_without_padding_free_nothing_is_refused_or_counted(tokenizer, tmp_path,
     ("model_type", "config", "disable", "warned"),
     [
         ("opt", {"dropout": 0.1}, True, "`dropout=0.1`"),
-        ("llama", {"attention_dropout": 0.2}, True, "`attention_dropout=0.2`"),
+        ("llama", {"attention_dropout": 0.2}, True, "Set `attention_dropout` to 0"),
+        pytest.param(
+            *("gptj", {"attn_pdrop": 0.2}, True, "Set `attn_pdrop` to 0"),
+            marks=pytest.mark.skipif(is_older("5.24"), reason="GPT-J's is a module, which TRL turns off"),
+        ),
         ("opt", {"dropout": 0.1}, False, None),
         ("opt", {"dropout": 0.0}, True, None),
         ("gpt2", {"resid_pdrop": 0.1}, True, None),  # a module, which TRL turns off

@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
 from tests import runs
+from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import conversations, make_model, prompt_completions
 from tests.runs import LAYOUTS, TOLERANCE, run
@@ -246,6 +247,19 @@ def test_packed_documents_weigh_as_in_trl_where_labels_are_counted_before_they_s
     make_model("gpt2", vocab_size=len(tokenizer), **drops).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     compare(str(tmp_path), conversations(30, SEED), packing=True, packing_strategy=strategy, max_length=64)
+
+
+@pytest.mark.skipif(is_older("5.23"), reason="checkpoints of transformers cannot offload")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("model_type", ["gpt2", "xlstm", "zamba2"])
+def test_checkpoints_that_offload_the_mask(model_type, reentrant, tokenizer, tmp_path):
+    """These models hand the mask on by position, where a checkpoint saves it, and `offload` copies what is saved."""
+    tiny_model(model_type, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = {"activation_checkpointing_kwargs": {"offload": True, "use_reentrant": reentrant}}
+    options |= {"gradient_checkpointing": None, "activation_checkpointing": True}
+    _, ours = compare(str(tmp_path), conversations(12, SEED), "shared", **options)
+    assert ours.trainer.flat.route.backend == "segment"  # and not a dense mask, which would not be lost
 
 
 @pytest.mark.parametrize("limit", ["tokens", "memory"])

@@ -203,10 +203,7 @@ class StartUpCheck:
         if not wanted or not base.supports_gradient_checkpointing:
             yield
             return
-        options = dict(vars(self.args)["gradient_checkpointing_kwargs"] or {})
-        for name in ("every_n_layers", "offload"):  # they change no gradient, only in which layers and where to
-            options.pop(name, None)
-        with upstream.checkpointing(base, options or None):
+        with upstream.checkpointing(base, vars(self.args)["gradient_checkpointing_kwargs"]):
             yield
 
     def _why_no_gradients(self, model: torch.nn.Module) -> str:

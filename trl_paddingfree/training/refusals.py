@@ -127,10 +127,14 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
     """Warn that a model draws dropout which was to be disabled: padded and flat runs then draw different masks."""
     if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
         return
+    options = vars(model.config.get_text_config())
     for name, value in architecture.functional_dropout(model).items():
+        # A layer may call it otherwise than the configuration: `attention_dropout` of GPT-J is `attn_pdrop`
+        alike = [option for option in options if "drop" in option and options[option] == value]
+        words = f"`{name}`" if name in options or not alike else " or ".join(f"`{option}`" for option in alike)
         logger.warning(
             f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` does "
-            "not reach, with padding either: no two layouts draw the same masks. Set it to 0 in the model's "
+            f"not reach, with padding either: no two layouts draw the same masks. Set {words} to 0 in the model's "
             "configuration for figures that can be compared."
         )
 
