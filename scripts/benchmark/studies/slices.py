@@ -4,15 +4,13 @@ Operations and bytes are counted, on the CPU, where neither varies. The lengths 
 of `memory_budget`, whose prediction for the counted batches stands beside what they took.
 """
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
@@ -28,6 +26,7 @@ from trl_paddingfree.model.flat_model import Decision, FlatModel
 from trl_paddingfree.model.restored import attributes_set
 from trl_paddingfree.model.routes import Route, choose_route
 
+from ..measure import most_allocated
 from ..report import table
 
 # Counted: rows of these many completions of so many tokens, after a prompt of so many; and tokens of a slice
@@ -58,32 +57,6 @@ def _group(number: int) -> tuple[Segments, int]:
 
 # Of a path the most tokens, and of a group the most completions are looked for
 LAYOUTS = {"one path": _path, f"completions of {COMPLETION:,} tokens after a prompt of {PROMPT:,}": _group}
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made within this context hold at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self.held:
-                self.held[key] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, key)
-        return result
-
-    def _free(self, key: int) -> None:
-        self.now -= self.held.pop(key, 0)
 
 
 def measure() -> dict[str, Any]:
@@ -129,9 +102,9 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
         run(*arguments)  # what is made once
         with FlopCounterMode(display=False) as flops:
             run(*arguments)
-        with PeakBytes() as peak:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run(*arguments)
-        found[method] = {"flops": flops.get_total_flops(), "peak_bytes": peak.peak}
+        found[method] = {"flops": flops.get_total_flops(), "peak_bytes": most_allocated(profiler)}
     whole = load_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
     loads = slice_loads(segments, cuts, flat.route, whole)
     predicted = needs.peak_of_slices(loads, num_kept(segments, cuts), whole, size)
