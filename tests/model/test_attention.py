@@ -395,6 +395,13 @@ def test_flat_mask_keeps_its_layout_where_models_touch_it():
         assert touched.flat_layout is mask.flat_layout
 
 
+def test_a_mask_that_has_lost_its_layout_is_refused():
+    mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"])).as_subclass(torch.Tensor)
+    attend = AttentionInterface()[register_attention("sdpa", "segment")]
+    with pytest.raises(RuntimeError, match="was copied on its way"):
+        attend(Attention(1), *states(SEGMENTS["nested"]), mask)
+
+
 @pytest.mark.parametrize(
     "compute",
     [

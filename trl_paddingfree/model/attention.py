@@ -159,6 +159,11 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
         for around in attention_mask.around_attention:
             call = partial(around, call, layout)
         return call(module, query, key, value, **kwargs)
+    if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:  # no model makes these
+        raise RuntimeError(
+            "The mask that tells attention of a flat batch was copied on its way, and is now one like any other, under "
+            "which all tokens see one another. Leave out what copies or offloads arguments of layers."
+        )
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 
 
