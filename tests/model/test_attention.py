@@ -389,7 +389,8 @@ def test_layers_that_do_not_count_places_ask_for_no_positions(monkeypatch):
 def test_flat_mask_keeps_its_layout_where_models_touch_it():
     mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
     offloaded = torch.empty(mask.shape, dtype=torch.bool)  # as PyTorch's `save_on_cpu(pin_memory=True)` does it
-    offloaded.copy_(mask)
+    for copied in (FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["flat"])), mask):  # a buffer may be used again
+        offloaded.copy_(copied)
     for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu"), offloaded):
         assert isinstance(touched, FlatMask)
         assert touched.flat_layout is mask.flat_layout

@@ -99,7 +99,7 @@ class FlatMask(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.all:  # transformers drops masks that are all true, and this one must stay
             return torch.zeros((), dtype=torch.bool)
-        if func is torch.Tensor.copy_ and type(args[0]) is torch.Tensor and args[0].shape == args[1].shape:
+        if func is torch.Tensor.copy_ and isinstance(args[1], cls) and args[0].shape == args[1].shape:
             # So PyTorch offloads what a checkpoint saves: into a tensor that was made before, which is the mask now
             args[0].__class__ = cls
             vars(args[0]).update(vars(args[1]))
