@@ -133,7 +133,7 @@ def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None)
     cuts, ends, size = [segments.num_tokens], np.array(segments.offsets), max(size, 2)
     while cuts[0] > max(size, 3):
         cut = max(cuts[0] - size, 2)
-        near = ends[(cut < ends) & (ends <= min(cut + size // _NEAR, cuts[0] - 2))]
+        near = ends[(cut < ends) & (ends <= min(cuts[0] - size + size // _NEAR, cuts[0] - 2))]
         cuts.insert(0, _before_block(int(near[0]) if len(near) else cut, blocks))
     return (0, *cuts) if cuts[0] else tuple(cuts)
 
