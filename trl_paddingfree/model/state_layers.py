@@ -210,15 +210,15 @@ def state_arguments(model: PreTrainedModel, layout: FlatLayout) -> Inputs:
     Arguments by which the layout reaches the layers of a backbone without attention, which takes no dict of masks. None
     for other backbones, even if the configuration gives all of their layers a state.
     """
-    backbone, config = model.base_model, model.config.get_text_config()
-    expected = inspect.signature(backbone.forward).parameters
-    mask = FlatMask.carrying(layout, per_token=True)
+    if config_value(model.config.get_text_config(), "num_attention_heads") is not None:
+        return {}
+    expected, mask = inspect.signature(model.base_model.forward).parameters, FlatMask.carrying(layout, per_token=True)
     if "state" in expected:  # RWKV
         return {"attention_mask": None, "state": mask}
     if "attention_mask" not in expected:  # xLSTM
         cache = next(name for name in CACHES if name in expected)
         return {"attention_mask": None, cache: _NoCache(mask)}
-    return {"attention_mask": mask} if config_value(config, "num_attention_heads") is None else {}
+    return {"attention_mask": mask}
 
 
 def is_layout(value: object) -> TypeGuard[FlatMask]:
