@@ -19,6 +19,12 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
     return getattr(config, name, None)  # no class lists all names: `attribute_map`, properties, and what a file adds
 
 
+def wants(config: PreTrainedConfig, arguments: dict[str, Any], name: str) -> bool:
+    """Whether the arguments of a call ask for `name`, or, where they leave it open, the configuration does."""
+    value = arguments.get(name)
+    return bool(config_value(config, name) if value is None else value)
+
+
 def position_limits(model: PreTrainedModel) -> list[int]:
     """The most positions that a row may have, by every name that transformers has for it in this configuration."""
     values = [config_value(model.config.get_text_config(), name) for name in ("max_position_embeddings", "max_seq_len")]

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from .architecture import CACHES, config_value
+from .architecture import CACHES, wants
 
 # Arguments of a forward that only make sense with padded rows
 _OF_ROWS = ("position_ids", "inputs_embeds", *CACHES, "logits_to_keep", "use_cache")
@@ -37,8 +37,7 @@ def refuse_unanswerable(config: PreTrainedConfig, inputs: Inputs, *, fused_lm_he
                 f"{_WITHOUT}."
             )
     for argument, output in _OUTPUTS.items():  # TRL's fused head gives none of these, with padding either
-        value = inputs.get(argument)
-        if (not fused_lm_head and config_value(config, argument)) if value is None else value:
+        if inputs.get(argument) if fused_lm_head else wants(config, inputs, argument):
             raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
 
 

@@ -135,10 +135,7 @@ class PaddedCalls:
 
     def _wants(self, inputs: Inputs, name: str) -> bool:
         """Whether a call, or else the configuration, asks for `name`."""
-        wanted = inputs.get(name)
-        if wanted is None:
-            wanted = architecture.config_value(self.flat.model.config.get_text_config(), name)
-        return bool(wanted)
+        return architecture.wants(self.flat.model.config.get_text_config(), inputs, name)
 
     def _asks_for_logits(self, inputs: Inputs) -> bool:
         """Whether a call wants logits of all tokens, and nothing else."""
