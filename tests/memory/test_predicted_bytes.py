@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from trl_paddingfree.memory.plan import CORRECTED, MemoryPlanner, Pass
 
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.memory import KINDS, LAYERS, TOLERANCE, budgeted, layered, ready, with_images
@@ -23,6 +22,7 @@ from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
 from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
+from trl_paddingfree.memory.planner import CORRECTED, MemoryPlanner, Pass
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.model.flat_model import FlatModel

@@ -233,7 +233,6 @@ def test_a_limit_of_tokens_makes_slices_with_the_loss_of_padded_trl(data, passes
     padded = run("distillation", "padded", **with_lora(), train_dataset=data, **options)
     options |= {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 25}
     assert_same(padded, run("distillation", "shared", **with_lora(), train_dataset=data, **options))
-    assert {each.trains for each in passes} == {True, False}
     assert all(max(map(int.__sub__, x.schedule.cuts[1:], x.schedule.cuts), default=0) <= 25 for x in passes)
     assert most_slices(passes) > 1
 

@@ -78,7 +78,7 @@ def test_losses_of_all_kinds(task, options, passes):
     given = {**arguments(task, False), "train_dataset": DATA[task](16, SEED), **options, **ours}
     assert_same(padded, run(task, "ours", **given), ignored=IGNORED[task])
     assert_in_slices(passes)
-    assert {each.trains for each in passes} == {True, False} or task == "grpo"
+    assert {each.trains for each in passes} == {True, False} or task in ("grpo", "distillation")
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])

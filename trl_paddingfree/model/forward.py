@@ -37,7 +37,16 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
 # What a model's own forward runs through, beside the package that has its class
-_LIBRARIES = (__name__.partition(".")[0], "torch", "transformers", "peft", "accelerate", "contextlib", "functools")
+_LIBRARIES = (
+    __name__.partition(".")[0],
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "contextlib",
+    "functools",
+)
 # How libraries that PyTorch calls report a failed allocation: as a RuntimeError
 _FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
