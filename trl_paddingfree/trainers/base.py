@@ -190,7 +190,8 @@ class FlatTrainer(PlannedTrainer):
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.plan_steps(model)  # if it had to wait for the weights
+        if not self.flat.is_planned:  # it had to wait for the weights
+            self.plan_steps(model)
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         parts = self.parts_of(Part(inputs, is_normalized=num_items_in_batch is not None))
         with self.flat.trained.must_train(self):
@@ -210,7 +211,9 @@ class FlatTrainer(PlannedTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         if self.flat.check.awaits_weights:  # evaluation may come before any step of training
             self.prove_placed(model)
-        loss = super().compute_loss(model, self.scheduled(inputs, torch.is_grad_enabled()), *args, **kwargs)
+        if self.flat.planner is not None:
+            inputs = self.scheduled(inputs, torch.is_grad_enabled())
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
         for flat_model in self.flat.models:  # without waiting: TRL has just read metrics from the device
             if flat_model.edits.pending:
                 flat_model.edits.read()

@@ -44,7 +44,10 @@ class PlannedTrainer(GroupedTrainer):
         """
         self.prove_placed(model)
         flat = self.flat
-        if flat.is_planned or not flat.options.has_budget:
+        if flat.is_planned:
+            return
+        if not flat.options.has_budget:
+            flat.is_planned = True
             return
         if vars(self).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
             raise ValueError(

@@ -144,34 +144,30 @@ class TrainingSteps:
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
         Has TRL's `step` make a forward and a backward pass of each part of a micro-batch, and gives the sum of their
-        losses. Their metrics are logged together.
+        losses. Their metrics are logged together. If memory runs out, a part is computed again in smaller slices.
         """
         metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
-        losses = []
+        losses: list[torch.Tensor] = []
         for part in parts:
             self.remember()
             try:
-                losses.append(self._run_until_it_fits(step, part, metrics))
+                while True:
+                    try:
+                        losses.append(self._run_pass(step, part, metrics))
+                        self.attempt.finish()
+                    except RuntimeError as error:
+                        halve(self.planner, error)
+                    else:
+                        break
+                    # Not within `except`: until the error is gone, its frames hold the memory of the pass
+                    self.is_again = True
+                    self.attempt.undo()
             finally:
                 self.is_again = False
                 self.attempt.dropping.close()
         if metrics is not None:
             metrics.log()
         return torch.stack(losses).sum()
-
-    def _run_until_it_fits(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
-        """The loss of a part, which is computed again, in smaller slices, for as long as memory runs out."""
-        while True:
-            try:
-                loss = self._run_pass(step, part, metrics)
-            except RuntimeError as error:
-                halve(self.planner, error)
-            else:
-                self.attempt.finish()
-                return loss
-            # Not within `except`: until the error is gone, its frames hold the memory of the pass
-            self.is_again = True
-            self.attempt.undo()
 
     def remember(self) -> None:
         """A pass begins: what it changes from here on can be put back. It is yet to be scheduled."""
