@@ -35,7 +35,7 @@ from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.state_layers import state_layers
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 

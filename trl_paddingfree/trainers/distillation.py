@@ -11,9 +11,9 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..images.generated import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
 from ..model.flat_model import FlatModel
-from ..training.configs import Arguments, PaddingFreeDistillationConfig
-from ..training.state import when_flat
+from .configs import Arguments, PaddingFreeDistillationConfig
 from .online import PROMPTS, OnlineTrainer
+from .runtime import when_flat
 
 # Without Triton, TRL has up to ten more tensors of a tile's size, in float32, while it computes the tile's gradient
 _TORCH_TILES = 10

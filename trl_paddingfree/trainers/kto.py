@@ -11,9 +11,9 @@ from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionUnpairedCollator
-from ..training.configs import PaddingFreeKTOConfig
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import PaddingFreeKTOConfig
+from .runtime import when_flat
 
 KTO = Task(
     name="kto",
@@ -89,7 +89,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        self.prove_placed(model)
+        self.flat.prove(self, model)
         # TRL calls the model on the matched rows and then on the mismatched ones, and hands on no `flat_batch` here
         batch = self.scheduled(inputs)["flat_batch"]
         batches = iter((batch, batch.companion))
