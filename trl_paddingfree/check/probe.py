@@ -236,7 +236,11 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def rounding_unit(model: PreTrainedModel) -> float:
-    """The relative error of one rounding, as the model computes: with TF32, that of its products."""
-    dtype = compute_dtype(model)
-    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return _TF32 if is_tf32 and torch.cuda.is_available() else torch.finfo(dtype).eps
+    """
+    The largest relative error of one rounding, as the model computes: in its dtype, with TF32 in its products, and in
+    that of adapters. At least that of float32, in which transformers computes norms and positions of any model.
+    """
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    unit = max(torch.finfo(dtype).eps for dtype in {torch.float32, compute_dtype(model), *trained})
+    is_tf32 = compute_dtype(model) == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return max(unit, _TF32) if is_tf32 and torch.cuda.is_available() else unit
