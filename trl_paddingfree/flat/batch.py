@@ -239,11 +239,12 @@ class FlatBatch(HasTensors):
         """
         index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
         flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values.squeeze(0))
-        return flat[index[:, :-1]] * (mask[:, :-1] & mask[:, 1:])
+        return torch.where(mask[:, :-1] & mask[:, 1:], flat[index[:, :-1]], 0)  # a product would make NaN of infinity
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """`(R, L, D)`: vectors `(1, T, D)` of tokens, on whatever device, in rows; 0 beyond the end of each."""
-        return values.squeeze(0)[self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
+        rows = values.squeeze(0)[self.row_index.to(values.device)]
+        return torch.where(self.row_mask.to(values.device)[..., None], rows, 0)
 
 
 def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:
