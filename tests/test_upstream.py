@@ -74,6 +74,7 @@ PRIVATE = {
     "transformers:Trainer._save_rng_state": ("output_dir",),
     "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE": None,
     "trl.kernels.chunked_logprob:_use_triton": ("device",),
+    "torch.nn.attention.varlen:_varlen_attn": None,
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
