@@ -180,7 +180,20 @@ class FlatTrainer(Trainer):
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         parts = self.parts_of(Part(inputs, is_normalized=num_items_in_batch is not None))
         with self.flat.trained.must_train(self):
-            return step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
+            loss = step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
+        self.refuse_edits()
+        return loss
+
+    @when_flat
+    def prediction_step(self, *args, **kwargs):
+        outputs = super().prediction_step(*args, **kwargs)
+        self.refuse_edits()
+        return outputs
+
+    def refuse_edits(self) -> None:
+        """Refuse rows that were edited since they became flat. Waits only if the loss read nothing from the device."""
+        for flat_model in self.flat.models:
+            flat_model.edits.read()
 
     def parts_of(self, whole: Part) -> list[Part]:
         """
@@ -199,9 +212,6 @@ class FlatTrainer(Trainer):
         if self.flat.planner is not None:
             inputs = self.scheduled(inputs, torch.is_grad_enabled())
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        for flat_model in self.flat.models:  # without waiting: TRL has just read metrics from the device
-            if flat_model.edits.pending:
-                flat_model.edits.read()
         if (steps := self.flat.steps) is None:
             return loss
         if steps.planner.current is not None:  # for its pass of the reference, TRL sets all layers to one mode

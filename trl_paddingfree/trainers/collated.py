@@ -11,7 +11,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import RandomSampler
 
-from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
+from ..data.arrange import StepSampler, by_prefix, by_tokens
 from ..data.collate import FlatCollator
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import Inputs
@@ -149,7 +149,7 @@ class CollatedTrainer(FlatTrainer):
         batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` leaves as it was
         processes = self.accelerator.num_processes // self.flat.options.sequence_parallel_size
         if flat.options.arrange_micro_batches == "prefix":
-            arrange = by_prefix(token_keys(self.train_dataset, self.task.token_columns[0]))
+            arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
         else:
             hidden_size = self.model.config.get_text_config().hidden_size
             work = example_work(self.example_lengths(), flat.route.prefix_sharing, hidden_size)
