@@ -58,7 +58,7 @@ def check_packed(model: torch.nn.Module, call: PackedCall | None = None) -> Chec
     >>> check_packed(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)).verdict
     'exact'
     """
-    base = transformers_model(model)
+    base = transformers_model(model, "check_packed")
     if is_pooled(base):
         raise ValueError(f"`check_packed` reads logits of tokens, and {type(base).__name__} has no head for them.")
     implementation = str(upstream.attn_implementation(base))
