@@ -100,8 +100,8 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     trainer.train(resume_from_checkpoint=own.resume)
     trainer.save_model(args.output_dir)
     # Of each pass that trains: slices and recomputing layers that this process alone would have, and those of all
-    both = [(each.alone, each.decision) for each in passes if each.trains]
-    decisions = [[(one.num_slices, one.num_recomputed or 0) for one in decided] for decided in both]
+    both = [(each.alone, each.schedule) for each in passes if each.trains]
+    decisions = [[(one.num_slices, one.recompute or 0) for one in decided] for decided in both]
     Path(f"{output}.{trainer.accelerator.process_index}").write_text(json.dumps(decisions))
     if trainer.accelerator.is_main_process:
         engine = trainer.accelerator.distributed_type.value

@@ -25,7 +25,7 @@ from trl_paddingfree import (
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.memory.kept_bytes import LOADS
-from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.memory.planner import MemoryPlanner
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -45,7 +45,7 @@ def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 120))
 @settings(max_examples=200, deadline=None)
 def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
-    plan = Plan(mock.MagicMock(), Accelerator(cpu=True), None, limit=limit)
+    plan = MemoryPlanner(mock.MagicMock(), Accelerator(cpu=True), None, limit=limit)
     parts = plan.parts([np.where(np.array(LOADS) == "tokens", number, 0) for number in tokens])
     assert sorted(item for part in parts for item in part) == list(range(len(tokens)))
     assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
@@ -207,7 +207,7 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
     sizes = [each.batch.counts.computed for each in passes if each.trains]
     assert min(sizes) <= 45 < max(sizes)
     for each in passes:
-        assert max(np.diff(each.decision.cuts), default=each.batch.counts.computed) <= 45
+        assert max(np.diff(each.schedule.cuts), default=each.batch.counts.computed) <= 45
 
 
 @pytest.mark.parametrize(

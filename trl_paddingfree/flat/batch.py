@@ -13,6 +13,7 @@ import torch
 
 from .counts import BatchCounts
 from .layout import FlatLayout
+from .schedule import Schedule
 from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
 
@@ -57,6 +58,8 @@ class FlatBatch(HasTensors):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. A pooled head, which reads one token of each row, refuses them.
+        schedule ([`~trl_paddingfree.flat.schedule.Schedule`], *optional*):
+            How to compute the batch. Under a budget, the trainer sets it before the model gets the batch.
 
     >>> from trl_paddingfree import FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
@@ -84,6 +87,7 @@ class FlatBatch(HasTensors):
     images: "FlatImages | None" = None
     packed: int | None = None
     empty_rows: int = 0
+    schedule: Schedule = Schedule()
 
     @classmethod
     def from_rows(

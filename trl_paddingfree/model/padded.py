@@ -112,7 +112,7 @@ class PaddedCalls:
                 return forward(*args, **kwargs)
             as_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
             others = {**_without_rows(inputs), **({"return_dict": True} if as_tuple else {})}
-            with layout_arguments(self.flat, batch, self.flat.begin_pass(batch)) as arguments:
+            with layout_arguments(self.flat, self.flat.begin_pass(batch)) as arguments:
                 outputs = forward(**{**others, **flat_inputs(self.flat, batch), **arguments})
         values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
         return tuple(values.values()) if as_tuple else type(outputs)(**values)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -95,8 +96,9 @@ class FlatTrainer(PlannedTrainer):
         if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
             for name, dataset in given_datasets(arguments):
                 log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
-        if options.memory_budget is not None:
-            config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
+        if options.memory_budget is not None:  # the budget decides how far; the caller's configuration stays as it is
+            arguments["args"] = config = copy(config)
+            config.gradient_checkpointing = config.activation_checkpointing = True
         # With the flag, TRL warns and pads (DPO), or refuses `max_length` (SFT)
         with attributes_set([(config, "padding_free", False)]):
             self.trl_trainer.__init__(self, **arguments)
@@ -209,14 +211,24 @@ class FlatTrainer(PlannedTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         if self.flat.check.awaits_weights:  # evaluation may come before any step of training
             self.prove_placed(model)
+        if self.flat.planner is not None:
+            inputs = self.scheduled(inputs, torch.is_grad_enabled())
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         for flat_model in self.flat.models:  # without waiting: TRL has just read metrics from the device
             if flat_model.edits.pending:
                 flat_model.edits.read()
         if (steps := self.flat.steps) is None:
             return loss
-        self.flat.trained.set_layers()  # again: for its pass of the reference, TRL sets all layers to one mode
+        if steps.planner.current is not None:  # for its pass of the reference, TRL sets all layers to one mode
+            self.flat.trained.set_recompute(steps.planner.current.batch.schedule)
         return loss if steps.part is None else steps.weighted(loss)
+
+    def scheduled(self, inputs: Inputs, trains: bool = False) -> Inputs:
+        """The inputs of a pass, whose flat batch has the schedule that a budget gives it."""
+        batch, planner = inputs.get("flat_batch"), self.flat.planner
+        if batch is None or planner is None:
+            return inputs
+        return {**inputs, "flat_batch": planner.scheduled(batch, trains)}
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """What TRL computes of a padded micro-batch."""
@@ -248,8 +260,8 @@ class FlatTrainer(PlannedTrainer):
         if self.model.training and "loss" in logs:
             peak = self.largest_of_group(self.peak_memory.highest)
             logs |= self.counts.figures(self.accelerator, peak, self.flat.trained.repeats)
-            if self.flat.plan is not None:
-                logs |= self.flat.plan.figures()
+            if self.flat.planner is not None:
+                logs |= self.flat.planner.figures()
         super().log(logs, *args, **kwargs)
 
     @when_flat

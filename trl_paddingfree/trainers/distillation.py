@@ -80,8 +80,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
         host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # one copy: each waits for the device
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
-        with self.images_of(inputs):
-            batch = self.flatten(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
+        batch = self.flatten(host_ids, host_mask, labels, self.images_of(inputs)).to(ids.device, non_blocking=True)
         self._row, self._states = (batch, scored[:, 1:] > 0), {}
         self._pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
         ones = ids.new_ones(1, int(scored.sum()))

@@ -85,4 +85,4 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
         self.prove_placed(model)
-        return super().compute_ref_log_probs(model, inputs)
+        return super().compute_ref_log_probs(model, self.scheduled(inputs))

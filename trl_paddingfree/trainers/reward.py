@@ -77,7 +77,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
             )
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
-        return {"loss": len(inputs["input_ids"]) // 2}
+        return dict.fromkeys(("loss", "accuracy", "margin", "mean_reward"), len(inputs["input_ids"]) // 2)
 
     def example_lengths(self) -> np.ndarray:
         return pair_lengths(self.train_dataset, *self.task.token_columns)

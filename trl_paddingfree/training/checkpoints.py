@@ -108,16 +108,16 @@ class ResumableTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
-        if self.flat.plan is not None:
-            self.flat.plan.save(output_dir, self.args.process_index)
+        if self.flat.planner is not None:
+            self.flat.planner.save(output_dir, self.args.process_index)
         # The trainer state, written next, says that a checkpoint is whole: all processes must have written their part
         self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.flat.resumed_from = checkpoint
-            if self.flat.plan is not None:
-                self.flat.plan.restore(checkpoint, self.args.process_index)
+            if self.flat.planner is not None:
+                self.flat.planner.restore(checkpoint, self.args.process_index)
         super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result):

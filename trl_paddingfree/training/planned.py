@@ -1,4 +1,4 @@
-"""A trainer whose steps keep within budgets: what is planned once its models have their weights."""
+"""Plans memory once weights are materialized."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -11,16 +11,15 @@ from ..flat.batch import FlatBatch, Inputs
 from ..memory.device import PeakMemory
 from ..memory.engine import is_sharded
 from ..memory.needs import HeadBytes, fused_head
-from ..memory.plan import Plan
-from ..memory.planning import make_plan
+from ..memory.planner import MemoryPlanner
+from ..memory.planning import make_planner
 from ..model import architecture
-from ..model.routes import why_not_in_slices
 from .groups import GroupedTrainer
 from .steps import TrainingSteps
 
 
 class PlannedTrainer(GroupedTrainer):
-    """A trainer with a plan, if its options ask for a budget."""
+    """A trainer with a memory planner, if its options ask for a budget."""
 
     head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # what the head needs, by the models
     model: PreTrainedModel
@@ -47,31 +46,28 @@ class PlannedTrainer(GroupedTrainer):
         flat = self.flat
         if flat.is_planned:
             return
-        flat.is_planned = True
         if not flat.options.has_budget:
+            flat.is_planned = True
             return
         if vars(self).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
             raise ValueError(
                 "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
                 "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
             )
-        flat.plan = plan = self._plan()
-        flat.steps = TrainingSteps(self, plan)
-        for flat_model in flat.models:  # a teacher, or a reference, may be another architecture
-            if not why_not_in_slices(flat_model.model, flat_model.route, flat_model.group):
-                flat_model.decide = plan.decide
+        planner = self._planner()
         flat.check.prove_slices([model, *self.flat_models()[1:]])
-        flat.trained.decide = plan.decide  # even if it cannot compute slices: the plan says which layers recompute
         if flat.resumed_from is not None:
-            plan.restore(flat.resumed_from, self.args.process_index)
-        if not plan.has_shrunk:  # else it is smaller than the budget by which the data was measured before
-            self.refuse_small_budget(plan)
+            planner.restore(flat.resumed_from, self.args.process_index)
+        if not planner.has_shrunk:  # else its limit is smaller than the one by which the data was measured before
+            self.refuse_small_budget(planner)
+        # All at once, and last: after an error on the way, the next step plans again
+        flat.planner, flat.steps, flat.is_planned = planner, TrainingSteps(self, planner), True
 
-    def _plan(self) -> Plan:
-        """The plan under the budgets that the options ask for, of models that have their weights."""
+    def _planner(self) -> MemoryPlanner:
+        """The planner for the budgets that the options ask for, of models that have their weights."""
         options, args, optimizer = self.flat.options, self.args, self.optimizer
         with self.flat.check.in_precision():
-            return make_plan(
+            return make_planner(
                 self.flat.trained,
                 self.accelerator,
                 self.peak_memory,
@@ -86,12 +82,12 @@ class PlannedTrainer(GroupedTrainer):
                 arguments={"output_router_logits": True} if self.aux_loss_enabled else {},
             )
 
-    def refuse_small_budget(self, plan: Plan) -> None:
+    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that an example, of those that are known, does not fit into."""
         raise NotImplementedError
 
     def images_in_memory(self) -> list[Inputs]:
-        """Arguments of calls with different numbers of images, from which the plan learns what one needs."""
+        """Arguments of calls with different numbers of images, from which the planner learns what one needs."""
         images = self.flat.check.images
         if images is not None and not images.names:
             raise ValueError(

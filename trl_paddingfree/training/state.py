@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..data.arrange import StepSampler
-from ..memory.plan import Plan
+from ..memory.planner import MemoryPlanner
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
@@ -27,10 +27,10 @@ class FlatState:
     check: StartUpCheck = field(init=False)
     models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
     trained: FlatModel = field(init=False)  # the first of `models`
-    plan: Plan | None = None  # how passes keep within budgets; `None` without one, and before the weights
-    steps: "TrainingSteps | None" = None  # training steps under the plan
+    planner: MemoryPlanner | None = None  # schedules passes within budgets; `None` without one, and before the weights
+    steps: "TrainingSteps | None" = None  # training steps within budgets
     sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
-    is_planned: bool = False  # whether `plan` is settled: made, or not needed
+    is_planned: bool = False  # whether `planner` is settled: made, or not needed
     resumed_from: str | None = None  # the checkpoint that training goes on from
 
     @property
