@@ -38,7 +38,7 @@ _STAND_INS = 8
 _TF32 = 2.0**-10
 # Attributes of layers and configurations that limit how far a token sees, and their value during the check: to exceed
 # the limits of real models, rows would have to be thousands of tokens long
-_LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
+LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
 _NARROW = 8
 
 Call = Callable[..., Any]
@@ -78,7 +78,7 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
         if not isinstance(value, int) or value <= _NARROW:
             return False
         other_names = holder.attribute_map if isinstance(holder, PreTrainedConfig) else {}
-        return name in (*_LIMITS, *(other_names.get(limit) for limit in _LIMITS))
+        return name in (*LIMITS, *(other_names.get(limit) for limit in LIMITS))
 
     return set_where(model.modules(), is_wide, _NARROW)
 
