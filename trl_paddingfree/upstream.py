@@ -234,6 +234,11 @@ def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
     return None if sharded is None else sharded._get_fsdp_state()._mp_policy.param_dtype
 
 
+def process_store() -> torch.distributed.Store:
+    """The store through which the processes of a run have met: it needs no collective."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def lm_head_tile() -> tuple[int, int]:
     """Rows and columns of the tile of logits that TRL's fused LM head computes at a time."""
     from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE

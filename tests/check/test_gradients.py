@@ -1,8 +1,10 @@
 """The check's pass as training will be: models that are wrong only there are caught, and nothing else is."""
 
 import copy
+import itertools
 import os
 import re
+import threading
 import time
 from functools import partial
 
@@ -14,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
 from tests.helpers.tiny import make_model
+from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.check.probe import rounding_unit
 from trl_paddingfree.check.progress import Progress
@@ -333,17 +336,91 @@ def test_a_model_without_watched_embeddings_is_refused():
     assert not result.passed
 
 
-def test_of_layers_of_one_kind_the_first_and_the_last_are_differentiated():
-    model = make_model("gemma2", num_hidden_layers=8)  # layers with a window and without take turns
+def deep(monkeypatch):
+    """Eight layers, with a window and without in turns, of a model that is taken for a large one."""
+    monkeypatch.setattr(training, "_MOST", {"cpu": 0})
+    model = make_model("gemma2", num_hidden_layers=8)
     add_fused_lm_head(model)
-    model.model.layers[4].self_attn.scaling = 0.5  # one of its own kind
-    computed, before = [], [layer.forward for layer in model.model.layers]
-    for i, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda *_, i=i: computed.append(i))
-    with as_in_training(model):
+    return model
+
+
+def test_of_layers_of_one_kind_in_a_large_model_the_first_and_the_last_compute_and_the_others_are_named(monkeypatch):
+    model = deep(monkeypatch)
+    layers = model.model.layers
+    layers[4].self_attn.scaling = 0.5  # one of its own kind
+    computed, before = [], [layer.forward for layer in layers]
+
+    def note(module, args, output):
+        computed.append(next(i for i, layer in enumerate(layers) if layer.mlp is module))
+
+    for layer in layers:
+        layer.mlp.register_forward_hook(note)
+    with as_in_training(model) as left_out:
         model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
     assert computed == [0, 1, 4, 6, 7]
-    assert [layer.forward for layer in model.model.layers] == before
+    assert ["3 of 8 `layers` (2, 3, 5)" in each for each in left_out] == [True]
+    assert [layer.forward for layer in layers] == before
+    with as_in_training(model, every_layer=True):
+        model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert computed[5:] == [*range(8)]
+    result, _ = prove(model, choose_route(model))
+    assert "were left out" in str(result.not_compared)
+    monkeypatch.setattr(training, "_WHOLE", 100)
+    result, _ = prove(model, choose_route(model))
+    assert "largest weights were not compared" in str(result.not_compared)
+
+
+def test_the_gradient_of_a_large_weight_is_compared_along_one_direction(monkeypatch):
+    monkeypatch.setattr(training, "_WHOLE", 100)
+    model = make()
+    weight = model.model.layers[1].mlp.down_proj.weight
+    assert prove(model, choose_route(model))[0].passed
+
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = lambda x: x @ (weight if x.size(0) > 1 else 0.5 * weight + 0.5 * weight.detach()).T
+    with pytest.raises(UnprovenModelError, match=r"gradients of `model.layers.1.mlp.down_proj.weight` are wrong by 5"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, torch.OutOfMemoryError])
+def test_rows_alone_that_raise_in_training_are_a_failure(error):
+    """No route can mend it, and flat rows that raise nothing would train unseen."""
+    model = make()
+
+    def refuse(module, args, kwargs):
+        if module.training and not isinstance(kwargs.get("attention_mask"), FlatMask):
+            raise error("no kernel for training")
+
+    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with pytest.raises(UnprovenModelError, match=f"with padding either: a row alone raises {error.__name__}: .?no ker"):
+        prove(model, choose_route(model))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_process_that_fails_while_others_wait_for_its_weights_raises_unless_all_fail(number, monkeypatch):
+    """No collective could tell the others: they wait in another one."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(training.upstream, "process_store", lambda: store)
+    monkeypatch.setattr(training.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(training.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(training, "_SECONDS", 0.3)
+    monkeypatch.setattr(training, "_FAILURES", itertools.repeat(0))
+    raised = []
+
+    def fail():
+        model = make()
+        next(model.parameters()).ds_id = 0
+        try:
+            training.raise_if_others_wait(model, RuntimeError("no kernel"))
+        except training.OthersWaitError as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=fail) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(raised) == (number == 1)
 
 
 def test_a_check_that_takes_long_says_what_it_does_from_then_on():

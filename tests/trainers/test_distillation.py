@@ -142,9 +142,11 @@ def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_slices(da
 
 def test_the_check_differentiates_the_student_only(data, monkeypatch):
     differentiated = []
-    watched = check_gradients.small_parameters
+    watched = check_gradients.compared_parameters
     monkeypatch.setattr(
-        check_gradients, "small_parameters", lambda model: differentiated.append(model) or watched(model)
+        check_gradients,
+        "compared_parameters",
+        lambda model, whole: differentiated.append(model) or watched(model, whole),
     )
     trainer = made(data)
     student, teacher = trainer.model, trainer.teacher_model

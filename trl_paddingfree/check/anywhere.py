@@ -19,16 +19,8 @@ from ..model.forward import is_pooled
 from ..model.padded import PaddedCalls
 from ..model.restored import attributes_set
 from ..model.routes import choose_route
-from .probe import (
-    HALF_DIGITS_FACTOR,
-    check_rows,
-    compute_dtype,
-    relative_error,
-    root_mean_square,
-    rounding_unit,
-    row_inputs,
-    undisturbed,
-)
+from .comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
+from .probe import check_rows, compute_dtype, rounding_unit, row_inputs, undisturbed
 from .prove import UnprovenModelError, prove
 
 logger = logging.get_logger(__name__)

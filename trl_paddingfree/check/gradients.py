@@ -10,32 +10,32 @@ context that only some layers forget, wrong positions.
 For a model that does not train, log-probabilities of these rows are compared, and nothing is differentiated.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import replace
+from functools import cache
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..flat.batch import FlatBatch, Inputs
 from ..model import architecture
 from ..model.flat_model import FlatModel
-from ..model.forward import is_allocation_failure, is_pooled
+from ..model.forward import is_pooled
 from ..model.restored import buffers_restored
 from . import probe
+from .comparison import HALF_DIGITS_FACTOR, Comparison, Values, Verdict, root_mean_square, worst_of
 from .training import (
     as_in_training,
     as_it_answers,
+    compared_parameters,
     frozen_layers_tried,
-    refuse_broken_slices,
-    small_parameters,
+    is_sharded,
+    is_small,
+    raise_if_others_wait,
+    sketch,
     watched_embeddings,
 )
-
-Gradients: TypeAlias = list[torch.Tensor | None]  # `None` where none arrives, or an engine keeps it
 
 # Length of the rows: together more than 256 flat tokens
 _LENGTH = 104
@@ -51,52 +51,27 @@ _LONGEST_FLAT = {"cpu": 2048, "accelerator": 8192}
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
 # The least relative tolerance of answers: rounding in float32 stays below it, forgotten and misplaced context do not
 _LEAST_MISTAKE = 1e-5
-
-
-@dataclass(frozen=True)
-class GradientResult:
-    """What the pass found on one route."""
-
-    error: float = float("nan")  # largest difference from the rows alone, relative to them
-    worst: str = ""  # what differs most: gradients of a row or of parameters, or answers of a model that does not train
-    tolerance: float = float("nan")  # largest `error` that passes
-    failure: str = ""  # what is wrong with which tokens carry gradient, or the error that the model raised
-    skipped: str = ""  # why gradients were not compared
-    notes: tuple[str, ...] = ()  # what else was not tried, and why
-    lost: str = ""  # a frozen layer through which no gradient comes, with padding or without
-
-    @property
-    def passed(self) -> bool:
-        """Whether the model may train this way, as far as was compared."""
-        return not self.failure and (bool(self.skipped) or self.error <= self.tolerance)
-
-    @property
-    def reason(self) -> str:
-        """What keeps the route from training, in words; empty if nothing does."""
-        if self.passed or self.failure:
-            return self.failure
-        return f"{self.worst} are wrong by {self.error:.1e} of their size"
-
-    @property
-    def not_compared(self) -> tuple[str, ...]:
-        """What would have to be compared to call the model exact, and was not, each with the reason."""
-        return (f"gradients were not compared, because {self.skipped}", *self.notes) if self.skipped else self.notes
-
-    def __str__(self) -> str:
-        if self.failure:
-            return f"in training, {self.failure}"
-        figures = [] if self.skipped else [f"{self.worst} {self.error:.1e}, allowed {self.tolerance:.1e}"]
-        return "; ".join([*figures, *self.not_compared])
+# Where gradients at the tokens are, among those of parameters
+_TOKENS = "tokens"
 
 
 class RowsInTraining:
     """
     The reference for gradients: log-probabilities of four long rows in training mode, as a batch that needs no padding,
-    and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode.
+    and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode. `everything`
+    says whether to try all layers and weights; by default, those of small models.
     """
 
-    def __init__(self, model: PreTrainedModel, call: probe.Call | None = None, draw: int = 0, trains: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        call: probe.Call | None = None,
+        draw: int = 0,
+        trains: bool = True,
+        everything: bool | None = None,
+    ):
         self.model, self.call, self.trains = model, model if call is None else call, trains
+        self.everything = is_small(model) if everything is None else everything
         kind = "cpu" if model.device.type == "cpu" else "accelerator"
         config = model.config.get_text_config()
         positions = architecture.position_limits(model)
@@ -110,15 +85,20 @@ class RowsInTraining:
         self.position_limits = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
         self.rows = probe.long_rows(config.vocab_size, length, draw)
         self.unit = probe.rounding_unit(model)
-        self.tolerance = probe.HALF_DIGITS_FACTOR * self.unit**0.5
         fork = int(length * probe.SHARED) - 1
         self.first_scored = (0, fork, 0, fork)  # of each row: the second and the fourth begin after the shared prefix
-        with self.in_training(), frozen_layers_tried(model) as self.lost:  # names of those that pass no gradient on
-            self.log_probs, (self.embedded, *self.small) = self.differentiate(probe.row_inputs(model, self.rows))
+        with self.in_training() as left_out, frozen_layers_tried(model) as self.lost:  # that pass no gradient on
+            self.notes += left_out
+            self.parameters = compared_parameters(model, self.everything) if trains else {}
+            others = sum(p.requires_grad for p in model.parameters()) - len(self.parameters)
+            if trains and others > 0 and not is_sharded(model):
+                self.notes += (f"gradients of the {others} largest weights were not compared",)
+            self.log_probs, (self.gradients,) = self.differentiate(probe.row_inputs(model, self.rows))
+        self.noise = cache(self._noise)
 
-    def in_training(self) -> AbstractContextManager[None]:
-        """The context in which the model is tried: as it trains, or as it answers if it does not."""
-        return as_in_training(self.model, self.call) if self.trains else as_it_answers(self.model)
+    def in_training(self) -> AbstractContextManager[tuple[str, ...]]:
+        """The context in which the model is tried, as it trains, or as it answers: gives what it leaves out."""
+        return as_in_training(self.model, self.call, self.everything) if self.trains else as_it_answers(self.model)
 
     def answers(self, inputs: Inputs) -> torch.Tensor:
         """`(R, L-1)` log-probabilities. A pooled head gives one answer per row, which is repeated to that shape."""
@@ -132,116 +112,148 @@ class RowsInTraining:
         return watched_embeddings(self.model)
 
     def differentiate(
-        self, inputs: Inputs, rows: tuple[int, ...] = (0, 1, 2, 3), places: tuple[int, ...] | None = None
-    ) -> tuple[torch.Tensor, Gradients]:
+        self,
+        inputs: Inputs,
+        groups: Sequence[tuple[int, ...]] = ((0, 1, 2, 3),),
+        places: tuple[int, ...] | None = None,
+    ) -> tuple[torch.Tensor, list[Values]]:
         """
-        Log-probabilities, and the gradients of the losses of `rows`: first those at the embeddings, then those of small
-        parameters. `places` are those of `rows` among the rows of `inputs`, if these are not all four.
+        Log-probabilities, and the gradients of the losses of each of `groups` of rows: those at the embeddings, and of
+        parameters. `places` are those of the rows of a group among the rows of `inputs`, if these are not all four.
         """
         if not self.trains:
-            return self.answers(inputs).double().cpu(), [None]
-        with self.watched(inputs) as embedded:
-            log_probs = self.answers(inputs)
-        if not embedded:
-            raise RuntimeError("its input embeddings are not what it computes with")
+            return self.answers(inputs).double().cpu(), [{}]
         # Small gradients underflow in float16: training scales its losses, too
         scale = 2.0**8 if probe.compute_dtype(self.model) == torch.float16 else 1.0
-        scored = zip(places or rows, rows, strict=True)
-        loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in scored]).sum()
-        watched = [embedded[-1], *small_parameters(self.model)]
-        gradients = [*torch.autograd.grad(loss * scale, watched, allow_unused=True, retain_graph=True)]
-        if (group := FlatModel.group_of(self.model)) is not None and "flat_batch" in inputs:
-            gradients = [*group.whole_gradients(watched, gradients, inputs["flat_batch"])]
-        return log_probs.detach().double().cpu(), [None if x is None else x.detach().double().cpu() for x in gradients]
+        group = FlatModel.group_of(self.model)
+        of_groups: list[Values] = []
+        for rows in groups:
+            # Engines gather weights for one backward pass of each forward pass
+            if not of_groups or group is not None or is_sharded(self.model):
+                with self.watched(inputs) as embedded:
+                    log_probs = self.answers(inputs)
+                if not embedded:
+                    raise RuntimeError("its input embeddings are not what it computes with")
+            scored = zip(places or rows, rows, strict=True)
+            loss = torch.stack([log_probs[place, self.first_scored[row] :].sum() for place, row in scored]).sum()
+            watched = [embedded[-1], *self.parameters.values()]
+            gradients = [*torch.autograd.grad(loss * scale, watched, allow_unused=True, retain_graph=True)]
+            if group is not None and "flat_batch" in inputs:
+                gradients = [*group.whole_gradients(watched, gradients, inputs["flat_batch"])]
+            at_tokens, *of_parameters = gradients
+            values = {_TOKENS: None if at_tokens is None else at_tokens.detach().double().cpu()}
+            named = zip(self.parameters, of_parameters, strict=True)
+            of_groups.append(values | {name: None if x is None else sketch(x.detach()).cpu() for name, x in named})
+        return log_probs.detach().double().cpu(), of_groups
 
-    def tolerated(self, error: float) -> float:
-        """The largest error that passes. Of gradients, rounding is measured only if `error` is above `tolerance`."""
-        if not self.trains:
+    def compare_answers(self, found: torch.Tensor) -> Verdict:
+        """Answers on long rows beside those of rows alone, of a model that does not train."""
+        name = "answers on long rows"
+
+        def padded() -> Values:
             with buffers_restored(self.model.modules()):  # "dynamic" frequencies follow the width
                 width = len(self.rows[0]) + 5  # in another width, kernels round differently
-                padded = self.answers(probe.row_inputs(self.model, self.rows, width)).double().cpu()
-            noise = probe.relative_error(padded[:, : self.log_probs.size(1)], self.log_probs)
-            # The difference may be zero by chance, where kernels sum up both widths alike
-            return min(max(probe.NOISE_FACTOR * max(noise, self.unit), _LEAST_MISTAKE), self.tolerance)
-        if error <= self.tolerance:
-            return self.tolerance
-        differences = [0.0]
+                answers = self.answers(probe.row_inputs(self.model, self.rows, width)).double().cpu()
+            return {name: answers[:, : self.log_probs.size(1)]}
+
+        return Comparison.of_answers(
+            {name: self.log_probs}, {name: found}, padded, self.unit, max(4 * self.unit, _LEAST_MISTAKE)
+        ).verdict()
+
+    def compare_gradients(self, of_rows: Values, of_groups: Sequence[Values]) -> Verdict:
+        """Gradients of each row at its tokens, and those of parameters, added up over the groups."""
+        at_rows, of_parameters = self._expected
+        rows = Comparison.of_gradients(at_rows, of_rows, lambda: self.noise()[0], self.unit)
+        parameters = Comparison.of_gradients(
+            of_parameters, self.added(of_groups), lambda: self.noise()[1], self.unit, True
+        )
+        return worst_of([rows.verdict(), parameters.verdict()])
+
+    @property
+    def _expected(self) -> tuple[Values, Values]:
+        at_tokens = self.gradients[_TOKENS]
+        assert at_tokens is not None
+        return {f"gradients of row {i}": x for i, x in enumerate(at_tokens)}, self.added([self.gradients])
+
+    def added(self, of_groups: Sequence[Values]) -> Values:
+        """Gradients of parameters, added up over groups."""
+        found = {name: [x for each in of_groups if (x := each[name]) is not None] for name in self.parameters}
+        return {f"gradients of `{name}`": sum(x[1:], x[0]) if x else None for name, x in found.items()}
+
+    def _noise(self) -> tuple[Values, Values]:
+        """Gradients of rows, and of parameters, where rows are computed two at a time, which rounds differently."""
+        at_rows: dict[str, torch.Tensor | None] = {}
         of_groups = []
-        for rows in _GROUPS:  # what rounds differently if rows are computed two at a time
+        for rows in _GROUPS:
             inputs = probe.row_inputs(self.model, [self.rows[row] for row in rows])
-            _, (embedded, *small) = self.differentiate(inputs, rows, places=(0, 1))
-            if embedded is not None and self.embedded is not None:
-                differences += [probe.relative_error(embedded[i], self.embedded[row]) for i, row in enumerate(rows)]
-            of_groups.append(small)
-        noise = float(np.max([*differences, *_errors_of_parameters(of_groups, self.small)]))
-        return max(self.tolerance, min(probe.NOISE_FACTOR * noise, probe.MOST_NOISE))
+            _, (found,) = self.differentiate(inputs, [rows], places=(0, 1))
+            if (at_tokens := found[_TOKENS]) is not None:
+                at_rows |= {f"gradients of row {row}": at_tokens[i] for i, row in enumerate(rows)}
+            of_groups.append(found)
+        return at_rows, self.added(of_groups)
 
 
-def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> GradientResult:
+def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> Verdict:
     """Compare the gradients of a flat batch, on the route that is installed, with those of the rows alone."""
     try:
         reference = in_training()
     except Exception as error:  # nor will it train with padding
         first_line, *_ = str(error).split("\n")
-        raised = f"a row alone raises {type(error).__name__}: {first_line}"
-        # If memory has run out, nothing is known of the model: that must not pass
-        return GradientResult(failure=raised) if is_allocation_failure(error) else GradientResult(skipped=raised)
+        return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
     if reference.lost:
         others = f" and {len(reference.lost) - 1} others" if len(reference.lost) > 1 else ""
-        failure = f"no gradient comes through {reference.lost[0]}, which is frozen{others}"
-        return GradientResult(failure=failure, lost=reference.lost[0])
+        failure = (
+            f"no gradient comes through {reference.lost[0]}, which is frozen{others}. What trains before it would get "
+            "wrong gradients or none, and nothing would say so. Load the model with weights that can be trained "
+            'through, such as `dtype="bfloat16"` or bitsandbytes'
+        )
+        return Verdict(failure=failure, unmendable=True)
     try:
         with reference.in_training():
             return _compare(reference, prefix_sharing)
     except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-        refuse_broken_slices(reference.model, error)
-        return GradientResult(failure=f"{type(error).__name__}: {error}")
+        raise_if_others_wait(reference.model, error)
+        return Verdict(failure=f"{type(error).__name__}: {error}")
 
 
-def _compare(reference: RowsInTraining, prefix_sharing: bool) -> GradientResult:
+def _compare(reference: RowsInTraining, prefix_sharing: bool) -> Verdict:
     inputs = probe.row_inputs(reference.model, reference.rows, prefix_sharing=prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"].to("cpu")  # where gradients are compared
-    errors: dict[str, float] = {}
     notes = reference.notes
-    is_random = False
+    random_state = torch.get_rng_state()
+    log_probs, of_groups = reference.differentiate(inputs, _GROUPS)
     if not reference.trains:
-        errors["answers on long rows"] = probe.relative_error(reference.differentiate(inputs)[0], reference.log_probs)
+        verdict = reference.compare_answers(log_probs)
     else:
-        answers, of_groups = [], []
-        for rows in _GROUPS:
-            log_probs, (flat, *small) = reference.differentiate(inputs, rows)
-            if flat is None or reference.embedded is None or flat.shape[:2] != batch.input_ids.shape:
-                return GradientResult(failure="no gradient reaches its input embeddings")
-            if not reference.embedded.isfinite().all():
-                return GradientResult(skipped="those of a row alone are not finite")
-            if failure := _wrong_tokens(flat[0], reference.embedded, batch, rows):
-                return GradientResult(failure=failure)
-            for row in rows:
-                of_row = flat[0][batch.row_index[row]]
-                errors[f"gradients of row {row}"] = probe.relative_error(of_row, reference.embedded[row])
-            answers.append(log_probs)
-            of_groups.append(small)
-        if of_parameters := _errors_of_parameters(of_groups, reference.small):
-            errors["gradients of small parameters"] = float(np.max(of_parameters))  # Python's `max` may leave out `nan`
-        elif reference.small:
+        of_rows: dict[str, torch.Tensor | None] = {}
+        alone = reference.gradients[_TOKENS]
+        for rows, found in zip(_GROUPS, of_groups, strict=True):
+            flat = found[_TOKENS]
+            if flat is None or alone is None or flat.shape[:2] != batch.input_ids.shape:
+                return Verdict(failure="no gradient reaches its input embeddings")
+            if not alone.isfinite().all():
+                return Verdict(skipped="those of a row alone are not finite")
+            if failure := _wrong_tokens(flat[0], alone, batch, rows):
+                return Verdict(failure=failure)
+            of_rows |= {f"gradients of row {row}": flat[0][batch.row_index[row]] for row in rows}
+        if reference.parameters and all(reference.gradients[name] is None for name in reference.parameters):
             notes += ("gradients of parameters were not compared, because an engine keeps them to itself",)
-        # Both passes computed the same batch: if their answers differ, the model draws at random, also in the gradients
-        first, second = answers
-        is_random = probe.root_mean_square(first - second) > reference.unit * probe.root_mean_square(first)
+        verdict = reference.compare_gradients(of_rows, of_groups)
+    is_random = reference.trains and _draws(reference, inputs, log_probs, random_state)
     if failure := _beyond_positions(reference, batch.counts.computed, is_random):
-        return GradientResult(failure=failure)
+        return Verdict(failure=failure)
     if is_random:
-        reason = "it draws at random in training (no gradient reaches another row)"
-        return GradientResult(skipped=reason, notes=notes)
-    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-    return GradientResult(errors[worst], worst, reference.tolerated(errors[worst]), notes=notes)
+        return Verdict(skipped="it draws at random in training (no gradient reaches another row)", notes=notes)
+    return replace(verdict, notes=notes)
 
 
-def _errors_of_parameters(of_groups: list[Gradients], expected: Gradients) -> list[float]:
-    """How far gradients of parameters, added up over the two groups, are off, of parameters that have them."""
-    parameters = zip(*of_groups, expected, strict=True)
-    pairs = [(a + b, c) for a, b, c in parameters if a is not None and b is not None and c is not None]
-    return probe.relative_errors([a for a, _ in pairs], [b for _, b in pairs])
+def _draws(reference: RowsInTraining, inputs: Inputs, log_probs: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether the model draws at random in training, so that its answers to the same batch differ, and gradients."""
+    if reference.model.device.type == "cpu" and torch.equal(torch.get_rng_state(), state):
+        return False
+    with torch.no_grad():
+        again = reference.answers(inputs).double().cpu()
+    return root_mean_square(again - log_probs) > reference.unit * root_mean_square(log_probs)
 
 
 def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, batch: FlatBatch, rows: tuple[int, ...]) -> str:
@@ -277,7 +289,9 @@ def _beyond_positions(reference: RowsInTraining, computed: int, is_random: bool)
                 log_probs = reference.answers(inputs).double().cpu()
         except Exception as error:
             return str(error)  # names the length, and what to change
-        wrong = probe.root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
-        if not is_random and not wrong <= reference.tolerance * probe.root_mean_square(reference.log_probs):
+        wrong = root_mean_square(log_probs - reference.log_probs.repeat(copies, 1))
+        if not is_random and not wrong <= HALF_DIGITS_FACTOR * reference.unit**0.5 * root_mean_square(
+            reference.log_probs
+        ):
             return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e} nats"
     return ""

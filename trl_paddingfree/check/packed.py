@@ -20,16 +20,15 @@ from ..model.forward import is_pooled
 from ..model.restored import local_part
 from ..model.routes import Route
 from .anywhere import log_probs_of, transformers_model
-from .gradients import GradientResult, RowsInTraining
+from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Verdict, root_mean_square
+from .gradients import RowsInTraining
 from .probe import (
     LIMITS,
-    NOISE_FACTOR,
     Call,
     Rows,
     RowsAlone,
     check_rows,
     narrowed,
-    root_mean_square,
     row_inputs,
     undisturbed,
 )
@@ -346,28 +345,23 @@ class _PackedInTraining(RowsInTraining):
 
     def __init__(self, model: PreTrainedModel, called: Call, draw: int, seconds: float):
         self.every_layer = seconds * 4 * 104 * _TRAINING_PASSES <= _SECONDS
-        super().__init__(model, called, draw)
+        super().__init__(model, called, draw, everything=self.every_layer)
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
         parameters.sort(key=lambda named: named[1].numel())
         sizes = np.cumsum([p.numel() for _, p in parameters])
         kept = [local_part(p) is p and size <= _LOGITS for (_, p), size in zip(parameters, sizes, strict=True)]
-        self.parameters = [p for (_, p), is_kept in zip(parameters, kept, strict=True) if is_kept]
+        self.weights = [p for (_, p), is_kept in zip(parameters, kept, strict=True) if is_kept]
         others = [name for (name, _), is_kept in zip(parameters, kept, strict=True) if not is_kept]
         self.left_out: tuple[str, ...] = ()
         if others:
             self.left_out += (f"the gradient of `{others[-1]}` and of {len(others) - 1} others was not compared",)
-        if not self.every_layer:
-            self.left_out += ("in training mode, only the first and the last layer of each kind have computed",)
 
-    def in_training(self) -> AbstractContextManager[None]:
-        return as_in_training(self.model, self.call, self.every_layer)
-
-    def compare_parameters(self, result: GradientResult) -> GradientResult:
+    def compare_parameters(self, result: Verdict) -> Verdict:
         """`result`, or what is wrong with the gradients of parameters, of a loss that weighs each token differently."""
         with self.in_training():
             alone, packed = self._sketches(), self._sketches(is_packed=True)
             error = self._error(packed, alone)
-            tolerance = self.tolerance
+            tolerance = HALF_DIGITS_FACTOR * self.unit**0.5
             if not error <= tolerance:
                 noise = self._error(self._sketches(more=5), alone)
                 tolerance = max(tolerance, min(NOISE_FACTOR * noise, _MOST_NOISE))
@@ -390,8 +384,8 @@ class _PackedInTraining(RowsInTraining):
             inputs = row_inputs(self.model, rows, len(rows[0]) + more, prefix_sharing=False if is_packed else None)
             log_probs = self.answers(inputs)[:, : len(rows[0]) - 1]
             weights = torch.from_numpy(rng.uniform(0.5, 1.5, log_probs.shape)).to(log_probs)
-            gradients = torch.autograd.grad((log_probs * weights).sum(), self.parameters, allow_unused=True)
-            sketches = [_sketch(p, g) for p, g in zip(self.parameters, gradients, strict=True)]
+            gradients = torch.autograd.grad((log_probs * weights).sum(), self.weights, allow_unused=True)
+            sketches = [_sketch(p, g) for p, g in zip(self.weights, gradients, strict=True)]
             totals = [a + b for a, b in zip(totals, sketches, strict=True)] if totals else sketches
         return totals
 

@@ -14,21 +14,10 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set, modes_restored, random_state_restored
 from ..model.state_layers import carries_state, in_small_chunks, is_state_layer
+from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, root_mean_square
 
-# A tolerance is this many times the noise of padded runs: flat runs round differently, but as much. Over the routes,
-# dtypes and models tried (576 runs of 2 and 32 layers), errors were at most 1.5 times the larger of two such noises
-NOISE_FACTOR = 4.0
-# No tolerance exceeds this times the square root of the rounding unit (half the digits), relative to the effect of one
-# token of context: padding itself may change a model's answers, and agreement within such noise would mean nothing
-HALF_DIGITS_FACTOR = 3.0
 # The most that a row may move when other rows change, relative to the effect of its own context
 LEAK_FRACTION = 0.1
-# The most that measured noise may raise the tolerance of gradients to, where arithmetic rounds more than its dtype says
-# (4-bit weights): mistakes move gradients by more
-MOST_NOISE = 0.1
-# Errors of a parameter's gradients are relative to their norm, or to this share of the largest norm if that is more:
-# gradients of some parameters are nothing but rounding
-_LEAST_NORM = 0.1
 # The share of a long row that is a prefix it shares with another
 SHARED = 0.75
 # How many tokens replace one of a row in turn, to measure the effect of context: a single one may have the same
@@ -128,22 +117,6 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
-
-
-def root_mean_square(x: torch.Tensor) -> float:
-    """The root mean square of all entries."""
-    return float(x.pow(2).mean().sqrt())
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference, relative to that of what is expected."""
-    return float((found - expected).norm()) / max(float(expected.norm()), 1e-300)
-
-
-def relative_errors(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
-    """The norm of the difference for the gradients of each parameter, relative to what `_LEAST_NORM` says."""
-    least = _LEAST_NORM * max((float(x.norm()) for x in expected), default=0.0)
-    return [float((a - b).norm()) / max(float(b.norm()), least, 1e-300) for a, b in zip(found, expected, strict=True)]
 
 
 class RowsAlone:

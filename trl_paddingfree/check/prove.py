@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
-from .gradients import GradientResult, RowsInTraining, check_gradients
-from .probe import Call, RowsAlone, root_mean_square, rounding_unit
-from .training import refuse_broken_slices
+from .comparison import Verdict, root_mean_square
+from .gradients import RowsInTraining, check_gradients
+from .probe import Call, RowsAlone, rounding_unit
+from .training import raise_if_others_wait
 
 # In low precision rounding may send a token to another expert, flat but not padded, which is no small error and no
 # mistake. It does not happen again with other tokens; a mistake does
@@ -50,7 +51,7 @@ class CheckResult:
             Largest `error` and largest `leak` that pass.
         failure (`str`):
             The error that the model raised instead of an answer; empty if it answered.
-        gradients (`GradientResult`, *optional*):
+        gradients (`Verdict`, *optional*):
             What the pass with gradients found; `None` if there was none.
 
     >>> from trl_paddingfree import CheckResult
@@ -69,7 +70,7 @@ class CheckResult:
     tolerance: float = float("nan")
     leak_tolerance: float = 0.0
     failure: str = ""
-    gradients: GradientResult | None = None
+    gradients: Verdict | None = None
 
     @property
     def prefix_sharing(self) -> bool:
@@ -109,7 +110,9 @@ class CheckResult:
     def __str__(self) -> str:
         if self.failure:
             return f"{self.route}: {self.failure}"
-        trained = "" if self.gradients is None else f"; {self.gradients}"
+        trained = (
+            "" if self.gradients is None else f"; {'in training, ' * bool(self.gradients.failure)}{self.gradients}"
+        )
         if self.passed:
             trained += f"; a mistake of {self.smallest_mistake:.1e} of one token of context would show"
         return (
@@ -160,7 +163,7 @@ def compare_rows(
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
-            refuse_broken_slices(reference.model, error)
+            raise_if_others_wait(reference.model, error)
             if in_training is not None:
                 agree(False)  # processes on which the model has answered call this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
@@ -276,14 +279,12 @@ def prove(
             trained = None if no_gradients else partial(in_training, draw)
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):
-                skipped = GradientResult(skipped=no_gradients)
+                skipped = Verdict(skipped=no_gradients)
                 return replace(result, gradients=skipped) if no_gradients else result, failed
-            if result.gradients is not None and result.gradients.lost:  # no route can mend that
+            if result.gradients is not None and result.gradients.unmendable:
                 raise UnprovenModelError(
                     f"{type(model).__name__} cannot be trained as it is loaded, with padding either: "
-                    f"{result.gradients.failure}. What trains before it would get wrong gradients or none, and nothing "
-                    'would say so. Load the model with weights that can be trained through, such as `dtype="bfloat16"` '
-                    "or bitsandbytes."
+                    f"{result.gradients.failure}."
                 )
             if not agree(result.isolated):
                 break

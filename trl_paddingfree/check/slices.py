@@ -5,7 +5,9 @@ and gradients of the last row up to rounding. *Which* tokens carry gradient must
 that reads keys which are not on its paths reaches more tokens, and one that misses some reaches fewer.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,37 +22,28 @@ from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from . import probe
-from .training import as_in_training, as_it_answers, small_parameters, watched_embeddings
+from .comparison import NOISE_FACTOR, Comparison, Values, Verdict, worst_of
+from .training import as_in_training, as_it_answers, compared_parameters, is_small, sketch, watched_embeddings
 
 # Tokens of a row, and of a slice: with these, cuts lie within prefixes, and within what follows them
 _LENGTH, _SIZE = 104, 45
 
 
-@dataclass(frozen=True)
-class SlicesResult:
-    """What the check found: differences between slices and the whole, relative to the norms of the whole."""
+class SlicesResult(NamedTuple):
+    """What the check found: differences between slices and the whole."""
 
     num_slices: int
-    error: float  # of answers
-    tolerance: float  # the largest `error` that passes
-    gradients: float  # the largest, of gradients at the embeddings and of small parameters; `nan` if there are none
-    gradient_tolerance: float  # the largest `gradients` that passes
-    skipped: str = ""  # why gradients were not compared
-    has_same_tokens: bool = True  # whether the same tokens carry gradient
+    answers: Verdict
+    gradients: Verdict  # at the embeddings and of parameters
 
     @property
     def passed(self) -> bool:
         """Whether the model may compute slices."""
-        trains = bool(self.skipped) or (self.has_same_tokens and self.gradients <= self.gradient_tolerance)
-        return self.error <= self.tolerance and trains
+        return self.answers.passed and self.gradients.passed
 
     def __str__(self) -> str:
-        found = f"gradients {self.gradients:.1e}, allowed {self.gradient_tolerance:.1e}"
-        if not self.has_same_tokens:
-            found = "gradients in other tokens than those of the whole"
-        if self.skipped:
-            found = f"gradients not compared: {self.skipped}"
-        return f"{self.num_slices} slices; error {self.error:.1e}, allowed {self.tolerance:.1e}; {found}"
+        error = f"error {self.answers.error:.1e}, allowed {self.answers.tolerance:.1e}"
+        return f"{self.num_slices} slices; {error}; {self.gradients}"
 
 
 def check_slices(
@@ -70,43 +63,36 @@ def check_slices(
     batch: FlatBatch = inputs["flat_batch"]
     cuts = cut_by_size(batch.layout.segments, min(_SIZE, length))
     unit = probe.rounding_unit(model)
-    half = probe.HALF_DIGITS_FACTOR * unit**0.5
-    gradient_tolerance = min(half, probe.MOST_NOISE)
-    with probe.narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
-        whole, sliced = (_passed(flat, inputs, each, call, not skipped) for each in (Schedule(), Schedule(cuts)))
-        padded = _passed(flat, probe.row_inputs(model, rows), Schedule(), call, not skipped)
-    errors = probe.relative_errors(sliced.small, whole.small)
-    has_same_tokens = True
-    if whole.embedded is not None and sliced.embedded is not None:
-        has_same_tokens = torch.equal(*((x != 0).any(-1) for x in (sliced.embedded, whole.embedded)))
-        errors.append(probe.relative_error(sliced.embedded, whole.embedded))
-    largest = float(np.max(errors)) if errors else float("nan")  # Python's `max` may leave out what is `nan`
-    if errors and not largest <= gradient_tolerance:
-        # Padded rows show what rounds more than the dtype says: 4-bit weights, many layers of bfloat16
-        noise = float(np.max(probe.relative_errors(padded.small, whole.small), initial=0.0))
-        gradient_tolerance = max(gradient_tolerance, min(probe.NOISE_FACTOR * noise, max(half, probe.MOST_NOISE)))
-    # A pooled head gives one number a row: of so few, the measured noise may be near zero by chance
-    least = unit * (probe.NOISE_FACTOR if flat.is_pooled else 1)
-    tolerance = min(probe.NOISE_FACTOR * max(probe.relative_error(padded.answers, whole.answers), least), half)
+    # A pooled head gives one number a row: of so few, noise may be near zero by chance
+    least = NOISE_FACTOR * unit * (NOISE_FACTOR if flat.is_pooled else 1)
     if vars(model).get("is_quantized"):  # slices have few tokens, for which some have kernels that round more
-        tolerance = half
-    return SlicesResult(
-        num_slices=len(cuts) - 1,
-        error=probe.relative_error(sliced.answers, whole.answers),
-        tolerance=tolerance,
-        gradients=largest,
-        gradient_tolerance=gradient_tolerance,
-        skipped=skipped or ("" if errors else "none were in sight"),
-        has_same_tokens=has_same_tokens,
-    )
+        least = math.inf
+    trying = as_it_answers(model) if skipped else as_in_training(model, call)
+    with probe.narrowed(model), trying as left_out:
+        passed = partial(_passed, flat, call=call, trains=not skipped)
+        padded = cache(lambda: passed(probe.row_inputs(model, rows), Schedule()))
+        whole, sliced = (passed(inputs, Schedule(each)) for each in ((), cuts))
+        comparisons = [
+            Comparison.of_answers(whole.answers, sliced.answers, lambda: padded().answers, unit, least),
+            Comparison.of_gradients(whole.at_tokens, sliced.at_tokens, lambda: padded().at_tokens, unit),
+            Comparison.of_gradients(whole.parameters, sliced.parameters, lambda: padded().parameters, unit, True),
+        ]
+        answers, *gradients = [each.verdict() for each in comparisons]
+    found = worst_of(gradients)
+    if skipped or not (whole.at_tokens or whole.parameters):
+        found = Verdict(skipped=skipped or "none were in sight")
+    elif whole.touched is not None and not torch.equal(whole.touched, sliced.touched):  # type: ignore[arg-type]
+        found = Verdict(failure="gradients in other tokens than those of the whole")
+    return SlicesResult(len(cuts) - 1, answers, replace(found, notes=left_out))
 
 
 class _Pass(NamedTuple):
-    """Answers of a pass of the model, and the gradients of the last row's, all float64."""
+    """What a pass of the model gives: answers, and the gradients of the last row's."""
 
-    answers: torch.Tensor
-    embedded: torch.Tensor | None  # gradients at the embeddings; `None` where other processes have some of the tokens
-    small: list[torch.Tensor]  # gradients of small parameters
+    answers: Values
+    at_tokens: Values
+    parameters: Values
+    touched: torch.Tensor | None  # (1, T) which flat tokens carry gradient; `None` where other processes have some
 
 
 def _passed(flat: FlatModel, inputs: Inputs, schedule: Schedule, call: probe.Call | None, trains: bool) -> _Pass:
@@ -119,14 +105,21 @@ def _passed(flat: FlatModel, inputs: Inputs, schedule: Schedule, call: probe.Cal
         answers = output.logits if is_pooled(model) else output.log_probs
         # Before the backward pass, which computes slices again and adds their embeddings
         of_slices = embedded[: schedule.num_slices] if flat.group is None else []
-        watched = [*of_slices, *small_parameters(model)] if trains else []
+        parameters = compared_parameters(model, is_small(model)) if trains else {}
+        watched = [*of_slices, *parameters.values()] if trains else []
         gradients = torch.autograd.grad(answers[-1].sum(), watched, materialize_grads=True) if watched else ()
-    at_embeddings, small = gradients[: len(of_slices)], [*gradients[len(of_slices) :]]
+    at_tokens, of_parameters = gradients[: len(of_slices)], [*gradients[len(of_slices) :]]
     if flat.group is not None:  # each process has other tokens
         # FSDP2 keeps gradients of sharded parameters to itself
-        small = [] if any(isinstance(x, DTensor) for x in small) else flat.group.summed(small)
-    if len(at_embeddings) > 1:  # without the token that a slice has for the longest position, if frequencies follow it
-        sizes = np.diff(schedule.cuts).tolist()
-        at_embeddings = tuple(x[:, :size] for x, size in zip(at_embeddings, sizes, strict=True))
-    of_tokens = torch.cat(at_embeddings, 1).double() if at_embeddings else None
-    return _Pass(answers.detach().double(), of_tokens, [x.double() for x in small])
+        is_kept = any(isinstance(x, DTensor) for x in of_parameters)
+        of_parameters = [] if is_kept else flat.group.summed(of_parameters)
+    named = zip(parameters, of_parameters, strict=False)
+    found = {f"gradients of `{name}`": sketch(x) for name, x in named}
+    answers = {"answers": answers.detach().double()}
+    if not at_tokens:
+        return _Pass(answers, {}, found, None)
+    if len(at_tokens) > 1:  # without the token that a slice has for the longest position, if frequencies follow it
+        at_tokens = tuple(x[:, :n] for x, n in zip(at_tokens, np.diff(schedule.cuts).tolist(), strict=True))
+    tokens = torch.cat(at_tokens, 1).double()
+    of_row = tokens[-1] if batch is None else tokens[0, batch.row_index[-1]]
+    return _Pass(answers, {"gradients of the last row": of_row}, found, (tokens != 0).any(-1))

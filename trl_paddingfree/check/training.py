@@ -1,12 +1,17 @@
 """Contexts in which a model is tried, in training or in evaluation mode. Afterwards it is bit for bit as it was."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import count
+from types import FunctionType, MethodType, ModuleType
 from typing import TypeAlias
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -19,16 +24,28 @@ Output: TypeAlias = torch.Tensor | tuple  # of a layer
 
 # Standard deviation of weights that are moved off zero: as after some steps of training
 _MOVED = 0.02
-# The most entries of a small parameter
-_SMALL = 2**18
+# The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
+_WHOLE = 2**18
+# The most parameters of a model of which all layers and weights are tried: of larger ones, that takes long
+_MOST = {"cpu": 2**25, "accelerator": 2**30}
+# Counts passes that failed here, and how long to wait for other processes to fail alike
+_FAILURES, _SECONDS = count(), 20.0
+# Attributes that say where a layer is in its stack or what it is doing now
+_PASSING = ("layer_idx", "training", "_parameters", "_buffers", "_modules")
+# How deep the others are looked into, and how many objects of one layer
+_DEPTH, _OBJECTS = 6, 10_000
 
 
 @contextmanager
-def as_in_training(model: PreTrainedModel, call: Call | None = None, every_layer: bool = False) -> Iterator[None]:
+def as_in_training(
+    model: PreTrainedModel, call: Call | None = None, every_layer: bool | None = None
+) -> Iterator[tuple[str, ...]]:
     """
     Training mode with gradients, but without dropout and compiled code. Adapters that start at zero are moved, and of
-    layers of one kind only the first and the last compute, unless `every_layer`. Afterwards all is as before.
+    layers of one kind in a large model only the first and the last compute, unless `every_layer`: the context gives in
+    words what it leaves out. Afterwards all is as before.
     """
+    every_layer = is_small(model) if every_layer is None else every_layer
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
     with (
@@ -37,21 +54,26 @@ def as_in_training(model: PreTrainedModel, call: Call | None = None, every_layer
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),  # hooks on compiled modules would not run
         call.no_sync() if isinstance(call, DistributedDataParallel) else nullcontext(),
-        nullcontext() if every_layer else one_layer_of_each_kind(model),
+        nullcontext(()) if every_layer else _one_layer_of_each_kind(model) as left_out,
         buffers_restored(modules),
         attributes_set((module, "training", True) for module in modules),
         attributes_set(upstream.not_reentrant(modules)),
         without_dropout(modules),
         moved_off_zero(modules),
     ):
-        yield
+        yield left_out
 
 
 @contextmanager
-def as_it_answers(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards all is as before."""
+def as_it_answers(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
+    """Evaluation mode without gradients, which leaves nothing out. Afterwards all is as before."""
     with undisturbed(model), buffers_restored(model.modules()):
-        yield
+        yield ()
+
+
+def is_small(model: PreTrainedModel) -> bool:
+    """Whether all layers and weights can be tried within seconds."""
+    return sum(p.numel() for p in model.parameters()) <= _MOST["cpu" if model.device.type == "cpu" else "accelerator"]
 
 
 @contextmanager
@@ -66,40 +88,82 @@ def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _kind(layer: torch.nn.Module) -> str:
-    """Equal for layers that compute alike, but for the values of their weights: their settings, shapes and dtypes."""
-    settings = [
-        (type(part), name, attribute, value)
-        for name, part in layer.named_modules()
-        for attribute, value in vars(part).items()
-        if isinstance(value, bool | int | float | str) and attribute not in ("layer_idx", "training")
-    ]
-    weights = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
-    return f"{sorted(map(repr, settings))} {weights}"
+    """
+    Equal for layers that compute alike, but for the values of their weights: of the same forward functions, hooks,
+    settings and other attributes, shapes and dtypes. What cannot be looked into is alike only if it is the same object.
+    """
+    parts = {id(part): name for name, part in layer.named_modules()}
+    seen: dict[int, tuple[int, object]] = {}  # with the objects, whose numbers others would get otherwise
+
+    def described(x: object, depth: int = _DEPTH) -> object:
+        def within(*values: object) -> tuple[object, ...]:
+            return type(x), *(described(value, depth - 1) for value in values)
+
+        if x is None or isinstance(x, bool | int | float | complex | str | bytes | torch.dtype | torch.device | type):
+            return repr(x)
+        if id(x) in parts or id(x) in seen:
+            return "part", parts.get(id(x)), seen.get(id(x), [None])[0]
+        if depth == 0 or len(seen) > _OBJECTS or isinstance(x, torch.nn.Module | ModuleType):
+            return id(x)
+        seen[id(x)] = len(seen), x
+        if isinstance(x, torch.Tensor):
+            return *x.shape, *within(x.dtype, x.requires_grad, x._backward_hooks, *sorted(vars(x).items()))
+        if isinstance(x, FunctionType):
+            cells = (cell.cell_contents for cell in x.__closure__ or ())
+            return id(x.__code__), *within(x.__defaults__, x.__kwdefaults__, *sorted(vars(x).items()), *cells)
+        if isinstance(x, MethodType):
+            return within(x.__func__, x.__self__)
+        if isinstance(x, partial):
+            return within(x.func, *x.args, *sorted(x.keywords.items()))
+        if isinstance(x, Mapping):
+            return within(*(key for key in x if isinstance(key, str)), *x.values())
+        if isinstance(x, list | tuple | set | frozenset):
+            return within(*(sorted(x, key=repr) if isinstance(x, set | frozenset) else x))
+        attributes = vars(x) if hasattr(x, "__dict__") else None
+        return id(x) if attributes is None else within(*sorted(attributes.items()))
+
+    found = []
+    for name, part in layer.named_modules():
+        attributes = {key: x for key, x in vars(part).items() if key not in _PASSING}
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        found.append((name, type(part), described([*sorted(attributes.items()), *tensors])))
+    return repr(found)
 
 
 @contextmanager
-def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
+def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
     """
-    Within this context, only the first and the last layer of each kind compute: a mistake shows in any layer of a kind,
-    and a deep model takes no longer than a shallow one. If weights are sharded, all layers compute, as engines expect.
+    Within this context, only the first and the last layer of each kind compute, so that a deep model takes no longer
+    than a shallow one. It gives the names of the others. If weights are sharded, all compute, as engines expect.
     """
     skipped: list[tuple[torch.nn.Module, str, Callable]] = []
     outputs: dict[str, Output] = {}
-    # Parameters of FSDP may be DTensors, and those of DeepSpeed have this attribute
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    is_sharded |= any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
-    stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
+    left_out: list[str] = []
+    stacks = [each for each in model.get_decoder().named_children() if isinstance(each[1], torch.nn.ModuleList)]
     with ExitStack() as hooks:
-        for stack in () if is_sharded else stacks:
-            kinds = [_kind(layer) for layer in stack]
+        for name, stack in () if is_sharded(model) else stacks:
+            kinds, numbers = [_kind(layer) for layer in stack], []
             for i, (layer, kind) in enumerate(zip(stack, kinds, strict=True)):
                 if kind not in kinds[:i]:
                     keep = partial(outputs.__setitem__, kind)
                     hooks.enter_context(layer.register_forward_hook(lambda _, args, output, keep=keep: keep(output)))
                 elif kind in kinds[i + 1 :]:
                     skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
+                    numbers.append(str(i))
+            if numbers:
+                left_out.append(
+                    f"in training mode, {len(numbers)} of {len(kinds)} `{name}` ({', '.join(numbers)}) were left out, "
+                    "which are built like the first and the last of their kind"
+                )
         with attributes_set(skipped):
-            yield
+            yield tuple(left_out)
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether processes gather weights from each other in each pass."""
+    # Parameters of FSDP may be DTensors, and those of DeepSpeed have this attribute
+    engines = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    return engines or any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
 
 
 def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwargs: torch.Tensor) -> Output:
@@ -137,9 +201,18 @@ def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> 
         yield
 
 
-def small_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Trainable parameters small enough to hold a second gradient of each: norms, biases, routers, adapters."""
-    return [p for p in model.parameters() if p.requires_grad and 0 < p.numel() <= _SMALL]
+def compared_parameters(model: PreTrainedModel, everything: bool) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters whose gradients are compared: `everything`, or those that are small (norms, adapters)."""
+    most = math.inf if everything else _WHOLE
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and 0 < p.numel() <= most}
+
+
+def sketch(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in float64, or a large one times a random vector."""
+    if gradient.numel() > _WHOLE:
+        vector = torch.randn(gradient.size(-1), generator=torch.Generator().manual_seed(0))
+        gradient = gradient.flatten(0, -2).float() @ vector.to(gradient.device)
+    return gradient.double()
 
 
 @contextmanager
@@ -197,10 +270,31 @@ def _is_zero(weight: torch.Tensor) -> bool:
     return is_plain and weight.dtype.itemsize > 1 and not weight.any()
 
 
-def refuse_broken_slices(model: PreTrainedModel, error: Exception) -> None:
-    """If the model computes slices with other processes, raise its `error`: they may wait for this process."""
+class OthersWaitError(ValueError):
+    """An error while other processes wait within a pass for this one: it has to end the run."""
+
+
+def raise_if_others_wait(model: PreTrainedModel, error: Exception) -> None:
+    """Raise the `error` of a pass if other processes compute slices of the same batch, or wait for weights."""
     if (group := FlatModel.group_of(model)) is not None:
-        raise ValueError(
+        raise OthersWaitError(
             f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "
             f"{type(error).__name__} in slices: {error} Set it to 1 to train whole batches."
         ) from error
+    raise_if_weights_are_awaited(model, error)
+
+
+def raise_if_weights_are_awaited(model: PreTrainedModel, error: Exception) -> None:
+    """Raise the `error` of a pass if other processes may wait for weights of this one, and have not failed, too."""
+    if is_sharded(model) and dist.is_initialized() and not _have_all_failed():
+        raise OthersWaitError(f"{type(error).__name__}, on this process only: {error}") from error
+
+
+def _have_all_failed() -> bool:
+    """Whether all processes come here within seconds. It asks no collective, which those that wait could not answer."""
+    store, key = upstream.process_store(), f"trl_paddingfree/failed/{next(_FAILURES)}"
+    store.add(key, 1)
+    end = time.monotonic() + _SECONDS
+    while (failed := store.add(key, 0)) < dist.get_world_size() and time.monotonic() < end:
+        time.sleep(0.05)
+    return failed == dist.get_world_size()

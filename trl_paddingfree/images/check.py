@@ -11,7 +11,8 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
-from ..check.probe import Call, Rows, RowsAlone, root_mean_square, undisturbed
+from ..check.comparison import root_mean_square
+from ..check.probe import Call, Rows, RowsAlone, undisturbed
 from ..check.prove import CheckResult, UnprovenModelError, check_flat
 from ..check.training import moved_off_zero
 from ..flat.batch import IGNORE_INDEX

@@ -16,6 +16,7 @@ from .. import upstream
 from ..check.progress import Progress
 from ..check.prove import CheckResult, UnprovenModelError, draws_of, prove
 from ..check.slices import check_slices
+from ..check.training import OthersWaitError, raise_if_weights_are_awaited
 from ..images.check import prove_images
 from ..images.examples import MADE_UP, ImageProbe
 from ..images.model import sees_both_ways
@@ -119,7 +120,7 @@ class StartUpCheck:
     def prove_all(self, models: Sequence[torch.nn.Module]) -> Route:
         """Prove all models, and give the route of the first. If one cannot share prefixes, none does."""
         start = time.perf_counter()
-        with self.progress.after(_PATIENCE), self._failing_together():
+        with self.progress.after(_PATIENCE), self._failing_together(models):
             results = self._results_of(models)
         if self.accelerator.is_main_process:
             seconds, images = time.perf_counter() - start, self.images
@@ -153,7 +154,8 @@ class StartUpCheck:
                     "out."
                 )
             if trains and self.accelerator.is_main_process:
-                verdict = "exact as far as it was compared" if result.skipped else "exact on this model"
+                missing = result.gradients.not_compared
+                verdict = "exact as far as it was compared" if missing else "exact on this model"
                 logger.warning(f"Slices within the budget: {verdict} ({result}).")
 
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
@@ -234,10 +236,14 @@ class StartUpCheck:
                     proven.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
             return proven
 
+        is_made_up = images.kind == MADE_UP
         try:
-            with_images = prove_each([result.route for result in results])
+            with self._failing_together(models) if is_made_up else nullcontext():
+                with_images = prove_each([result.route for result in results])
+        except OthersWaitError:
+            raise
         except Exception as error:  # made-up images stand for some that may never come: a run on text goes on
-            if images.kind != MADE_UP:
+            if not is_made_up:
                 raise
             self.images = None
             logger.warning(f"Made-up images cannot be tried ({error}): text trains, and images that come are refused.")
@@ -282,13 +288,15 @@ class StartUpCheck:
         return gather(torch.tensor([int(verdict)], device=self.accelerator.device))
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
+    def _failing_together(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Within this context, an error on one process ends all, which would otherwise wait for its verdict."""
         try:
             yield
             self._all_agree(True)
-        except _FailedElsewhereError:
+        except (_FailedElsewhereError, OthersWaitError):
             raise
-        except Exception:
+        except Exception as error:
+            for model in models:
+                raise_if_weights_are_awaited(self._base(model), error)
             self._gathered(_ERROR)
             raise
