@@ -294,7 +294,10 @@ def _compare(packing: Packing, draw: _Draw) -> PackedResult:
         )
     if lengths:
         tried = lengths if sum(lengths) > sum(tried) else tried
-        contexts = [partial(_evaluating, model), partial(as_in_training, model, every_layer=training().every_layer)]
+        contexts: list[Any] = [
+            partial(_evaluating, model),
+            partial(as_in_training, model, every_layer=training().every_layer),
+        ]
         for context in contexts:
             if result.passed:
                 longer = compare_rows(packing, _LongRows(model, called, draw.seed, lengths, context))

@@ -282,10 +282,8 @@ def prove(
                 skipped = Verdict(skipped=no_gradients)
                 return replace(result, gradients=skipped) if no_gradients else result, failed
             if result.gradients is not None and result.gradients.unmendable:
-                raise UnprovenModelError(
-                    f"{type(model).__name__} cannot be trained as it is loaded, with padding either: "
-                    f"{result.gradients.failure}."
-                )
+                loaded = f"{type(model).__name__} cannot be trained as it is loaded, with padding either"
+                raise UnprovenModelError(f"{loaded}: {result.gradients.failure}.")
             if not agree(result.isolated):
                 break
         failed.append(replace(result, failure="not exact on another process") if result.passed else result)
