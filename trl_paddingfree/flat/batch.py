@@ -15,6 +15,7 @@ import torch
 
 from .counts import BatchCounts
 from .layout import FlatLayout
+from .schedule import Schedule
 from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
 
@@ -61,6 +62,8 @@ class FlatBatch(HasTensors):
             Rows without a token. A pooled head, which reads one token of each row, refuses them.
         checksum (`int`, *optional*, defaults to `0`):
             Of rows and labels, on the host, by which processes can tell whether they have been given the same batch.
+        schedule ([`~trl_paddingfree.flat.schedule.Schedule`], *optional*):
+            How to compute the batch. Under a budget, the trainer sets it before the model gets the batch.
 
     >>> from trl_paddingfree import FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
@@ -89,6 +92,7 @@ class FlatBatch(HasTensors):
     packed: int | None = None
     empty_rows: int = 0
     checksum: int = 0
+    schedule: Schedule = Schedule()
 
     @classmethod
     def from_rows(

@@ -22,6 +22,9 @@ from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, Gather, GatherIndex, once_per_layout
 from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, segment_mask
 
+# Of CUDA devices that PyTorch's flash attention is compiled for: Ampere's
+_LEAST_CAPABILITY = (8, 0)
+
 
 def _gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Cast first: fewer bytes to gather."""
@@ -93,9 +96,15 @@ def torch_varlen() -> Callable:
     return attend
 
 
-def has_varlen_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a varlen kernel for a device. Tests replace this function, so nothing else decides it."""
-    return device.type == "cuda"
+@cache
+def why_no_varlen(device: torch.device) -> str:
+    """Why a device cannot run PyTorch's varlen kernel; empty if it can. Nothing else decides it: tests replace this."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}, the kernel needs CUDA"
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else _LEAST_CAPABILITY
+    if capability >= _LEAST_CAPABILITY:
+        return ""
+    return f"the GPU has compute capability {'.'.join(map(str, capability))}, the kernel needs 8.0 (Ampere) or more"
 
 
 def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
@@ -108,7 +117,7 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
 def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     """Whether PyTorch's varlen kernel can take this call."""
     return (
-        has_varlen_kernel(query.device)
+        not why_no_varlen(query.device)
         and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
         and query.size(-1) % 8 == 0
         and query.size(-1) <= 256
