@@ -1,7 +1,7 @@
 """All uses of private names of transformers and TRL, but for those that our trainers inherit, and why.
 
-`tests/test_upstream.py` lists these names, the inherited ones, and those of PyTorch and accelerate with the modules that
-use them. It fails by name when an upgrade moves one.
+`tests/test_upstream.py` lists these names, the inherited ones, and those of PyTorch and accelerate by the module that
+uses them. It fails by name when an upgrade moves one.
 """
 
 import inspect

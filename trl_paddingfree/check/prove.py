@@ -22,6 +22,7 @@ from functools import cache, partial
 import torch
 from transformers import PreTrainedModel
 
+from .. import upstream
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
