@@ -13,12 +13,12 @@ from trl import DPOConfig, DPOTrainer
 from trl.experimental import bema_for_ref_model
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from scripts.benchmark.differences import difference
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import CHAT_TEMPLATE, lora, make_model, make_tokenizer, preference_data
 from tests.runs import LAYOUTS, TOLERANCE, assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOTrainer, PreferenceCollator
 from trl_paddingfree.flat import calls
-from trl_paddingfree.quickstart.side_by_side import difference
 
 SEED = 40417
 

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trl_paddingfree.data.load import load_rows
 from trl_paddingfree.quickstart import side_by_side
-from trl_paddingfree.quickstart.side_by_side import classes_of, difference
+from trl_paddingfree.quickstart.side_by_side import classes_of
 
+from ..differences import difference
 from ..environment import default_device, machine_name
 from ..flops import count_flops
 from ..measure import now
