@@ -34,7 +34,7 @@ def differences(
 ) -> dict[str, float]:
     """The largest [`difference`] over all logs, of every figure that padded TRL logs; infinite where ours lacks one."""
     found: dict[str, float] = {}
-    for expected, actual in zip_longest(padded, ours, fillvalue={}):
+    for expected, actual in zip_longest(padded, ours, fillvalue=dict[str, Any]()):
         for name, figure in expected.items():
             if not any(part in name for part in INCOMPARABLE):
                 off = difference(figure, actual[name], floor) if name in actual else math.inf

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from ..data.load import NAME_THE_DATA, refuse_missing
 from ..versions import naming_versions
@@ -106,7 +107,7 @@ def inspect(args: argparse.Namespace) -> int:
     with loading(args.tokenizer):
         tokenizer = (AutoProcessor if with_images else AutoTokenizer).from_pretrained(args.tokenizer)
         config = AutoConfig.from_pretrained(args.tokenizer) if with_images else None
-    token = getattr(config, "image_token_id", None)
+    token: Any = getattr(config, "image_token_id", None)
     if with_images and token is None:
         raise ValueError(
             f"The data has images, and {args.tokenizer!r} is not a model that reads them as tokens. Name one that does "

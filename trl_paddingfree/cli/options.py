@@ -37,15 +37,15 @@ TRAINING = {
     "distillation": "on a teacher's predictions for its own completions",
 }
 # What each training command needs, and what some need as well: one of these options, or else this advice
-_NEEDED = {
+_NEEDED: dict[tuple[str, ...], str] = {
     ("model_name_or_path",): "Name the model: `--model_name_or_path` (hub name or folder).",
     ("datasets", "dataset_name"): NAME_THE_DATA,
 }
-_REWARDS = {
+_REWARDS: dict[tuple[str, ...], str] = {
     ("reward_funcs", "reward_model_name_or_path"): "Name what rewards completions: `--reward_funcs` (a function of TRL "
     "or an import path, such as my_lib.rewards.my_reward), or `--reward_model_name_or_path`."
 }
-_TEACHER = {
+_TEACHER: dict[tuple[str, ...], str] = {
     ("teacher_model_name_or_path",): "Name the teacher: `--teacher_model_name_or_path` (hub name or folder).",
 }
 _ALSO_NEEDED = {"grpo": _REWARDS, "rloo": _REWARDS, "distillation": _TEACHER}
@@ -125,7 +125,7 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
 
     Returns the arguments as TRL looks for them: `--config FILE` and `--accelerate_config NAME` are two words each.
     """
-    needed, options, config = _NEEDED | _ALSO_NEEDED.get(task, {}), _options_of(task), {}
+    needed, options, config = _NEEDED | _ALSO_NEEDED.get(task, {}), _options_of(task), dict[str, Any]()
     parser = OneLineParser(prog=f"trl-paddingfree {task}", add_help=False)
     parser.others = options
     for name in ("config", "accelerate_config", *(name for names in needed for name in names)):

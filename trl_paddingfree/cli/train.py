@@ -127,10 +127,10 @@ class ScriptParser(OneLineParser, TrlParser):
     def set_defaults_with_config(self, **values: Any) -> list[str]:
         """TRL's, which takes any value of a YAML file, but for words that an option does not allow."""
         for action in self._actions:
-            given = values.get(action.dest)
+            given, choices = values.get(action.dest), [*(action.choices or ())]
             for word in given if isinstance(given, list) else [given]:
-                if isinstance(word, str) and word not in (action.choices or [word]):
-                    allowed = ", ".join(map(repr, action.choices))
+                if choices and isinstance(word, str) and word not in choices:
+                    allowed = ", ".join(map(repr, choices))
                     self.error(f"argument --{action.dest}: invalid choice: {word!r} (choose from {allowed})")
         return super().set_defaults_with_config(**values)
 
@@ -217,7 +217,8 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
         functions = map(_load_reward, [names] if isinstance(names, str) else names)  # a YAML file may have one name
         others["reward_funcs"] = [*filter(None, [script_args.reward_model_name_or_path]), *functions]
     if isinstance(training_args, DistillationConfig):  # the teacher has a revision of its own, and is never quantized
-        training_args.teacher_model_init_kwargs = {**loading, **(training_args.teacher_model_init_kwargs or {})}
+        given: Any = training_args.teacher_model_init_kwargs or {}
+        training_args.teacher_model_init_kwargs = {**loading, **given}
         others["teacher_model"] = training_args.teacher_model_name_or_path
     dataset = load_data(script_args, dataset_args, training_args.seed)
     evaluates = training_args.eval_strategy != "no"
@@ -245,8 +246,9 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
 def train(trainer: FlatTrainer, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Train, summarise and save."""
     if script_args.ignore_bias_buffers:  # DDP reads this attribute
-        ignored = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
-        trainer.model._ddp_params_and_buffers_to_ignore = ignored
+        model: Any = trainer.model
+        ignored = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool]
+        model._ddp_params_and_buffers_to_ignore = ignored
     started = time.perf_counter()
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     summarize(trainer, result.metrics, time.perf_counter() - started)

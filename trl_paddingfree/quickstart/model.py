@@ -74,12 +74,12 @@ def questions() -> tuple[tuple[str, str], ...]:
 def _docstrings(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tuple[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            is_class, name = isinstance(node, ast.ClassDef), f"{module}.{node.name}"
-            signature = f"class {name}" if is_class else f"def {name}({ast.unparse(node.args)})"
+            name = f"{module}.{node.name}"
+            signature = f"class {name}" if isinstance(node, ast.ClassDef) else f"def {name}({ast.unparse(node.args)})"
             docstring = ast.get_docstring(node) or ""
             if len(docstring) >= _SHORTEST:
                 yield f"What does this do?\n\n{signature}", docstring
-            if is_class:
+            if isinstance(node, ast.ClassDef):
                 yield from _docstrings(node, name)
 
 
