@@ -30,9 +30,9 @@ from trl.scripts.rloo import RLOOScriptArguments
 from ..data.load import load_data
 from ..data.turns import split_turns
 from ..memory.device import has_accelerator
-from ..trainers import TRAINERS
 from ..trainers.base import FlatTrainer
-from ..training.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
+from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
+from ..trainers.registry import TRAINERS
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
 from .tables import summarize
 
