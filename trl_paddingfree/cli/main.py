@@ -84,10 +84,10 @@ def inspect(args: argparse.Namespace) -> int:
     from ..data.turns import split_turns
     from ..images.examples import has_images
     from ..images.savings import image_counts
-    from ..quickstart.charts import drawn, plot_waste
     from ..trainers.configs import silence
     from ..trainers.registry import TASKS
     from .memory import memory_report, model_config
+    from .quickstart.charts import drawn, plot_waste
     from .tables import print_memory, print_waste
 
     silence()
@@ -195,7 +195,7 @@ def quickstart(args: argparse.Namespace) -> int:
     # One GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
-    from ..quickstart.compare import run
+    from .quickstart.compare import run
 
     return run(args)
 

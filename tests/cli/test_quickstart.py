@@ -12,9 +12,9 @@ from rich.console import Console
 
 from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree.cli.main import main
-from trl_paddingfree.quickstart import compare as quickstart
-from trl_paddingfree.quickstart import model as from_scratch
-from trl_paddingfree.quickstart.side_by_side import watch_memory
+from trl_paddingfree.cli.quickstart import compare as quickstart
+from trl_paddingfree.cli.quickstart import model as from_scratch
+from trl_paddingfree.cli.quickstart.side_by_side import watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
 

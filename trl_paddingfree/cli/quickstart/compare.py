@@ -16,10 +16,10 @@ from rich.table import Column, Table
 from transformers.utils import logging
 from trl import extract_prompt
 
-from ..data.load import load_rows
-from ..data.task import task_of
-from ..memory.device import has_accelerator
-from ..trainers.registry import TRAINERS
+from ...data.load import load_rows
+from ...data.task import task_of
+from ...memory.device import has_accelerator
+from ...trainers.registry import TRAINERS
 from .charts import drawn, plot_runs
 from .model import instruction_data, make_model, make_tokenizer, preference_data
 from .side_by_side import Trajectory, train_watched
