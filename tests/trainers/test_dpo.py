@@ -12,12 +12,12 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 from trl.experimental import bema_for_ref_model
 
+from scripts.benchmark.differences import difference
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import DATA, arguments, lora, make_model, preference_data
 from tests.runs import LAYOUTS, TOLERANCE, assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.flat import calls
-from trl_paddingfree.quickstart.side_by_side import difference
 
 SEED = 40417
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")

@@ -16,10 +16,10 @@ from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_not
 from tests.helpers.tiny import WORDS, arguments, following_rotary, make_model, prompts, score
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
+from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.trainers.online import OnlineTrainer
 from trl_paddingfree.trainers.runtime import Runtime
 
