@@ -25,7 +25,7 @@ from tests.runs import make_trainer
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.model.masks import BACKENDS
-from trl_paddingfree.training.configs import PaddingFreeDPOConfig, PaddingFreeOptions
+from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 PAGES = {
@@ -256,7 +256,7 @@ def calls_of_steps(tokenizer, **options) -> list[dict[tuple[str, str], None]]:
 
 # What a reader of a step has to follow: functions and files of the package, lambdas and generators left out
 @pytest.mark.parametrize(
-    ("options", "most"), [({}, (48, 14)), ({"memory_budget": 8}, (72, 19))], ids=["plain", "budget"]
+    ("options", "most"), [({}, (48, 14)), ({"memory_budget": 8}, (72, 20))], ids=["plain", "budget"]
 )
 def test_a_step_enters_few_functions_in_few_files(options, most, tokenizer):
     *_, called = calls_of_steps(tokenizer, **options)

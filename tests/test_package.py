@@ -91,15 +91,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"flat", "upstream", "model"},
     "data": {"flat"},
     "images": {"flat", "model", "check", "data"},
-    "training": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
-    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training"},
-    "quickstart": {"data", "memory", "training", "trainers"},
+    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
+    "quickstart": {"data", "memory", "trainers"},
     "cli": {
-        *("flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training", "trainers"),
+        *("flat", "upstream", "versions", "model", "memory", "check", "data", "images", "trainers"),
         "quickstart",
     },
     "__main__": {"cli"},
-    "__init__": {"flat", "versions", "model", "check", "data", "training", "trainers"},
+    "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
 }
 
 
@@ -183,7 +182,7 @@ def test_circles_of_files_are_found():
     assert circles({a: {b}, b: {c}, c: {b, d}, d: set()}) == [["b.py", "c.py"]]
     assert package / "upstream.py" in imported_files(package / "model" / "routes.py")
     assert package / "model" / "forward.py" in imported_files(package / "check" / "probe.py")
-    assert package / "trainers" / "base.py" not in imported_files(package / "training" / "steps.py")  # a type only
+    assert package / "trainers" / "base.py" not in imported_files(package / "trainers" / "steps.py")  # a type only
 
 
 def test_no_files_import_each_other_by_any_way():
@@ -194,7 +193,7 @@ def test_no_files_import_each_other_by_any_way():
 def test_the_package_has_few_parts_and_each_is_listed():
     package = Path(trl_paddingfree.__file__).parent
     entries = sorted(path.name for path in package.iterdir() if path.name != "__pycache__")
-    assert len(entries) <= 15
+    assert len(entries) <= 14
     assert {name.removesuffix(".py") for name in entries} - {"py.typed"} == MAY_IMPORT.keys()
 
 

@@ -1,6 +1,7 @@
 """Distillation, padded TRL beside ours: student and teacher compute one flat batch of the generated rows."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_t
 from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
+from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.memory.kept_bytes import load
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
-from trl_paddingfree.model.flat_model import Decision
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
@@ -200,13 +201,13 @@ def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_slices(da
     weights = [p for p in model.parameters() if p.requires_grad]
     wanted = torch.autograd.grad(expected.square().sum(), weights, allow_unused=True)
     for cuts in ((), (0, 2, 7, whole.counts.computed)):
-        flat.decide = lambda _, cuts=cuts: Decision(cuts)
-        found = flat.hidden_states(whole, scored)
+        sliced = replace(whole, schedule=Schedule(cuts))
+        found = flat.hidden_states(sliced, scored)
         torch.testing.assert_close(found[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
         gradients = torch.autograd.grad(found.square().sum(), weights, allow_unused=True)
         torch.testing.assert_close(gradients, wanted, rtol=TOLERANCE, atol=TOLERANCE)
         with torch.no_grad():
-            assert torch.equal(flat.hidden_states(whole, scored), found)
+            assert torch.equal(flat.hidden_states(sliced, scored), found)
     with pytest.raises(ValueError, match=r"`scored` has shape \(4, 6\), and the rows of this batch .* \(4, 5\)"):
         flat.hidden_states(whole, torch.ones(4, 6, dtype=torch.bool))
 
@@ -232,8 +233,7 @@ def test_a_limit_of_tokens_makes_slices_with_the_loss_of_padded_trl(data, passes
     padded = run("distillation", "padded", **with_lora(), train_dataset=data, **options)
     options |= {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 25}
     assert_same(padded, run("distillation", "shared", **with_lora(), train_dataset=data, **options))
-    assert {each.trains for each in passes} == {True, False}
-    assert all(max(map(int.__sub__, x.decision.cuts[1:], x.decision.cuts), default=0) <= 25 for x in passes)
+    assert all(max(map(int.__sub__, x.schedule.cuts[1:], x.schedule.cuts), default=0) <= 25 for x in passes)
     assert most_slices(passes) > 1
 
 
@@ -252,7 +252,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 
     def counting(trainer, *args):
         """One more pass, which is not trained on."""
-        memory = trainer.flat.plan
+        memory = trainer.flat.planner
         if memory is not None and torch.is_grad_enabled():
             counter = SavedBytes(trainer.flat_base(trainer.model), trainer.flat.trained.recomputable)
             with counter.counting():
@@ -262,7 +262,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
             saved = memory.needs.saved(load(batch, trainer.flat.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))
             del result
-            trainer.counts.new = type(trainer.counts.new)()
+            trainer.flat.counts.new = type(trainer.flat.counts.new)()
         return compute(trainer, *args)
 
     monkeypatch.setattr(PaddingFreeDistillationTrainer, "_compute_loss", counting)
@@ -279,7 +279,7 @@ def test_what_a_wide_teacher_keeps_is_counted(data):
     saved = []
     for size in (32, 96):
         trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
-        saved.append(int(trainer.flat.plan.needs.saved(load(batch, trainer.flat.route))[0]))
+        saved.append(int(trainer.flat.planner.needs.saved(load(batch, trainer.flat.route))[0]))
     assert saved[1] - saved[0] == 20 * 64 * 4
 
 

@@ -514,7 +514,7 @@ def test_the_embedding_sees_exactly_the_tokens_that_are_counted(layout, with_lor
     seen = TokensSeen()
     result = run("dpo", layout, **with_lora(), callbacks=[seen], train_dataset=preference_data(12, SEED))
     tokens = torch.cat(seen.tokens)
-    counts = result.trainer.counts.logged
+    counts = result.trainer.flat.counts.logged
     assert len(tokens) == 2 * counts.computed  # once for the policy and once for the reference
     assert not (tokens == tokenizer.pad_token_id).any()
     rows = [

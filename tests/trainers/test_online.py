@@ -1,6 +1,5 @@
 """GRPO and RLOO, padded TRL beside ours: the passes of policy, old policy and reference over generated rows."""
 
-import copy
 import gc
 import os
 import weakref
@@ -22,6 +21,7 @@ from trl_paddingfree.model.attention import StandIn
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.trainers.online import OnlineTrainer
+from trl_paddingfree.trainers.runtime import Runtime
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # What TRL averages over micro-batches
@@ -46,7 +46,7 @@ def test_models_live_on_without_their_trainers_and_are_proven_beside_rows(data, 
     trainer, model = trajectory.trainer, trajectory.trainer.model
     flattened = mock.Mock(wraps=OnlineTrainer.flatten)
     monkeypatch.setattr(OnlineTrainer, "flatten", lambda *args: flattened(*args))
-    assert FlatModel.of(copy.deepcopy(model)).flattener is None
+    assert FlatModel.of(model).flatten is None
     config = PaddingFreeGRPOConfig("out", **ON_CPU, per_device_train_batch_size=4, num_generations=4)
     PaddingFreeGRPOTrainer(**{**plain(), "model": model}, args=config, train_dataset=data)
     assert not flattened.called  # the check of the second trainer compares with rows
@@ -207,7 +207,7 @@ def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch)
     padded = run(task, "padded", **make(), train_dataset=rows, **two)
     arranged = run(task, "shared", **make(), train_dataset=rows, **two, arrange_micro_batches="prefix")
     assert_same(padded, arranged, ignored=MOVED)
-    monkeypatch.setattr(OnlineTrainer, "reach_of", lambda *_: None)
+    monkeypatch.setattr(Runtime, "reach_of", lambda *_: None)
     with pytest.raises(AssertionError, match="off from padded TRL"):
         compare(task, make, rows, ("flat",), **one)
 
@@ -231,7 +231,7 @@ def test_padding_free_false_is_trl(data):
 
 def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
     """The first step proves policy and reference: what one carries must not reach the check of the other."""
-    from trl_paddingfree.training import proving
+    from trl_paddingfree.trainers import proving
 
     def make():
         return {"model": model_dir, "reward_funcs": score}
