@@ -8,7 +8,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..images.generated import IMAGE_ARGUMENTS
+from ..images.cuts import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
 from ..model.flat_model import FlatModel
 from .configs import Arguments, PaddingFreeDistillationConfig
