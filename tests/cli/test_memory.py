@@ -29,7 +29,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     kwargs = {"peft_config": lora, "processing_class": make_tokenizer()}
     options = {"memory_budget": 8, "bf16": True, "steps": 1, **kwargs}
     result = run("dpo", "ours", model=model, train_dataset=preference_data(8, 0), **options)
-    measured, predicted = result.trainer.flat.plan.needs, training_needs(config, "lora", 1, as_kernels=False)
+    measured, predicted = result.trainer.flat.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
     load = loads(BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900))["shared"]
     for ours, theirs in zip(predicted.saved(load), measured.saved(load), strict=True):

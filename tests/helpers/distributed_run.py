@@ -21,12 +21,12 @@ from tests.helpers.memory import hold_tokens, watch_passes
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 TIMEOUT = 120  # seconds for importing, and for each run
 # Options of these runs, beside those of trainers: what they train on, and what happens to it
 OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
-OWN += ("on_disk", "unscored", "streams", "differs")
+OWN += ("on_disk", "unscored", "streams", "differs", "leaks")
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -92,6 +92,9 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
         return TRAINERS[task](args=args, **arguments)
 
     trainer = make_trainer(task, "ours", trainer_class=build, output_dir=str(output.parent), **{**given, **settings})
+    if own.leaks:
+        last = trainer.flat_base(trainer.model).get_decoder().layers[-1]
+        last.register_forward_hook(lambda layer, given, hidden: hidden + hidden.roll(1, dims=1))
     args = trainer.args
     if args.process_index == own.fail_on_rank:  # in the second step
         outcomes = [mock.DEFAULT, RuntimeError("this process fails on purpose")]
@@ -100,8 +103,8 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     trainer.train(resume_from_checkpoint=own.resume)
     trainer.save_model(args.output_dir)
     # Of each pass that trains: slices and recomputing layers that this process alone would have, and those of all
-    both = [(each.alone, each.decision) for each in passes if each.trains]
-    decisions = [[(one.num_slices, one.num_recomputed or 0) for one in decided] for decided in both]
+    both = [(each.alone, each.schedule) for each in passes if each.trains]
+    decisions = [[(one.num_slices, one.recompute or 0) for one in decided] for decided in both]
     Path(f"{output}.{trainer.accelerator.process_index}").write_text(json.dumps(decisions))
     if trainer.accelerator.is_main_process:
         engine = trainer.accelerator.distributed_type.value

@@ -25,11 +25,12 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits":
 
 def assert_in_slices(passes, most=9):
     """All passes kept within the budget, in several slices where they had to; references and teachers among them."""
-    sizes = [max(np.diff(x.decision.cuts), default=x.batch.layout.segments.num_tokens) for x in passes]
+    sizes = [max(np.diff(x.schedule.cuts), default=x.batch.layout.segments.num_tokens) for x in passes]
     assert max(sizes) <= most
     assert most_slices(passes) > 1
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("task", TASKS)
 def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
@@ -51,6 +52,7 @@ def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold
     assert_in_slices(passes, 20)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("task", "options"),
     [
@@ -78,7 +80,7 @@ def test_losses_of_all_kinds(task, options, passes):
     given = {**arguments(task, False), "train_dataset": DATA[task](16, SEED), **options, **ours}
     assert_same(padded, run(task, "ours", **given), ignored=IGNORED[task])
     assert_in_slices(passes)
-    assert {each.trains for each in passes} == {True, False} or task == "grpo"
+    assert {each.trains for each in passes} == {True, False} or task in ("grpo", "distillation")
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])
@@ -110,6 +112,7 @@ def test_metrics_and_losses_of_ones_own(passes):
     assert_in_slices(passes)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "internvl"])
 @pytest.mark.parametrize(("task", "data"), [("dpo", vision_pairs), ("sft", vision_completions)], ids=["dpo", "sft"])
 def test_images(kind, task, data, passes):
@@ -119,7 +122,7 @@ def test_images(kind, task, data, passes):
     compare(task, partial(on_images, kind, task), data(8, SEED), ("shared",), ours=ours, steps=2)
     assert most_slices(passes) > 1
     if not kind.startswith("gemma"):  # an image that is larger is not cut
-        assert max(max(np.diff(each.decision.cuts), default=0) for each in passes) <= most
+        assert max(max(np.diff(each.schedule.cuts), default=0) for each in passes) <= most
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft", "kto", "reward"])

@@ -113,7 +113,7 @@ def check_packed(
             `length` is too short for its documents.
 
     >>> from trl_paddingfree import check_packed
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> result = check_packed(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2))
     >>> result.verdict, result.documents, result.length
     ('exact', 8, 2048)

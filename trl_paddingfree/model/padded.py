@@ -115,7 +115,7 @@ class PaddedCalls(PaddedRows):
                 return self._watched(forward(*args, **kwargs), places)
             as_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
             others = {**_without_rows(inputs), **({"return_dict": True} if as_tuple else {})}
-            with self._computing(batch), layout_arguments(self.flat, batch, self.flat.begin_pass(batch)) as arguments:
+            with self._computing(batch), layout_arguments(self.flat, self.flat.begin_pass(batch)) as arguments:
                 outputs = forward(**{**others, **flat_inputs(self.flat, batch), **arguments})
         values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
         return self._watched(tuple(values.values()) if as_tuple else type(outputs)(**values), places)

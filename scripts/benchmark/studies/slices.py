@@ -5,6 +5,7 @@ of `memory_budget`, whose prediction for the counted batches stands beside what 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,13 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, load_of, model_config, training_needs
+from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import cut_by_size, num_kept
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes, slice_loads
 from trl_paddingfree.memory.needs import MemoryNeeds, fused_head, needs_of
 from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
-from trl_paddingfree.model.flat_model import Decision, FlatModel
-from trl_paddingfree.model.restored import attributes_set
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
 from ..measure import most_allocated
@@ -88,17 +89,17 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
     layers, segments = recomputable_layers(flat.model), batch.layout.segments
     cuts = cut_by_size(segments, size)
 
-    def run(decision: Decision, recomputed: int) -> None:
+    def run(schedule: Schedule, recomputed: int) -> None:
         recompute_first(layers, recomputed)
-        with attributes_set([(flat, "decide", lambda _: decision)]):
-            output = flat.model(**given, flat_batch=batch, fused_lm_head=True, use_cache=False)
+        scheduled = replace(batch, schedule=schedule)
+        output = flat.model(**given, flat_batch=scheduled, fused_lm_head=True, use_cache=False)
         output.log_probs.sum().backward()
         flat.model.zero_grad()
 
     flat.model.gradient_checkpointing_enable({"use_reentrant": False})
-    decisions = (Decision(), 0), (Decision(), len(layers)), (Decision(cuts, scored_at_once=size), 0)
+    schedules = (Schedule(), 0), (Schedule(), len(layers)), (Schedule(cuts, head_chunk=size), 0)
     found: dict[str, dict[str, int]] = {}
-    for method, arguments in zip(METHODS, decisions, strict=True):
+    for method, arguments in zip(METHODS, schedules, strict=True):
         run(*arguments)  # what is made once
         with FlopCounterMode(display=False) as flops:
             run(*arguments)
