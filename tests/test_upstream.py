@@ -36,7 +36,7 @@ from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.state_layers import state_layers
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 
@@ -143,8 +143,8 @@ ELSEWHERE = {
     "cli/train.py": ("_set_params_and_buffers_to_ignore_for_model",),
     "memory/saved_bytes.py": ("_base",),
     "model/slices.py": ("_modules",),
-    "training/attempts.py": ("_version",),
-    "training/steps.py": ("_set_sync_gradients",),
+    "trainers/attempts.py": ("_version",),
+    "trainers/steps.py": ("_set_sync_gradients",),
 }
 # Methods of TRL's trainers that ours extend: each calls `super()`, or does while the trainer pads
 EXTENDED = {

@@ -83,10 +83,15 @@ def torch_varlen() -> Callable:
     # With fewer key heads than query heads, releases that have this flag need it; others need nothing
     parameters = inspect.signature(varlen_attn).parameters
     gqa: Inputs = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    flags = torch.backends.cuda
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
-        left = -1 if window is None else window - 1
-        return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **gqa)
+        left, allows_cudnn = -1 if window is None else window - 1, flags.cudnn_sdp_enabled()
+        flags.enable_cudnn_sdp(False)  # it makes a plan for each shape of a batch, and keeps them all
+        try:
+            return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **gqa)
+        finally:
+            flags.enable_cudnn_sdp(allows_cudnn)
 
     return attend
 
@@ -126,11 +131,8 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     states = _flat_states(query, key, value, layout, sdpa_dtype(query))
-    # If both boundaries are one tensor, PyTorch takes cuDNN, which keeps a plan for each shape: so this is a view
-    cu_seqlens_k = layout.cu_seqlens_k.view_as(layout.cu_seqlens_k)
-    longest = layout.segments.max_seqlen_q, layout.segments.max_seqlen_k
-    scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
-    output = torch_varlen()(*states, layout.cu_seqlens_q, cu_seqlens_k, *longest, scaling, window)
+    lengths = (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
+    output = torch_varlen()(*states, *lengths, kwargs.get("scaling"), kwargs.get("sliding_window"))
     return output[None, ..., : value.size(-1)], None
 
 
