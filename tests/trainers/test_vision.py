@@ -18,6 +18,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
 from tests.helpers.launching import alone, assert_same_run, launch
+from tests.helpers.pages import ROOT
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
     BUILDABLE,
@@ -31,14 +32,15 @@ from tests.helpers.vision import (
     vision_pairs,
 )
 from tests.runs import assert_same, compare, make_trainer, run
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
 from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, example_cuts, of_images
 from trl_paddingfree.images.examples import first_with_images, images_of, inverted
 from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
-from trl_paddingfree.trainers.registry import TRAINERS, collated
+from trl_paddingfree.trainers import collated
+from trl_paddingfree.trainers.registry import TRAINERS
 from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -331,7 +333,7 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
     trainer = TRAINERS[task]
     config = trainer.config_class
     data = dataset or {"dpo": vision_pairs, "sft": vision_completions}[task](4, SEED)
-    args = config("unused", bf16=False, use_cpu=True, report_to="none", max_length=None, **options)
+    args = config("unused", bf16=False, use_cpu=True, report_to="none", **{"max_length": None, **options})
     return trainer(
         model=model,
         args=args,
@@ -347,11 +349,13 @@ def refused(task="dpo", kind="llava", dataset=None, **options):
         ({"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all examples"),
         ({"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision datasets"),
         ({"task": "sft", "packing": True}, "Packing is not supported for vision datasets"),
+        ({"truncation_mode": "keep_end", "max_length": 9}, "truncation_mode='keep_end' is not supported for vision-l"),
+        ({"pad_to_multiple_of": 8}, "Padding to a multiple of a value is not yet implemented"),
     ],
-    ids=["arranging", "precomputed", "packing"],
+    ids=["arranging", "precomputed", "packing", "keep_end", "multiple"],
 )
 def test_options_that_images_rule_out(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
         refused(**options)
 
 
@@ -390,16 +394,16 @@ def test_images_as_arrays_are_inverted_within_their_own_range():
         assert inverted(pixels).tolist() == [[[10, 255, 245]]]
 
 
-def test_keep_end_is_refused_in_trls_words():
-    model, processor = make_vision("llava", seed=SEED)
-    args = PaddingFreeDPOConfig("unused", bf16=False, use_cpu=True, report_to="none", truncation_mode="keep_end")
-    with pytest.raises(ValueError, match="truncation_mode='keep_end' is not supported for vision-language models"):
-        PaddingFreeDPOTrainer(model, args=args, train_dataset=vision_pairs(4, SEED), processing_class=processor)
-
-
-def test_padding_to_a_multiple_is_refused_in_trls_words():
-    with pytest.raises(NotImplementedError, match="Padding to a multiple of a value is not yet implemented"):
-        refused(pad_to_multiple_of=8)
+def test_another_collator_is_refused_and_the_page_says_where_ours_is():
+    page = (ROOT / "docs" / "vision.md").read_text()
+    for task in ("sft", "dpo", "kto"):
+        collator = TRAINERS[task].task.vision_collator
+        assert f"`{collator.__name__}`" in page
+        assert f"`{collator.__module__}`" in page
+    with pytest.raises(ValueError, match=f"pass a `{VisionPreferenceCollator.__module__}.VisionPreferenceCollator`"):
+        make_trainer(
+            "dpo", "ours", **on_images("llava", "dpo"), train_dataset=vision_pairs(4, SEED), data_collator=dict
+        )
 
 
 def test_a_cut_image_is_laid_to_max_length():
