@@ -16,8 +16,8 @@ from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
 from tests.helpers.tiny import DATA, arguments, conversations, lora, make_model
 from tests.helpers.vision import on_images, vision_messages, vision_pairs
+from tests.runs import LAYOUTS, assert_as_close, off_by, run
 from tests.runs import TOLERANCE as AS_PADDED
-from tests.runs import assert_as_close, off_by, run
 from tests.trainers import test_kernels
 from trl_paddingfree import split_turns
 from trl_paddingfree.memory.planner import MemoryPlanner
@@ -39,15 +39,15 @@ def test_a_trainer_computes_what_it_computes_on_the_cpu(task, adapters):
     assert_as_on_cpu(lambda: train(task, "shared" if adapters else "flat", make, **EVALUATED, **RECOMPUTED[adapters]))
 
 
-@pytest.mark.parametrize("layout", ["flat", "shared"])
 @pytest.mark.parametrize("backend", ["segment", "mask"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_route(backend, layout, attention):
+def test_every_route(backend, attention):
     def make():
         return arguments("dpo", model=make_model(attn_implementation=attention))
 
-    result = assert_as_on_cpu(lambda: train("dpo", layout, make, flat_attention=backend))
-    assert result.trainer.flat.route.backend == backend
+    for layout in LAYOUTS:
+        result = assert_as_on_cpu(lambda: train("dpo", layout, make, flat_attention=backend))  # noqa: B023
+        assert result.trainer.flat.route.backend == backend
 
 
 OPTIONS = {
@@ -227,7 +227,7 @@ def test_a_run_that_is_resumed(tmp_path):
         assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("layout", ["flat", "shared"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ["varlen", "flash", "segment"])
 @pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_bfloat16_is_as_close_to_float32_as_with_padding(task, backend, layout):

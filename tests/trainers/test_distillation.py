@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 
 from tests.helpers.memory import TOLERANCE as PREDICTED
 from tests.helpers.memory import fail_once_planned, most_slices
-from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_tokenizer, prompts
-from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
+from tests.helpers.tiny import lora, make_model, make_tokenizer, prompts
+from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
 from trl_paddingfree.flat.schedule import Schedule
@@ -38,35 +37,6 @@ def with_lora():
     return {**plain(num_hidden_layers=LAYERS), "peft_config": lora(lora_dropout=0.0)}
 
 
-# --- Figures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"beta": 0.0, "temperature": 0.7, "gradient_accumulation_steps": 2},
-        {"beta": 0.3, "pad_to_multiple_of": 8, "gradient_checkpointing": True},
-        {"beta": 1.0, "per_device_train_batch_size": 8},
-    ],
-    ids=lambda options: f"beta={options['beta']}",
-)
-@pytest.mark.parametrize("make", [plain, with_lora], ids=["full", "lora"])
-def test_every_divergence_follows_padded_trl(data, make, options):
-    compare("distillation", make, data, **options)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "overrides"),
-    [("gemma3_text", {"head_dim": 8}), ("qwen3", {"hidden_size": 48, "num_hidden_layers": 3})],
-    ids=["gemma3", "wider-qwen3"],
-)
-def test_teachers_of_another_architecture_follow_padded_trl(data, model_type, overrides):
-    def make():
-        return plain(make_model(model_type, seed=1, **overrides))
-
-    compare("distillation", make, data, beta=0.5)
-
-
 def test_a_teacher_that_cannot_share_keeps_the_student_from_it(data):
     def make():
         return plain(make_model("mpt", max_seq_len=4096, d_model=32, n_heads=4, n_layers=2, seed=1))
@@ -74,26 +44,6 @@ def test_a_teacher_that_cannot_share_keeps_the_student_from_it(data):
     compare("distillation", make, data, ("flat",))
     trained = run("distillation", "ours", **make(), train_dataset=data)
     assert not trained.trainer.flat.route.prefix_sharing
-
-
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_frequencies_of_the_teacher_follow_the_width_to_which_trl_pads(kind):
-    """A row of a short prompt is alone in its micro-batch, and padded to the width of a long one."""
-    rows = Dataset.from_list([{"prompt": " ".join(WORDS[:n])} for n in (1, 25)] * 4)
-
-    def make():
-        return plain(make_model(seed=1, **following_rotary(24, kind)))
-
-    compare("distillation", make, rows, per_device_train_batch_size=1, gradient_accumulation_steps=8, beta=0.5)
-
-
-def test_evaluation_and_a_stream_of_prompts_follow_padded_trl(data):
-    def make():
-        return {**plain(), "eval_dataset": data.select(range(3))}
-
-    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
-    compare("distillation", make, data, ("shared",), **options)
-    compare("distillation", plain, data.to_iterable_dataset(), ("shared",))
 
 
 def test_prompts_are_computed_once_and_rows_of_a_prompt_brought_together(data):
@@ -131,40 +81,18 @@ def test_tokens_of_tools_are_computed_and_not_scored(data):
         torch.testing.assert_close(found[1], found[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_padding_free_false_is_trl(data):
-    padded = run("distillation", "ours", **plain(), train_dataset=data, padding_free=False)
-    assert padded.trainer.method == "TRL, with padding"
-    assert padded.trainer.teacher_model.forward.__func__ is type(padded.trainer.teacher_model).forward
-
-
 def made(data, make=plain, layout="ours", **options):
     """A trainer that has not trained."""
     return make_trainer("distillation", layout, **make(), train_dataset=data, **options)
 
 
-def test_a_resumed_run_follows_padded_trl(data, tmp_path):
-    options, resumed = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}, []
-    for layout, budget in (("padded", {}), ("ours", {"memory_budget": 1})):
-        folder = tmp_path / layout
-        for checkpoint in (None, str(folder / "checkpoint-1")):
-            trainer = made(data, layout=layout, output_dir=str(folder), **options, **budget)
-            result = train(trainer, resume_from_checkpoint=checkpoint)
-        resumed.append(result)
-    assert_same(*resumed)
-    assert [log["step"] for log in resumed[1].log_history] == [1, 2, 2]
-
-
 # --- Refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_teacher_is_named(data):
-    with pytest.raises(ValueError, match="`teacher_model` is missing"):
-        made(data, lambda: {**plain(), "teacher_model": None})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"teacher_model": None}, "`teacher_model` is missing"),
         ({"arrange_micro_batches": "tokens"}, "DistillationTrainer generates them"),
         ({"max_tokens_per_micro_batch": 5, "flat_attention": "mask"}, "=5` is less than a prompt of"),
         ({"memory_budget": 0.0001}, r"less than a micro-batch of 4 rows, each a prompt of \d+ tokens with .* needs"),
@@ -172,7 +100,7 @@ def test_a_missing_teacher_is_named(data):
 )
 def test_options_that_cannot_be_kept_are_refused(data, options, message):
     with pytest.raises(ValueError, match=message):
-        made(data, **options)
+        make_trainer("distillation", "ours", **{**plain(), **options}, train_dataset=data)
 
 
 def test_images_are_refused(data):

@@ -40,7 +40,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> args = PaddingFreeDistillationConfig("out", max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
     >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 8), "processing_class": tokenizer}

@@ -38,7 +38,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> args = PaddingFreeDPOConfig("out", use_cpu=True, bf16=False, report_to="none")
