@@ -89,20 +89,6 @@ class FlatVisionCollator(FlatCollator):
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"] if "labels" in rows else super().row_labels(rows)
 
-    def images(self, rows: Inputs, sources: Sequence[int]) -> RowImages | None:
-        """The images of rows, whose examples have these `sources`; `None` if there are none."""
-        rules, pixels = self.rules, rows.get("pixel_values", ())
-        assert rules is not None
-        if not (rows["input_ids"] == rules.token_id).any():
-            return None
-        if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
-            raise ValueError(
-                "The model counts positions of image tokens by what this package does not know: its processor gives no "
-                "`mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
-            )
-        of_rows = [*sources] * (len(rows["input_ids"]) // len(sources))
-        return RowImages(rules, of_rows, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
-
 
 @dataclass
 class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreference):
@@ -139,9 +125,8 @@ class CollatedImageRows(CollatedRows):
         assert self.cuts is not None
         numbers, owners = sources_of(sources)
         owners = [sources[owner] for owner in owners]
-        entries: Inputs = {}
-        for name, value in of_images(self.rows).items() if any(map(images_of, examples)) else ():
-            entries[name] = value[entries_of(owners, self.cuts[name])]
+        images = of_images(self.rows) if any(map(images_of, examples)) else {}
+        entries = {name: value[entries_of(owners, self.cuts[name])] for name, value in images.items()}
         cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}
         return CollatedImageRows(self.collator, {**rows, **entries}, len(examples), examples, numbers, cuts)
 
@@ -154,9 +139,20 @@ class CollatedImageRows(CollatedRows):
         return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)))
 
     def with_flat(self, reach: int | None = None) -> Inputs:
-        batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.sources))
+        rows, rules, images = self.rows, self.collator.rules, None
+        assert rules is not None
+        if (rows["input_ids"] == rules.token_id).any():
+            pixels = rows.get("pixel_values", ())
+            if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
+                raise ValueError(
+                    "The model counts positions of image tokens by what this package does not know: its processor "
+                    "gives no `mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
+                )
+            sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
+            images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
+        batch = self.collator.flatten(rows, reach, images)
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
-        return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
+        return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
 
 
 def of_images(rows: Inputs) -> Inputs:

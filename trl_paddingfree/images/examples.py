@@ -141,10 +141,10 @@ class ImageProbe:
         wanted = ("first", "first, inverted", "second", "text")
         return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
 
-    def variants(self) -> list[tuple[list[str], list[int]]]:
+    def variants(self) -> list[tuple[Sequence[Any], list[int]]]:
         """The same examples with other images in some of them, and the places of those whose images stay."""
         one, other = self.names[:2]
-        found = []
+        found: list[tuple[Sequence[Any], list[int]]] = []
         for changed in ({one: other, other: one}, {"second": "second, inverted"}):
             names = [changed.get(name, name) for name in self.names]
             staying = [i for i, name in enumerate(self.names) if name not in changed]

@@ -58,9 +58,10 @@ def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     """
     size = len(batches[0]["prompt_ids"])
     rows = [row for batch in batches for row in split_tensor_dict(split_by_row(batch), size)]
-    images = GeneratedImages.of(_joined(rows))
+    whole = _joined(rows)
+    images, prompts = GeneratedImages.of(whole), whole["prompt_ids"].cpu().numpy()
     firsts = [0] * len(rows) if images is None else images.firsts
-    keys = [(row["prompt_ids"].cpu().numpy().tobytes(), first) for row, first in zip(rows, firsts, strict=True)]
+    keys = [(prompt.tobytes(), first) for prompt, first in zip(prompts, firsts, strict=True)]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     return [_joined([rows[row] for row in order[i : i + size]]) for i in range(0, len(rows), size)]
 

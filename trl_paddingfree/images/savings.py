@@ -26,7 +26,7 @@ def image_counts(
     collator = vision_collator(processor, padding_free=True, **only_completion)
     groups: Any = task.make_collator(**options) if issubclass(task.collator, PromptGroups) else None
     as_prompts = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    lengths, prepared, numbers = [], [], {}
+    lengths, prepared, numbers = [], [], dict[str, int]()
     for example in dataset:
         if groups is None:
             batch = collator.rows([example])
