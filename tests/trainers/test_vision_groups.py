@@ -195,6 +195,11 @@ def look(where: str) -> list:
     return []
 
 
+def any_template_may_call_tools():
+    asked = ("supports_tool_calling", "is_chat_template_prefix_preserving", "add_response_schema")
+    return mock.patch.multiple("trl.trainer.grpo_trainer", **dict.fromkeys(asked, lambda processor: processor))
+
+
 def with_tools(trainer):
     """Has a tool called in each completion: rows of one prompt get equal pictures, or others, or none."""
     generate, drawn = type(trainer)._tokenize_prompts, random.Random(SEED)
@@ -225,8 +230,8 @@ def with_tools(trainer):
 def test_images_that_tools_return_follow_padded_trl(has_column, caplog):
     data = vision_prompts(8, SEED, most_images=1)
     data = data if has_column else data.remove_columns("images")
-    trusted, runs = ("supports_tool_calling", "is_chat_template_prefix_preserving", "add_response_schema"), {}
-    with mock.patch.multiple("trl.trainer.grpo_trainer", **dict.fromkeys(trusted, lambda processor: processor)):
+    runs = {}
+    with any_template_may_call_tools():
         for layout in ("padded", "shared"):
             arguments = {**on_images("qwen2_5_vl", "grpo", lora=True), "tools": [look], "max_completion_length": 16}
             runs[layout] = train(with_tools(make_trainer("grpo", layout, train_dataset=data, **arguments)))
@@ -318,8 +323,7 @@ def test_tools_beside_text_train_where_made_up_images_cannot_be_tried(fault, mon
     text = Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{i}"}]} for i in range(8)])
     if fault == "model":
         monkeypatch.setattr("trl_paddingfree.trainers.online.why_no_images", lambda model: "so it is")
-    trusted = ("supports_tool_calling", "is_chat_template_prefix_preserving", "add_response_schema")
-    with mock.patch.multiple("trl.trainer.grpo_trainer", **dict.fromkeys(trusted, lambda processor: processor)):
+    with any_template_may_call_tools():
         arguments = {**on_images("llava", "grpo"), "tools": [look]}
         if fault == "template":
             processor = arguments["processing_class"]

@@ -25,7 +25,7 @@ _ROWS = (*_MASKED, "labels", "label", *(f"KL_{name}" for name in _MASKED))
 # The name of the examples in what `torch_call` returns, for `collated_rows`
 _EXAMPLES = "examples"
 # Beside these, pixels have one entry for each image or patch, or, with a mask, for each example
-_TELLING = ("image_grid_thw", "image_position_ids", "pixel_attention_mask")
+_TELLING = ("image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
