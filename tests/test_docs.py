@@ -23,7 +23,7 @@ from tests.test_house import calls_of_a_step
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.model.masks import BACKENDS
-from trl_paddingfree.training.configs import PaddingFreeDPOConfig, PaddingFreeOptions
+from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 PAGES = {

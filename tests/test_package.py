@@ -91,15 +91,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"flat", "upstream", "model"},
     "data": {"flat"},
     "images": {"flat", "model", "check", "data"},
-    "training": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
-    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training"},
-    "quickstart": {"data", "memory", "training", "trainers"},
-    "cli": {
-        *("flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training", "trainers"),
-        "quickstart",
-    },
+    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
+    "cli": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images", "trainers"},
     "__main__": {"cli"},
-    "__init__": {"flat", "versions", "model", "check", "data", "training", "trainers"},
+    "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
 }
 
 

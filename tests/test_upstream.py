@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from trl import DPOConfig, SFTConfig
+from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import trl_paddingfree
@@ -35,7 +36,7 @@ from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.state_layers import state_layers
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 
@@ -73,6 +74,7 @@ PRIVATE = {
     "transformers:Trainer._save_rng_state": ("output_dir",),
     "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE": None,
     "trl.kernels.chunked_logprob:_use_triton": ("device",),
+    "torch.nn.attention.varlen:_varlen_attn": None,
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
@@ -133,7 +135,16 @@ INSTANCE = {
 SET_ELSEWHERE = {
     "_is_sac_wrapped": "trl.models.selective_activation_checkpointing",
     "_gradient_checkpointing_func": "transformers.modeling_utils",
+    "_modules": "torch.nn.modules.module",
     "_mp_policy": "torch.distributed.fsdp._fully_shard._fsdp_state",
+}
+# Names of PyTorch and accelerate that are used outside of `upstream.py`, by module
+ELSEWHERE = {
+    "cli/train.py": ("_set_params_and_buffers_to_ignore_for_model",),
+    "memory/saved_bytes.py": ("_base",),
+    "model/slices.py": ("_modules",),
+    "training/attempts.py": ("_version",),
+    "training/steps.py": ("_set_sync_gradients",),
 }
 # Methods of TRL's trainers that ours extend: each calls `super()`, or does while the trainer pads
 EXTENDED = {
@@ -207,6 +218,31 @@ def test_every_private_name_that_the_package_touches_is_listed_here():
     assert touched - own - listed - SET_ELSEWHERE.keys() - {"__version__"} == set()
 
 
+def names_in(path: Path) -> set[str]:
+    """Names of others in a module: attributes, also those that are asked for by a string, and imports."""
+    found, own = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            own.add(node.name)
+    return found - own
+
+
+def test_private_names_of_transformers_and_trl_are_in_one_module_but_for_inherited_ones():
+    listed = [versions.CLASS_NAMES, versions.INSTANCE_NAMES]
+    inherited = {name for names in listed for value in names.values() for name in value.split()}
+    private = {place.rpartition(".")[2].rpartition(":")[2] for place in PRIVATE} | SET_ELSEWHERE.keys()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name != "upstream.py":
+            assert names_in(path) & private - inherited - {*ELSEWHERE.get(name, ())} == set(), name
+
+
 @pytest.mark.parametrize(("name", "module"), SET_ELSEWHERE.items())
 def test_private_attribute_is_written_where_we_take_it_from(name, module):
     assert name in inspect.getsource(importlib.import_module(module))
@@ -254,6 +290,15 @@ def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel(
 
     found = [upstream._missing_kernel("mamba2_chunk_scan", f) for f in (modeling_falcon_h1.mamba2_chunk_scan, Func())]
     assert found[0] == found[1] != ""
+
+
+def test_an_operator_of_pytorch_that_has_moved_is_named(monkeypatch):
+    """Compared by its name, results would be recomputed without a word."""
+    model = make_model()
+    enable_selective_activation_checkpointing(model)
+    monkeypatch.setattr(torch.ops, "torch_attn", SimpleNamespace())
+    with pytest.raises(versions.MovedNameError, match="`torch.ops.torch_attn` has no `_varlen_attn`"):
+        upstream.keep_varlen_results(model)
 
 
 # --- What transformers does with them ------------------------------------------------------------------------------

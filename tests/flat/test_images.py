@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX, FlatBatch
-from trl_paddingfree.images.rows import RowImages, VisionRules, equal_images
+from trl_paddingfree.images.cuts import equal_images
+from trl_paddingfree.images.rows import RowImages, VisionRules
 from trl_paddingfree.model.masks import dense_mask, segment_mask
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -70,7 +71,7 @@ def test_grids_are_given_for_each_row():
     """Grids of one, three and two tokens, of four patches each."""
     grids = torch.tensor([[1, 2, 2], [1, 2, 6], [1, 4, 2]])
     rows = [[1, IMAGE, *[IMAGE] * 3], [IMAGE, IMAGE, 7], [2, *[IMAGE] * 4], [3]]
-    images = RowImages(VisionRules(IMAGE, counts_grids=True), [0, 1, 0, 2], grids)
+    images = RowImages(VisionRules(IMAGE, patches=4), [0, 1, 0, 2], grids)
     batch = FlatBatch.from_rows(rows, rows, images=images, width=8)
     found = batch.images.grids
     assert found["image_grid_thw"].tolist() == grids[[0, 1, 2, 0, 1]].tolist()

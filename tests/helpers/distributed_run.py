@@ -21,7 +21,7 @@ from tests.helpers.memory import hold_tokens, watch_passes
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 TIMEOUT = 120  # seconds for importing, and for each run
 # Options of these runs, beside those of trainers: what they train on, and what happens to it

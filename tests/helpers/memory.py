@@ -14,8 +14,7 @@ from trl_paddingfree.memory.kept_bytes import LOADS
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.planner import MemoryPlanner
 from trl_paddingfree.model.architecture import recomputable_layers
-from trl_paddingfree.trainers.base import FlatTrainer
-from trl_paddingfree.training import planned
+from trl_paddingfree.trainers import runtime
 
 LAYERS = 3
 # Vision models: Qwen's images have sizes of their own
@@ -64,8 +63,8 @@ def in_tokens(plan, number):
 
 def hold_tokens(monkeypatch, number):
     """Have memory budgets from now on hold so many tokens, as [`in_tokens`] has one."""
-    make = planned.make_planner
-    monkeypatch.setattr(planned, "make_planner", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), number))
+    make = runtime.make_planner
+    monkeypatch.setattr(runtime, "make_planner", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), number))
 
 
 def watch_passes(monkeypatch):
@@ -111,12 +110,12 @@ def failing(trainer, attempts, in_backward):
 
 def fail_once_planned(monkeypatch, attempts, in_backward):
     """Have allocations fail as in [`failing`] for the rest of a test, in trainers whose memory is planned from now."""
-    begin = FlatTrainer.plan_steps
+    begin = runtime.Runtime.plan
 
-    def plan(trainer, model):
-        is_new = trainer.flat.planner is None
-        begin(trainer, model)
-        if is_new and trainer.flat.planner is not None:
+    def plan(self, trainer, model):
+        is_new = self.planner is None
+        begin(self, trainer, model)
+        if is_new and self.planner is not None:
             failing(trainer, attempts, in_backward).__enter__()
 
-    monkeypatch.setattr(FlatTrainer, "plan_steps", plan)
+    monkeypatch.setattr(runtime.Runtime, "plan", plan)

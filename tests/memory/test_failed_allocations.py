@@ -16,8 +16,8 @@ from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.memory.planner import Pass
 from trl_paddingfree.model.architecture import recompute_first
-from trl_paddingfree.training import attempts
-from trl_paddingfree.training.attempts import Attempt, halve
+from trl_paddingfree.trainers import attempts
+from trl_paddingfree.trainers.attempts import Attempt, halve
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 

@@ -4,12 +4,14 @@ import os
 import re
 
 import pytest
+import torch
 from datasets import concatenate_datasets
 
 from tests.helpers.memory import budgeted, layered, with_images
 from tests.helpers.tiny import conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import run
+from trl_paddingfree.memory.device import GIB, budget_bytes
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -66,6 +68,24 @@ def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budg
         make(**budget, **reentrant)
     make(**reentrant)
     make(**budget)
+
+
+@pytest.mark.parametrize("budget", [10**6, "24e9"], ids=["of a cluster", "in bytes"])
+def test_more_than_the_machine_has_is_refused_before_a_model_is_loaded(budget):
+    with pytest.raises(ValueError, match=r"`memory_budget=.*` is in GiB, and more than the \d+\.\d GiB of cpu"):
+        budgeted("sft", "a-model/that-is-not-there", conversations(8, SEED), memory_budget=budget)
+
+
+def test_more_than_an_accelerator_has_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 2 * GIB)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"500.0` is in GiB, and more than the 24.0 GiB of cuda:0.*'auto'\.$"):
+        budget_bytes(500.0, gpu)
+    with pytest.raises(ValueError, match=r"Did you mean 22\.4\?"):
+        budget_bytes("24e9", gpu)
+    assert budget_bytes(24.0, gpu) == 24 * GIB
+    assert budget_bytes("auto", gpu) == int(0.9 * 22 * GIB)
 
 
 def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data):

@@ -11,7 +11,7 @@ from tests.helpers.tiny import DATA, arguments
 from tests.runs import assert_same, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
 from trl_paddingfree.data import collate
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 SEED = 411
 ON_CPU = {"bf16": False, "report_to": "none", "use_cpu": True, "save_strategy": "no", "max_steps": 1}
@@ -108,7 +108,7 @@ def config_of(task: str, folder, **options: Any) -> Any:
 
 
 def said_by_us(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.training.refusals"]
+    return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.trainers.refusals"]
 
 
 @pytest.mark.parametrize("task", TRAINERS)

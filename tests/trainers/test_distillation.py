@@ -190,7 +190,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
             saved = memory.needs.saved(load(batch, trainer.flat.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))
             del result
-            trainer.counts.new = type(trainer.counts.new)()
+            trainer.flat.counts.new = type(trainer.flat.counts.new)()
         return compute(trainer, *args)
 
     monkeypatch.setattr(PaddingFreeDistillationTrainer, "_compute_loss", counting)

@@ -12,7 +12,7 @@ from tests.helpers.memory import in_tokens
 from tests.helpers.tiny import arguments, make_model, preference_data, prompts, unpaired
 from tests.runs import assert_same, run
 from trl_paddingfree.memory import planner as memory_planner
-from trl_paddingfree.training import planned as of_trainers
+from trl_paddingfree.trainers import runtime as of_trainers
 
 # Shorter and longer examples take turns, so that the processes have different numbers of parts
 PAIRS = preference_data(24, 3).map(lambda row: {"length": len(str(row))}).sort("length")

@@ -12,12 +12,12 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 from trl.experimental import bema_for_ref_model
 
+from scripts.benchmark.differences import difference
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import DATA, arguments, lora, make_model, preference_data
 from tests.runs import LAYOUTS, TOLERANCE, assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.flat import calls
-from trl_paddingfree.quickstart.side_by_side import difference
 
 SEED = 40417
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -247,7 +247,7 @@ def test_the_embedding_sees_exactly_the_tokens_that_are_counted(layout, with_lor
     seen = TokensSeen()
     result = run("dpo", layout, **with_lora(), callbacks=[seen], train_dataset=preference_data(12, SEED))
     tokens = torch.cat(seen.tokens)
-    counts = result.trainer.counts.logged
+    counts = result.trainer.flat.counts.logged
     assert len(tokens) == 2 * counts.computed  # once for the policy and once for the reference
     assert not (tokens == tokenizer.pad_token_id).any()
     rows = [

@@ -91,7 +91,7 @@ def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_d
     trainer = make_trainer("dpo", "ours", **options)
     trainer.flat.is_planned, trainer.is_distributed_loading_by_transformers = False, True
     with pytest.raises(ValueError, match="`distributed_config` shards the model as it is loaded"):
-        trainer.plan_steps(trainer.model)
+        trainer.flat.plan(trainer, trainer.model)
 
 
 def test_balancing_lowers_the_waiting_of_eight_processes():

@@ -16,11 +16,12 @@ from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_not
 from tests.helpers.tiny import WORDS, arguments, following_rotary, make_model, prompts, score
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
+from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.trainers.online import OnlineTrainer
+from trl_paddingfree.trainers.runtime import Runtime
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # What TRL averages over micro-batches
@@ -152,7 +153,7 @@ def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch)
     padded = run(task, "padded", **make(), train_dataset=rows, **two)
     arranged = run(task, "shared", **make(), train_dataset=rows, **two, arrange_micro_batches="prefix")
     assert_same(padded, arranged, ignored=MOVED)
-    monkeypatch.setattr(OnlineTrainer, "reach_of", lambda *_: None)
+    monkeypatch.setattr(Runtime, "reach_of", lambda *_: None)
     with pytest.raises(AssertionError, match="off from padded TRL"):
         compare(task, make, rows, ("flat",), **one)
 
@@ -167,7 +168,7 @@ def test_rows_that_are_no_rows_are_refused(data):
 
 def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
     """The first step proves policy and reference: what one carries must not reach the check of the other."""
-    from trl_paddingfree.training import proving
+    from trl_paddingfree.trainers import proving
 
     def make():
         return {"model": model_dir, "reward_funcs": score}

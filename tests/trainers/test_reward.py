@@ -126,7 +126,7 @@ def test_identical_sequences_have_one_reward():
 
 
 def test_a_stream_of_pairs_and_a_model_that_is_placed_late_follow_padded_trl(data, monkeypatch):
-    from trl_paddingfree.training import proving
+    from trl_paddingfree.trainers import proving
 
     monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
     result = compare("reward", plain, data.to_iterable_dataset(), ("shared",)).ours

@@ -17,6 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
+from tests.helpers.launching import alone, assert_same_run, launch
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
     BUILDABLE,
@@ -33,12 +34,12 @@ from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
-from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, of_images, taken
+from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, example_cuts, of_images
 from trl_paddingfree.images.examples import first_with_images, images_of, inverted
 from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
-from trl_paddingfree.trainers import TRAINERS, collated
-from trl_paddingfree.training.steps import Part
+from trl_paddingfree.trainers.registry import TRAINERS, collated
+from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
@@ -130,6 +131,19 @@ def test_whole_batches_without_images():
     compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), ("shared",), **options)
 
 
+@pytest.mark.slow
+def test_two_processes_compute_images_in_slices_as_one_does(vision_dir, tmp_path):
+    """TRL has DDP look for weights without gradients: the tower's, on a process whose rows have no images."""
+    runs = {"dpo": {"lora": True}, "sft": {"gradient_checkpointing": True}}
+    whole = {"images": True, "max_tokens_per_micro_batch": 12, "max_steps": 4, "per_device_train_batch_size": 2}
+    halved = {**whole, "per_device_train_batch_size": 1}
+    two = launch(2, *((task, vision_dir, tmp_path / f"{task} 2", {**halved, **own}) for task, own in runs.items()))
+    for result, (task, own) in zip(two, runs.items(), strict=True):
+        one = alone(task, vision_dir, tmp_path / f"{task} 1", {**whole, **own})
+        assert_same_run(one, result, tmp_path / f"{task} 1", tmp_path / f"{task} 2")
+        assert all(entry["flat/slices"] > 1 for entry in result["log"] if "loss" in entry)
+
+
 # --- each image once -------------------------------------------------------------------------------------------------
 
 
@@ -169,29 +183,28 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
         parts = [whole.take(examples).with_flat() for examples in ([0, 3], [1, 2, 4], [5])]
     assert len(images) == sum(len(row["images"]) for row in rows)  # cut, and not processed again
     assert sum(len(part["input_ids"]) for part in parts) == 2 * len(rows)
-    owners = [0, 3, 2]
-    cut = taken(of_images(whole.rows), whole._cuts(), [whole.sources[i] for i in owners])
-    for name, values in cut.items():
-        alone = torch.as_tensor(collator.rows([rows[i] for i in owners])[name])
-        if alone.shape == values.shape:  # else the others are larger, and it is padded to their size
-            assert torch.equal(alone, values)
+    owners = [4, 0, 2]  # of different images
+    cut = whole.take(owners).rows
+    for name, expected in of_images(collator.rows([rows[i] for i in owners])).items():
+        if expected.shape == cut[name].shape:  # else the others are larger, and it is padded to their size
+            assert torch.equal(expected, cut[name])
 
 
-def test_images_of_which_nothing_tells_whose_they_are_are_processed_again():
+def test_images_are_processed_again_where_nothing_tells_whose_they_are():
     images = {"pixel_values": torch.arange(2.0)[:, None]}
-    assert image_cuts(images, [1, 1], [4, 4]) == {"pixel_values": [1, 1]}
-    assert image_cuts(images, [2, 0], [8, 0]) is None  # two images, or two examples
-    assert image_cuts(images, [0, 0], [4, 4]) is None  # images that are not found in the examples
-    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1])
-    assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
-
-
-def test_tiles_are_no_examples_where_there_are_as_many():
-    """Two images of three tiles and one, and two rows without."""
+    assert example_cuts(images, [1, 1], [4, 4]) == {"pixel_values": [1, 1]}
+    assert example_cuts(images, [2, 0], [8, 0]) is None  # two images, or two examples
+    assert example_cuts(images, [0, 0], [4, 4]) == {"pixel_values": [1, 1]}  # are in the examples where none is found
+    assert example_cuts(images, [0, 0, 0], [4, 4, 0]) is None
+    # Two images of three tiles and one, and two rows without
     tiles = {"pixel_values": torch.arange(4.0).view(4, 1, 1, 1)}
-    assert image_cuts(tiles, [1, 1, 0, 0], [12, 4, 0, 0]) == {"pixel_values": [3, 1, 0, 0]}
-    assert image_cuts(tiles, [1, 1, 0, 0], [11, 4, 0, 0]) is None
-    assert image_cuts({"pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [1, 1, 0, 0], [4] * 4) == {"pixel_values": [1] * 4}
+    assert example_cuts(tiles, [1, 1, 0, 0], [12, 4, 0, 0]) == {"pixel_values": [3, 1, 0, 0]}
+    assert example_cuts(tiles, [1, 1, 0, 0], [11, 4, 0, 0]) is None
+    assert example_cuts({"pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [1, 1, 0, 0], [4] * 4) == {
+        "pixel_values": [1] * 4
+    }
+    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1], {})
+    assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
 
 
 def test_images_are_found_where_trl_reads_them():
@@ -353,7 +366,7 @@ def test_statistics_over_all_images_are_refused():
 
 def test_positions_that_are_counted_by_something_unknown_are_refused():
     model, processor = make_vision("llava", seed=SEED)
-    rules = replace(vision_rules(model), counts_grids=True)
+    rules = replace(vision_rules(model), patches=4)
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=rules)
     with pytest.raises(ValueError, match="The model counts positions of image tokens by what this package does not"):
         collator([row for row in vision_pairs(8, SEED) if row["images"]])
@@ -374,7 +387,7 @@ def test_the_first_example_with_images_is_found(column):
 def test_images_as_arrays_are_inverted_within_their_own_range():
     pixels = np.array([[[255, 10, 20]]], dtype=np.uint8)
     with warnings.catch_warnings(action="error"):  # the sum of the largest and the smallest overflows
-        assert inverted({"image": pixels})["image"].tolist() == [[[10, 255, 245]]]
+        assert inverted(pixels).tolist() == [[[10, 255, 245]]]
 
 
 def test_keep_end_is_refused_in_trls_words():

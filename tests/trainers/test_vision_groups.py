@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
+from trl import GRPOTrainer
 
 from tests.helpers.tiny import make_model, make_tokenizer, score
 from tests.helpers.vision import (
@@ -249,10 +250,10 @@ def test_images_that_were_never_tried_are_refused():
 
 def test_calls_of_the_model_beside_trls_passes_are_refused():
     trainer = make_trainer("grpo", "shared", **on_images("llava", "grpo"), train_dataset=vision_prompts(4, SEED))
-    trainer.prove_placed(trainer.model)
     ids = torch.tensor([[1, IMAGE_ID, 40, 41]])
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    with pytest.raises(ValueError, match="The call has `pixel_values`, and its flat batch knows of no images"):
+    knows_none = pytest.raises(ValueError, match="The call has `pixel_values`, and its flat batch knows of no images")
+    with trainer.flat.trained.flattening(trainer.flatten), knows_none:
         trainer.model(**rows, pixel_values=torch.ones(1, 3, 16, 16), fused_lm_head=True)
 
 
@@ -277,19 +278,38 @@ def test_a_model_that_does_not_look_at_its_images_is_refused(monkeypatch):
         make_trainer("grpo", "shared", **arguments, train_dataset=vision_prompts(4, SEED))
 
 
-def test_a_sampled_image_token_is_named(monkeypatch):
-    """Which TRL suppresses, unless one sets `generation_kwargs`; padded TRL fails in the model."""
-    trainer = make_trainer("grpo", "shared", **on_images("llava", "grpo"), train_dataset=vision_prompts(4, SEED))
-    tokenize = trainer._tokenize_prompts
+def saying(monkeypatch, image_tokens):
+    """Has each completion say image tokens in front, as many as `image_tokens` has for the row, again and again."""
+    generate = GRPOTrainer._generate_single_turn
 
-    def _generate(prompts):
-        ids, images, _ = tokenize(prompts)
-        said = [[40 + i, *([IMAGE_ID] if i == 1 else [])] for i in range(len(prompts))]
-        return ids, said, None, [[{"role": "assistant", "content": "w1"}]] * len(prompts), None, {}, images, []
+    def _generate_single_turn(self, *args, **kwargs):
+        said, others = generate(self, *args, **kwargs)
+        return [[IMAGE_ID] * image_tokens[i % len(image_tokens)] + ids for i, ids in enumerate(said)], others
 
-    trainer._generate = _generate
-    with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens of the rows"):
-        trainer.train()
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", _generate_single_turn)
+
+
+@pytest.mark.parametrize("image_tokens", [[0, 1, 0, 0], [1], [12]], ids=["one row", "all rows", "images more"])
+@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_5_vl", marks=needs_torchvision)])
+def test_sampled_image_tokens_are_named_where_padded_trl_fails(kind, image_tokens, monkeypatch):
+    """TRL suppresses them, unless `generation_kwargs` or vLLM do otherwise."""
+    saying(monkeypatch, image_tokens)
+    small = [{**row, "images": [image.resize((16, 16)) for image in row["images"]]} for row in vision_prompts(4, SEED)]
+    for layout in ("padded", "shared"):
+        trainer = make_trainer("grpo", layout, **on_images(kind, "grpo"), train_dataset=Dataset.from_list(small))
+        named = (
+            f"a completion has image tokens .id {IMAGE_ID}. beside those of its images" if layout == "shared" else ""
+        )
+        with pytest.raises(ValueError, match=f"Image features and image tokens do not match.*{named}"):
+            trainer.train()
+
+
+@needs_torchvision
+def test_sampled_image_tokens_are_text_in_batches_without_images(monkeypatch):
+    saying(monkeypatch, [0, 2, 1])
+    rows = [{**row, "images": row["images"] if i > 1 else []} for i, row in enumerate(vision_prompts(4, SEED))]
+    make = partial(on_images, "qwen2_5_vl", "grpo")
+    compare("grpo", make, Dataset.from_list(rows), ("shared",), shuffle_dataset=False)
 
 
 @pytest.mark.parametrize("fault", ["model", "template"])

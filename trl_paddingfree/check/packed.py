@@ -1,27 +1,40 @@
 """The start-up check for packed rows of others: does a forward pass that is not ours keep them apart?"""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 
-import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from .. import upstream
-from ..flat.batch import FlatBatch, Inputs
-from ..model.flat_model import FlatModel
+from ..model import architecture
 from ..model.forward import is_pooled
 from ..model.routes import Route
-from .anywhere import log_probs_of, transformers_model
-from .gradients import RowsInTraining
-from .probe import RowsAlone
+from .anywhere import transformers_model
+from .packed_rows import (
+    LOGITS,
+    LONGEST,
+    LongRows,
+    PackedCall,
+    PackedInTraining,
+    ShortRows,
+    as_it_computes,
+    lengths_of,
+    packed_or_alone,
+    seconds_of_a_token,
+)
+from .probe import LIMITS, Call, check_rows, undisturbed
 from .prove import CheckResult, compare_rows, draws_of
+from .training import as_in_training, without_dropout
 
-# A function that takes rows, each `(n,)` int64, and returns the logits of each, `(n, vocabulary)`
-PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+# Documents of the largest draw by default, and its tokens in all; lengths of a draw of an odd number
+_DOCUMENTS, _LENGTH, _FEW = 8, 2048, (5, 19, 11)
+# What would take longer than this is left out by default, and named
+_SECONDS = 10.0
+# How often a model computes the tokens of the largest draw, and the tokens of all layers in training, where a backward
+# pass counts as two forward passes
+_LONG_PASSES, _TRAINING_TOKENS = 8, 15 * 4 * 104
 
 
 @dataclass(frozen=True)
@@ -34,10 +47,47 @@ class Packing(Route):
         return f"packed by {self.by}"
 
 
-def check_packed(model: torch.nn.Module, call: PackedCall | None = None) -> CheckResult:
+@dataclass(frozen=True)
+class PackedResult(CheckResult):
+    """
+    A [`CheckResult`] of packed rows, and up to where it holds.
+
+    Args:
+        documents, longest, length (`int`):
+            The most documents that were packed together, the tokens of the longest one, and those of all of them.
+        left_out (`tuple[str, ...]`):
+            What was not compared, each with the reason.
+    """
+
+    documents: int = 0
+    longest: int = 0
+    length: int = 0
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        return (*super().not_compared, *self.left_out)
+
+    def __str__(self) -> str:
+        said = super().__str__()
+        if self.passed:
+            said += f", for up to {self.documents} documents of up to {self.longest} tokens, {self.length} in all"
+        return "; ".join([said, *self.left_out])
+
+
+def check_packed(
+    model: torch.nn.Module,
+    call: PackedCall | None = None,
+    *,
+    length: int | None = None,
+    documents: int | None = None,
+) -> PackedResult:
     """
     Compare packed rows with each row alone: whether rows see one another (a leak), whether their log-probabilities are
     right (positions and context), and whether their gradients are, in the model's dtype, on its device.
+
+    Four short rows and four of up to 104 tokens are tried with gradients, and a larger draw in evaluation and in
+    training mode. A verdict says up to which sizes it holds, and what was left out.
 
     Args:
         model (`torch.nn.Module`):
@@ -46,30 +96,47 @@ def check_packed(model: torch.nn.Module, call: PackedCall | None = None) -> Chec
             A function that computes rows as a framework does. It is given the rows, a list of `(n,)` int64 tensors on
             the device of the model, and returns the logits of each, `(n, vocabulary)`, in their order. It may pack, pad
             or reorder them, but has to compute with `model` and its input embeddings. By default, [`by_positions`].
+        length, documents (`int`, *optional*):
+            Tokens of the larger draw in all, and its documents, the longest of which has five eighths of the tokens. By
+            default, 2,048 tokens in 8 documents if these take seconds, and else none.
 
     Returns:
-        [`CheckResult`]: `passed` if packed rows are exact, and in words, `verdict`.
+        [`PackedResult`]: `passed` if packed rows are exact, and in words, `verdict`.
 
     Raises:
-        `TypeError`, `ValueError`: `model` is no causal language model of transformers.
+        `TypeError`, `ValueError`: `model` is no causal language model of transformers, `call` returns no logits, or
+            `length` is too short for its documents.
 
     >>> from trl_paddingfree import check_packed
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
-    >>> check_packed(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)).verdict
-    'exact'
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
+    >>> result = check_packed(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2))
+    >>> result.verdict, result.documents, result.length
+    ('exact', 8, 2048)
     """
-    base = transformers_model(model)
+    base = transformers_model(model, "check_packed")
     if is_pooled(base):
         raise ValueError(f"`check_packed` reads logits of tokens, and {type(base).__name__} has no head for them.")
     implementation = str(upstream.attn_implementation(base))
     by_default = f"transformers, told of rows by `position_ids` alone ({implementation})"
     by = by_default if call is None else getattr(call, "__name__", type(call).__name__)
     packing = Packing("positions", implementation, prefix_sharing=False, by=by)
-    called = partial(_packed_or_alone, model, partial(by_positions, model) if call is None else call)
-    for draw in range(draws_of(base)):
-        result = compare_rows(packing, RowsAlone(base, called, draw), partial(_PackedInTraining, base, called, draw))
-        if result.passed or not result.isolated:
-            break
+    packed = partial(by_positions, model) if call is None else call
+    lengths = lengths_of(base, documents or _DOCUMENTS, length or _LENGTH)
+    # A call may train, with dropout, or turn autocast on: rows alone compute so too, and nothing drops
+    with without_dropout([*model.modules()]), as_it_computes(base, packed) as failure:
+        if failure:
+            return PackedResult(packing, failure=failure)
+        called = partial(packed_or_alone, model, packed)
+        seconds = seconds_of_a_token(base, called)
+        logits = sum(lengths) * base.config.get_text_config().vocab_size
+        takes_seconds = seconds * sum(lengths) * _LONG_PASSES <= _SECONDS and logits <= LOGITS
+        if not (length or documents or takes_seconds):
+            lengths = ()
+        every_layer = seconds * _TRAINING_TOKENS <= _SECONDS
+        for draw in range(draws_of(base)):
+            result = _compare(packing, base, called, draw, lengths, every_layer)
+            if result.passed or not result.isolated:
+                break
     return result
 
 
@@ -80,50 +147,43 @@ def by_positions(model: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[t
     return logits[0].split(list(map(len, rows)))
 
 
-def _packed_or_alone(model: Any, call: PackedCall, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
-    """What the check calls in place of `model`: with a flat batch, `call` computes the rows, and else the model."""
-    ids, labels = inputs["input_ids"], inputs["labels"]
-    if flat_batch is None:
-        arguments = {name: inputs[name] for name in ("input_ids", "attention_mask", "use_cache")}
-        flat = FlatModel.of(model)
-        with flat.padded.aside() if flat is not None and flat.padded is not None else nullcontext():
-            return SimpleNamespace(log_probs=log_probs_of(model(**arguments).logits, labels))
-    rows = [row[mask] for row, mask in zip(ids, inputs["attention_mask"].bool(), strict=True)]
-    answers = [*call(rows)]
-    if [x.shape[:1] for x in answers] != [row.shape for row in rows]:
-        raise ValueError(
-            f"the call gave answers of the shapes {[tuple(x.shape) for x in answers]} for rows of the lengths "
-            f"{[len(row) for row in rows]}: it has to give `(n, vocabulary)` for each row of `n` tokens"
+def _compare(
+    packing: Packing, model: PreTrainedModel, called: Call, draw: int, lengths: tuple[int, ...], every_layer: bool
+) -> PackedResult:
+    """What packed rows of one draw are: short ones and, in training mode, longer ones; then documents of `lengths`."""
+    config = model.config.get_text_config()
+    windows = [x for name in LIMITS if isinstance(x := architecture.config_value(config, name), int)]
+    # A window that documents exceed is tried as it is: the call may have one of its own, which nothing narrows
+    narrows = max(windows, default=0) >= max(lengths, default=0)
+    training = cache(partial(PackedInTraining, model, called, draw, every_layer))
+    result: CheckResult = compare_rows(packing, ShortRows(model, called, draw, narrows), training)
+    tried, left_out = [*map(len, check_rows(config.vocab_size, draw))], list[str]()
+    if result.gradients is not None and result.gradients.passed:
+        has_gradients = not result.gradients.skipped
+        if has_gradients:
+            result = replace(result, gradients=training().compare_parameters())
+            tried, left_out = [*map(len, training().rows)], [*training().left_out]
+        draws = [(_FEW, partial(undisturbed, model))]
+        if lengths:
+            draws.append((lengths, partial(undisturbed, model)))
+        if lengths and has_gradients:  # else it draws at random in training
+            draws.append((lengths, partial(as_in_training, model, every_layer=every_layer)))
+        for each, context in draws:
+            if not result.passed:
+                break
+            longer = compare_rows(packing, LongRows(model, called, draw, each, context))
+            if not longer.passed:
+                result = longer
+        tried = max(tried, [*lengths], key=sum)
+    if not lengths:
+        left_out.append(
+            f"more documents and tokens were not tried, as they would take more than {_SECONDS:.0f} s: give `length` "
+            "and `documents`"
         )
-    return SimpleNamespace(log_probs=log_probs_of(torch.nn.utils.rnn.pad_sequence(answers, batch_first=True), labels))
-
-
-class _PackedInTraining(RowsInTraining):
-    """[`RowsInTraining`] of rows that `call` may pack in any order: the model's input is searched for their tokens."""
-
-    @contextmanager
-    def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
-        if "flat_batch" not in inputs:
-            with super().watched(inputs) as embedded:
-                yield embedded
-            return
-        batch: FlatBatch = inputs["flat_batch"]
-        rows = batch.to_rows()
-        ends = np.cumsum([0, *map(len, rows)]).tolist()
-        embeddings: Any = self.model.get_input_embeddings()
-        # Zeros that are added to the embeddings: gradients at them are those at the embeddings
-        added = torch.zeros(1, ends[-1], embeddings.weight.size(-1), device=inputs["input_ids"].device)
-        added = added.to(embeddings.weight.dtype).requires_grad_()
-
-        def add(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            tokens = args[0].flatten().cpu()
-            for row, end in zip(rows, ends[1:], strict=True):
-                windows = tokens.unfold(0, len(row), 1) if len(tokens) >= len(row) else tokens.new_empty(0, len(row))
-                for place in (windows == torch.tensor(row)).all(1).nonzero()[:, 0].tolist():
-                    where = torch.arange(place, place + len(row), device=output.device)
-                    zeros = added[0, end - len(row) : end].to(output.dtype)
-                    output = output.flatten(0, -2).index_add(0, where, zeros).view(output.shape)
-            return output
-
-        with embeddings.register_forward_hook(add):
-            yield [added]
+    if narrows and result.isolated and not result.passed and not result.failure:
+        left_out.append(
+            f"windows were narrowed to less than the {max(windows)} tokens that the model has: if the call has one of "
+            f"its own, give a `length` of {int(max(windows) / LONGEST) + 2} or more"
+        )
+    values = {field.name: vars(result)[field.name] for field in fields(CheckResult)}
+    return PackedResult(**values, documents=len(tried), longest=max(tried), length=sum(tried), left_out=(*left_out,))

@@ -1,5 +1,6 @@
 """Random rows to try a model on, its answers to each of them alone, and which differences from these are rounding."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ _STAND_INS = 8
 _TF32 = 2.0**-10
 # Attributes of layers and configurations that limit how far a token sees, and their value during the check: to exceed
 # the limits of real models, rows would have to be thousands of tokens long
-_LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
+LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
 _NARROW = 8
 
 Call = Callable[..., Any]
@@ -77,7 +78,7 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
         if not isinstance(value, int) or value <= _NARROW:
             return False
         other_names = holder.attribute_map if isinstance(holder, PreTrainedConfig) else {}
-        return name in (*_LIMITS, *(other_names.get(limit) for limit in _LIMITS))
+        return name in (*LIMITS, *(other_names.get(limit) for limit in LIMITS))
 
     return set_where(model.modules(), is_wide, _NARROW)
 
@@ -178,7 +179,9 @@ class RowsAlone:
         if carries_state(self.model):  # recurrences in other chunks round differently
             with in_small_chunks(self.model):
                 padded = [*padded, self.answers(self.rows)]
-        self.noise = max(self.difference(answers, self.alone) for answers in padded)
+        noises = [self.difference(answers, self.alone) for answers in padded]
+        # Padding of float64 rows may give NaN (Gemma 2's softmax of masked scores in float32), which explains nothing
+        self.noise = max(filter(math.isfinite, noises), default=0.0)
         self.effect = root_mean_square(moved - still)
         # The measured noise may be zero by chance, or because padded rows took the same kernels: at least one unit of
         # rounding, relative to the log-probabilities, is tolerated
@@ -236,7 +239,11 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def rounding_unit(model: PreTrainedModel) -> float:
-    """The relative error of one rounding, as the model computes: with TF32, that of its products."""
-    dtype = compute_dtype(model)
-    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return _TF32 if is_tf32 and torch.cuda.is_available() else torch.finfo(dtype).eps
+    """
+    The largest relative error of one rounding, as the model computes: in its dtype, with TF32 in its products, and in
+    that of adapters. At least that of float32, in which transformers computes norms and positions of any model.
+    """
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    unit = max(torch.finfo(dtype).eps for dtype in {torch.float32, compute_dtype(model), *trained})
+    is_tf32 = compute_dtype(model) == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return max(unit, _TF32) if is_tf32 and torch.cuda.is_available() else unit

@@ -13,8 +13,9 @@ from ..data.task import Task
 from ..flat.batch import FlatBatch
 from ..flat.counts import BatchCounts
 from .collate import of_images
+from .cuts import sources_of
 from .examples import prompt_in_messages
-from .rows import RowImages, VisionRules, sources_of
+from .rows import RowImages, VisionRules
 
 
 def image_counts(

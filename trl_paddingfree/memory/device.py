@@ -20,18 +20,28 @@ def has_accelerator() -> bool:
 
 def budget_bytes(option: float | str, device: torch.device) -> int:
     """
-    `memory_budget` in bytes: it is in GiB, or with `"auto"` what other processes leave of the device that trains, less
-    a margin. The memory of the CPU is divided among the processes of this machine.
+    `memory_budget` in bytes: it is in GiB, or with `"auto"` what other processes leave of `device`, less a margin. The
+    free memory of a CPU is divided among the processes of this machine.
+
+    Raises:
+        `ValueError`: If it is more than the device has or, for the CPU, the machine.
     """
-    if option != "auto":
-        return int(float(option) * GIB)
     if device.type == "cpu":
-        own = psutil.Process().memory_info().rss  # the weights are there already, and count against the budget
-        usable = (psutil.virtual_memory().available + own) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        memory = psutil.virtual_memory()
+        free, total, sharing = memory.available, memory.total, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     else:
-        free, _ = torch.accelerator.get_memory_info(device)
-        usable = free + torch.accelerator.memory_reserved(device)
-    return int((1 - MARGIN) * usable)
+        (free, total), sharing = torch.accelerator.get_memory_info(device), 1
+    if option == "auto":  # what this process holds already, such as weights, counts against the budget
+        own = psutil.Process().memory_info().rss if device.type == "cpu" else torch.accelerator.memory_reserved(device)
+        return int((1 - MARGIN) * (free + own) / sharing)
+    asked = float(option)
+    if asked * GIB > total:
+        meant = f" Did you mean {asked / GIB:.1f}?" if total / 10 < asked <= total else ""
+        raise ValueError(
+            f"`memory_budget={option}` is in GiB, and more than the {total / GIB:.1f} GiB of {device}. Set at most "
+            f"that, or 'auto'.{meant}"
+        )
+    return int(asked * GIB)
 
 
 class PeakMemory:

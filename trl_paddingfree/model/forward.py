@@ -124,7 +124,7 @@ def scored_in_rows(
             routers = tuple(group.gather_tokens(x, batch.layout, cuts) for x in answers[0]["router_logits"])
             aux_loss = upstream.router_loss(model, routers, batch.token_rows)
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
-    in_rows = {name: batch.scored_to_rows(x) * label_mask for name, x in values.items()}
+    in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}
     num_items = other_arguments.get("num_items_in_batch")
     loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if aux_loss is not None:
@@ -172,7 +172,7 @@ def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) 
     if for_head is None:
         logits = batch.tokens_to_rows(outputs.logits)
     else:
-        logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
+        logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
     kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
     return type(outputs)(logits=logits, **kept)
 

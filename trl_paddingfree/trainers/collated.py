@@ -11,7 +11,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import RandomSampler
 
-from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
+from ..data.arrange import StepSampler, by_prefix, by_tokens
 from ..data.collate import FlatCollator
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import Inputs
@@ -22,11 +22,11 @@ from ..memory.engine import is_sharded
 from ..memory.planner import MemoryPlanner
 from ..model.edits import refuse_lost_batch, refuse_lost_values
 from ..model.restored import attributes_set
-from ..training import refusals
-from ..training.configs import Arguments
-from ..training.state import when_flat
-from ..training.steps import Part, weighted_parts
+from . import refusals
 from .base import FlatTrainer
+from .configs import Arguments
+from .runtime import when_flat
+from .steps import Part, weighted_parts
 
 # How many of the largest examples are measured, for each way of being large
 _CANDIDATES = 16
@@ -63,7 +63,7 @@ class CollatedTrainer(FlatTrainer):
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL may call this within its `__init__`, once models have their fused heads: they have to compute flat batches
         self.start_flat()
-        self.plan_if_placed()
+        self.flat.plan_if_placed(self)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     # --- images -----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class CollatedTrainer(FlatTrainer):
         return self.example_lengths()
 
     def refuse_options(self) -> None:
-        options, limits = self.flat.options, self.rotary_limits()
+        options, limits = self.flat.options, self.flat.rotary_limits()
         if options.arrange_micro_batches != "none":
             rotary = [
                 f"`rope_type={kind!r}` and rows of more than {length} tokens"
@@ -129,10 +129,10 @@ class CollatedTrainer(FlatTrainer):
             ]
             refusals.refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
-        if self.group is not None:
+        if self.flat.group is not None:
             for kind, length in limits.items():
                 if self.exceeds(length):
-                    raise ValueError(self.group.too_long(kind, length))
+                    raise ValueError(self.flat.group.too_long(kind, length))
         refusals.refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
@@ -147,9 +147,9 @@ class CollatedTrainer(FlatTrainer):
             # accelerate puts this one in its place, but would not find it within ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` leaves as it was
-        processes = self.accelerator.num_processes // self.group_size
+        processes = self.accelerator.num_processes // self.flat.options.sequence_parallel_size
         if flat.options.arrange_micro_batches == "prefix":
-            arrange = by_prefix(token_keys(self.train_dataset, self.task.token_columns[0]))
+            arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
         else:
             hidden_size = self.model.config.get_text_config().hidden_size
             work = example_work(self.example_lengths(), flat.route.prefix_sharing, hidden_size)
@@ -215,42 +215,43 @@ class CollatedTrainer(FlatTrainer):
         batch, parts = inputs["flat_batch"], [whole]
         is_alone = self.accelerator.num_processes == 1
         if planner is not None and self._adds_up and not (is_alone and planner.is_whole(batch)):
-            parts = self._agreed_parts(whole)
+            parts = self._weighted_parts(whole)
         counts = [part.inputs["flat_batch"].counts for part in parts]
-        self.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
+        self.flat.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
-    def _agreed_parts(self, whole: Part) -> list[Part]:
-        """The parts of a micro-batch whose losses add up: how many there are, processes say to one another."""
+    def _weighted_parts(self, whole: Part) -> list[Part]:
+        """The parts of a micro-batch whose losses add up."""
         accelerator = self.accelerator
         # Those with images come last: DDP waits in the last part for gradients of all weights, the tower's too
         batches = sorted(self._divided(whole.inputs), key=lambda part: part["flat_batch"].images is not None)
-        is_mixed = len({part["flat_batch"].images is None for part in batches}) > 1
-        most, is_mixed = of_all_processes([len(batches), is_mixed], accelerator).amax(0).tolist()
-        # Where processes make each backward pass together, those with fewer parts repeat one
-        in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_mixed and in_step and accelerator.num_processes > 1:
-            raise ValueError(
-                "A micro-batch above its budget has parts with images and parts without, and under FSDP and DeepSpeed "
-                "all processes compute the vision tower together: raise `memory_budget` or "
-                "`max_tokens_per_micro_batch`, leave it out, or train on examples that all have images."
-            )
-        if most == 1:  # no process has divided its micro-batch; if one has, all gather metrics as of parts
-            return [whole]
-        return weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))
+        most = len(batches)
+        if is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            # Processes make each backward pass together, so those with fewer parts repeat one
+            is_mixed = len({part["flat_batch"].images is None for part in batches}) > 1
+            most, is_mixed = of_all_processes([most, is_mixed], accelerator).amax(0).tolist()
+            if is_mixed and accelerator.num_processes > 1:
+                raise ValueError(
+                    "A micro-batch above its budget has parts with images and parts without, and under FSDP and "
+                    "DeepSpeed all processes compute the vision tower together: raise `memory_budget` or "
+                    "`max_tokens_per_micro_batch`, leave it out, or train on examples that all have images."
+                )
+            if most == 1:  # no process has divided its micro-batch; if one has, all gather metrics as of parts
+                return [whole]
+        return weighted_parts(batches, self.part_sizes, whole, most)
 
     def _divided(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which the planner divides one; that one alone, if it fits."""
         whole, planner = inputs["flat_batch"], self.flat.planner
         assert planner is not None
         rows = replace(inputs["rows"], collator=self.data_collator)  # a worker sends them without the collator
-        if rows.num_items == 1 or planner.is_whole(whole):
-            return [inputs]
-        # No call of the model will see the edited rows of the whole
-        refuse_lost_values(inputs, rows.rows)
+        # Sizes and parts are made of the rows on the host, which know of no edits
         labels = self.data_collator.row_labels(inputs)
         self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, in_parts=True)
-        reach = self.reach_of(whole)
+        if rows.num_items == 1 or planner.is_whole(whole):
+            return [inputs]
+        refuse_lost_values(inputs, rows.rows)
+        reach = self.flat.reach_of(whole)
         parts = [rows.take(items).with_flat(reach) for items in planner.parts(list(map(planner.load, rows.alone())))]
         # transformers moves the tensors of inputs, but no flat batches: the data loader has done so for the whole
         device = self.args.device

@@ -11,9 +11,9 @@ from ..data.task import Task
 from ..data.validate import check_preferences, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionPreferenceCollator
-from ..training.configs import PaddingFreeDPOConfig
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import PaddingFreeDPOConfig
+from .runtime import when_flat
 
 DPO = Task(
     name="dpo",
@@ -38,7 +38,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> args = PaddingFreeDPOConfig("out", use_cpu=True, bf16=False, report_to="none")
@@ -84,5 +84,5 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        self.prove_placed(model)
+        self.flat.prove(self, model)
         return super().compute_ref_log_probs(model, self.scheduled(inputs))

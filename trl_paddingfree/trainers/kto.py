@@ -11,9 +11,9 @@ from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionUnpairedCollator
-from ..training.configs import PaddingFreeKTOConfig
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import PaddingFreeKTOConfig
+from .runtime import when_flat
 
 KTO = Task(
     name="kto",
@@ -40,7 +40,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeKTOConfig, PaddingFreeKTOTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> rows = [{"prompt": "one two", "completion": " three", "label": i % 2 == 0} for i in range(4)]
     >>> tokenizer = make_tokenizer(["one two three"])
     >>> args = PaddingFreeKTOConfig("out", use_cpu=True, bf16=False, report_to="none")
@@ -89,7 +89,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        self.prove_placed(model)
+        self.flat.prove(self, model)
         # TRL calls the model on the matched rows and then on the mismatched ones, and hands on no `flat_batch` here
         batch = self.scheduled(inputs)["flat_batch"]
         batches = iter((batch, batch.companion))

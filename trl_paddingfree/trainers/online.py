@@ -26,10 +26,10 @@ from ..images.rows import VisionRules
 from ..memory.planner import MemoryPlanner
 from ..model.architecture import takes_images
 from ..model.flat_model import FlatModel
-from ..training.configs import Arguments
-from ..training.refusals import refuse_to_move, refuse_untried_images
-from ..training.state import when_flat
 from .base import FlatTrainer
+from .configs import Arguments
+from .refusals import refuse_to_move, refuse_untried_images
+from .runtime import when_flat
 
 # What tasks that generate have in common. Each gives it its name, and GRPO, the first, also the columns it is found by
 PROMPTS = Task(
@@ -138,10 +138,10 @@ class OnlineTrainer(FlatTrainer):
             images=images and images.next(len(input_ids), self._rules),
         )
         batch = make()
-        if reach := self.reach_of(batch):
+        if reach := self.flat.reach_of(batch):
             batch = make(reach=reach)
         if trains := torch.is_grad_enabled():  # the policy's pass
-            self.counts.new.append(batch.counts)
+            self.flat.counts.new.append(batch.counts)
         if self.flat.planner is not None:
             batch = self.flat.planner.scheduled(batch, trains)
         return batch.to(input_ids.device, non_blocking=True)
@@ -155,7 +155,7 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        self.prove_placed(model)
+        self.flat.prove(self, model)
         if (flat_model := FlatModel.of(model)) is None:
             raise RuntimeError(
                 f"Another trainer has replaced the forward of {type(self.flat_base(model)).__name__} since this "

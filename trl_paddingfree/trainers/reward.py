@@ -13,10 +13,10 @@ from ..data.lengths import pair_lengths
 from ..data.task import Task
 from ..data.validate import check_preferences, column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
-from ..training.configs import Arguments, PaddingFreeRewardConfig
-from ..training.refusals import refuse_images
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import Arguments, PaddingFreeRewardConfig
+from .refusals import refuse_images
+from .runtime import when_flat
 
 REWARD = Task(
     name="reward",
@@ -40,7 +40,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     >>> from datasets import Dataset
     >>> from transformers import AutoModelForSequenceClassification
     >>> from trl_paddingfree import PaddingFreeRewardConfig, PaddingFreeRewardTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> config = make_model(tokenizer).config

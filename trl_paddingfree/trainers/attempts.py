@@ -35,7 +35,7 @@ class Attempt:
         self.on_device = None if device.type == "cpu" else torch.get_device_module(device)
         self.device_random = None if self.on_device is None else self.on_device.get_rng_state(device)
         self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        self.counts = [*trainer.counts.new]
+        self.counts = [*trainer.flat.counts.new]
         self.attributes = {name: vars(trainer)[name] for name in (*trainer.changed_by_loss, "_total_train_tokens")}
         self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass has changed
         self.dropping = ExitStack()  # hooks that drop gradients of these parameters
@@ -45,7 +45,7 @@ class Attempt:
         metrics = self.trainer._metrics["train"]
         metrics.clear()
         metrics.update({name: list(values) for name, values in self.metrics.items()})  # the repeated pass may fail, too
-        self.trainer.counts.new = [*self.counts]
+        self.trainer.flat.counts.new = [*self.counts]
         vars(self.trainer).update(self.attributes)
         torch.set_rng_state(self.random)
         if self.on_device is not None:

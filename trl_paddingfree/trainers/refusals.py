@@ -17,11 +17,12 @@ from trl import SFTConfig
 
 from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens
+from ..memory.device import budget_bytes
 from ..model import architecture
 from .configs import Arguments, PaddingFreeOptions, given_datasets
 
 if TYPE_CHECKING:
-    from ..trainers.base import FlatTrainer
+    from .base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -185,6 +186,7 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments)
         )
     if options.memory_budget is None:
         return
+    budget_bytes(options.memory_budget, config.device)  # refuses more than the device has
     kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
     offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
     every = kwargs.get("every_n_layers", 1)
