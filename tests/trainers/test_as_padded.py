@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
+from tests.helpers.random_draws import LOSSES, WITH_DIVERGENCE
 from tests.helpers.tiny import (
     CHAT_TEMPLATE,
     DATA,
@@ -28,10 +29,7 @@ from tests.helpers.tiny import (
 )
 from tests.runs import LAYOUTS, PER_MICRO_BATCH, ROUNDED, assert_same, compare, run
 
-LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"]
-LOSSES += ["apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
-# Those that TRL allows beside another divergence than the reverse KL
-DIVERGENT = ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"]
+DIVERGENT = sorted(WITH_DIVERGENCE)
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 RECOMPUTED, REENTRANT = (
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": x}} for x in (False, True)
