@@ -18,6 +18,7 @@ from tests.helpers.tiny import (
     SEED,
     arguments,
     conversations,
+    different_pairs,
     following_rotary,
     lora,
     make_model,
@@ -36,9 +37,6 @@ RECOMPUTED, REENTRANT = (
 )
 MOVED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "steps": 4}
 MOVED |= {"ignored": (*ROUNDED, *PER_MICRO_BATCH)}
-# bitsandbytes keeps QLoRA's adapters in bfloat16: an update may fall to either side of a rounding boundary
-QLORA = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)}
-QLORA |= {"tolerance": 2**-7, "make": lambda folder: {"model": folder, "peft_config": lora()}}
 TOOL = {"type": "function", "function": {"name": "w3", "description": "w4 w5", "parameters": {}}}
 
 
@@ -72,6 +70,14 @@ def adapted(**options):
     return lambda folder: {**arguments("sft"), "peft_config": lora(**options)}
 
 
+def quantized(folder):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    return {"model": folder, "peft_config": lora(), "quantization_config": config}
+
+
+# It keeps adapters in bfloat16: an update may fall to either side of a rounding boundary
+QLORA = {"make": quantized, "tolerance": 2**-7}
 EMBEDDINGS = {"make": adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])}
 
 
@@ -88,11 +94,6 @@ def padded_with_eos(folder):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
-def different_pairs(n, seed):
-    # Rounding decides which of two identical sequences padded TRL rewards more
-    return preference_data(n, seed).filter(lambda row: row["chosen"] != row["rejected"])
 
 
 def twice(n, seed):
@@ -308,8 +309,6 @@ def test_training_follows_padded_trl(task, name, model_dir):
     given = {**DEFAULTS[task], **CASES[task][name]}
     data, adapters = given.pop("data"), given.pop("adapters", True)
     make = given.pop("make", lambda folder: arguments(task, adapters))
-    if "quantization_config" in given:
-        pytest.importorskip("bitsandbytes")
     compared = compare(task, lambda: make(model_dir), data(16, SEED), **given)
     if name == "turns":
         counts = compared.ours.trainer.total_counts()

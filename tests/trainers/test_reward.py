@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.tiny import arguments, preference_data, reward_model
+from tests.helpers.tiny import arguments, different_pairs, preference_data, reward_model
 from tests.runs import assert_same, compare, run
 from trl_paddingfree import FlatBatch, RewardCollator
 from trl_paddingfree.check.prove import check_flat
@@ -20,8 +20,7 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 @pytest.fixture(scope="module")
 def data():
-    # Rounding decides which of two identical sequences padded TRL rewards more
-    return preference_data(25, SEED).filter(lambda row: row["chosen"] != row["rejected"])
+    return different_pairs(25, SEED)
 
 
 plain = partial(arguments, "reward", adapters=False)
