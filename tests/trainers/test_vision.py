@@ -38,7 +38,8 @@ from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCo
 from trl_paddingfree.images.examples import first_with_images, images_of, inverted
 from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
-from trl_paddingfree.trainers.registry import TRAINERS, collated
+from trl_paddingfree.trainers import collated
+from trl_paddingfree.trainers.registry import TRAINERS
 from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
