@@ -15,7 +15,7 @@ from scripts.benchmark import baseline, beside, measure, report, tables
 from scripts.benchmark.__main__ import BENCHMARKS, main, only_too_large, page
 from scripts.benchmark.flops import Work, count_flops
 from scripts.benchmark.measure import Runner, interleave
-from scripts.benchmark.rows import Rows, make_rows, read_lengths
+from scripts.benchmark.rows import make_rows, read_lengths
 from scripts.benchmark.run import Benchmark, tolerances
 from scripts.benchmark.studies import arranging, collators, packing
 from scripts.benchmark.studies.arranging import measure_imbalance, measure_meetings
@@ -23,8 +23,6 @@ from scripts.benchmark.studies.packing import measure_packing
 from scripts.benchmark.tasks import BENCHMARKED, Settings
 from scripts.benchmark.trainers import make_model
 from tests.helpers.reference_flash import flash_attn_varlen_func
-from tests.helpers.tiny import make_model as tiny_llama
-from tests.helpers.tiny import preference_data, prompt_completions
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.cli.memory import SHAPES
 
@@ -160,18 +158,6 @@ def test_each_gradient_of_a_convolution_costs_what_it_costs_itself():
         assert count_flops(lambda: layer(x.detach()).sum().backward()) == 2 * once  # noqa: B023
 
 
-@pytest.mark.slow
-def test_recomputation_is_no_model_flop():
-    # With LoRA, checkpointing also has the gradient of the embeddings computed
-    some = {"tuning": "full", "precomputed_reference": True}
-    with_checkpointing = Benchmark(settings("dpo", gradient_checkpointing=True, **some), methods=["trl", "shared"])
-    cost, model_cost = with_checkpointing.cost, with_checkpointing.model_cost
-    without = Benchmark(settings("dpo", **some), methods=["trl", "shared"]).cost
-    assert model_cost.per_token == pytest.approx(without.per_token, rel=COUNT)
-    assert cost.per_token > 1.2 * model_cost.per_token
-    assert cost.per_scored == pytest.approx(model_cost.per_scored, rel=COUNT)  # TRL's head is not checkpointed
-
-
 def trained(benchmark):
     """The sum of the weights that each method trains."""
     models = [runner.trainer.model for runner in benchmark.runners]
@@ -271,17 +257,6 @@ def test_packing_trains_on_the_same_rows():
         assert measured["packing_difference"] < tolerances(packing.settings)["loss"]
 
 
-@pytest.mark.slow
-def test_reference_log_probs_can_come_with_the_rows():
-    bench = Benchmark(settings("dpo", precomputed_reference=True, tuning="full"))
-    assert bench.run(rows(bench), num_batches=1, rounds=2)["agree"]
-    (batch,) = bench._typical(bench.batches(rows(bench)), 1)
-    # The reference is the model itself before its first step: the loss starts at the logarithm of two
-    first, second = (bench.runners[-1].step(batch).figures["loss"] for _ in range(2))
-    assert first == pytest.approx(np.log(2), abs=1e-4)
-    assert second < first
-
-
 def test_shapes_are_as_large_as_their_names_say():
     millions = {"llama-3-8b": 8030, "llama-3.2-1b": 1236, "qwen2.5-0.5b": 494, "qwen2.5-7b": 7616, "smollm2-135m": 135}
     for name, number in millions.items():
@@ -322,15 +297,6 @@ def test_unpadded_attention_is_attention_under_the_mask(monkeypatch, window):
         max_length_q=7,
     )[0]
     assert (flat[0] - expected[mask]).abs().max() < FLOAT32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["dpo", "sft"])
-def test_trls_methods_compute_the_same_with_unpadded_attention(monkeypatch, task):
-    monkeypatch.setattr(baseline, "torch_varlen", varlen_on_cpu)
-    monkeypatch.setattr("scripts.benchmark.run.baseline_attention", lambda *_: baseline.register_unpadded())
-    bench = Benchmark(settings(task))
-    assert bench.run(rows(bench), num_batches=2, rounds=1)["agree"]
 
 
 @pytest.mark.slow
@@ -490,27 +456,6 @@ def test_collators_are_timed_beside_trls():
     assert all(one["ms"] > 0 for one in measured)
     text = collators.report({"measured": measured, "environment": {"gpu": "machine"}})
     assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in text
-
-
-def test_neighbours_stay_together_in_batches():
-    rows = Rows("rows", [{"input_ids": [i]} for i in range(10)], together=True)
-    batches = [[example["input_ids"][0] for example in batch] for batch in rows.batches(3, seed=1)]
-    assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["dpo", "sft"])
-def test_a_data_set_is_measured_with_the_tokenizer_of_a_folder(task, tokenizer, tmp_path, capsys):
-    model_dir = str(tmp_path / "model")
-    tiny_llama(vocab_size=VOCAB).save_pretrained(model_dir)
-    tokenizer.save_pretrained(model_dir)
-    data = {"dpo": preference_data, "sft": prompt_completions}[task](24, SEEDS[0])
-    file = tmp_path / "rows.jsonl"
-    data.to_json(file)
-    source = ["--dataset", str(file), "--tokenizer", model_dir, "--model", model_dir]
-    sizes = ["--batch-size", "4", "--max-length", "40", "--batches", "1", "--rounds", "1"]
-    assert main([task, *source, *sizes, "--methods", "trl", "flat", "shared"]) == 0
-    assert "| rows, batch 4 |" in capsys.readouterr().out
 
 
 def test_backward_passes_of_all_parts_of_a_micro_batch_count_as_backward(monkeypatch):

@@ -11,12 +11,14 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
+from tests.helpers.random_draws import LOSSES, WITH_DIVERGENCE
 from tests.helpers.tiny import (
     CHAT_TEMPLATE,
     DATA,
     SEED,
     arguments,
     conversations,
+    different_pairs,
     following_rotary,
     lora,
     make_model,
@@ -28,19 +30,13 @@ from tests.helpers.tiny import (
 )
 from tests.runs import LAYOUTS, PER_MICRO_BATCH, ROUNDED, assert_same, compare, run
 
-LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"]
-LOSSES += ["apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
-# Those that TRL allows beside another divergence than the reverse KL
-DIVERGENT = ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"]
+DIVERGENT = sorted(WITH_DIVERGENCE)
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 RECOMPUTED, REENTRANT = (
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": x}} for x in (False, True)
 )
 MOVED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "steps": 4}
 MOVED |= {"ignored": (*ROUNDED, *PER_MICRO_BATCH)}
-# bitsandbytes keeps QLoRA's adapters in bfloat16: an update may fall to either side of a rounding boundary
-QLORA = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)}
-QLORA |= {"tolerance": 2**-7, "make": lambda folder: {"model": folder, "peft_config": lora()}}
 TOOL = {"type": "function", "function": {"name": "w3", "description": "w4 w5", "parameters": {}}}
 
 
@@ -74,6 +70,14 @@ def adapted(**options):
     return lambda folder: {**arguments("sft"), "peft_config": lora(**options)}
 
 
+def quantized(folder):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    return {"model": folder, "peft_config": lora(), "quantization_config": config}
+
+
+# It keeps adapters in bfloat16: an update may fall to either side of a rounding boundary
+QLORA = {"make": quantized, "tolerance": 2**-7}
 EMBEDDINGS = {"make": adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])}
 
 
@@ -90,11 +94,6 @@ def padded_with_eos(folder):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
-def different_pairs(n, seed):
-    # Rounding decides which of two identical sequences padded TRL rewards more
-    return preference_data(n, seed).filter(lambda row: row["chosen"] != row["rejected"])
 
 
 def twice(n, seed):
@@ -310,8 +309,6 @@ def test_training_follows_padded_trl(task, name, model_dir):
     given = {**DEFAULTS[task], **CASES[task][name]}
     data, adapters = given.pop("data"), given.pop("adapters", True)
     make = given.pop("make", lambda folder: arguments(task, adapters))
-    if "quantization_config" in given:
-        pytest.importorskip("bitsandbytes")
     compared = compare(task, lambda: make(model_dir), data(16, SEED), **given)
     if name == "turns":
         counts = compared.ours.trainer.total_counts()

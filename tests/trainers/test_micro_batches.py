@@ -151,12 +151,7 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
     ids=["sorted", "mean over tokens", "stream", "sampler"],
 )
 def test_what_couples_examples_or_draws_them_refuses_to_have_them_moved(model_dir, options, reason):
-    given = {
-        "model": model_dir,
-        "train_dataset": preference_data(8, SEED),
-        "arrange_micro_batches": "tokens",
-        **options,
-    }
+    given = {"train_dataset": preference_data(8, SEED), "arrange_micro_batches": "tokens", **options}
     with pytest.raises(ValueError, match=reason):
         make_trainer("dpo", "ours", model=model_dir, **given)
 
