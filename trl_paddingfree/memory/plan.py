@@ -20,7 +20,7 @@ from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
 from .device import GIB, PeakMemory
 from .engine import is_sharded
-from .kept_bytes import LOADS, joined_load, load, slice_loads
+from .features import SCORED, TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
 
 # The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
@@ -152,10 +152,10 @@ class Plan:
         at_once = None if self.is_sharded else int(np.diff(cuts).max())
         if self.needs is None or whole is None:
             return Decision(cuts, scored_at_once=at_once)
-        scored = whole[-1] if at_once is None else min(whole[-1], at_once)
-        loads = slice_loads(segments, cuts, self.flat_model.route, whole)
+        scored = whole[SCORED] if at_once is None else min(whole[SCORED], at_once)
+        features = slice_features(segments, cuts, self.flat_model.route)
         return Decision(
-            cuts, 0, self.needs.peak_of_slices(loads, num_kept(segments, cuts), whole, int(scored)), at_once
+            cuts, 0, self.needs.peak_of_slices(features, num_kept(segments, cuts), whole, int(scored)), at_once
         )
 
     def load(self, batch: FlatBatch) -> np.ndarray:
@@ -163,21 +163,20 @@ class Plan:
         group = self.flat_model.group
         # In a group, the load of the process with the most scored tokens: all processes must decide alike
         scored = None if group is None else max(scored_sizes(batch, group.size))
-        return load(batch, self.flat_model.route, self.device_memory.device, scored)
+        return memory_features(batch, self.flat_model.route, scored)
 
     def parts(self, loads: Sequence[np.ndarray]) -> list[list[int]]:
         """
         The examples of each part of a micro-batch whose losses add up, by the [`load`] of each: as few parts as
         first-fit finds. One that does not fit by itself has a part of its own, which is computed in slices.
         """
-        tokens = LOADS.index("tokens")
         parts: list[list[int]] = []
         sums: list[np.ndarray] = []
-        for item in sorted(range(len(loads)), key=lambda i: -loads[i][tokens]):
+        for item in sorted(range(len(loads)), key=lambda i: -loads[i][TOKENS]):
             for i, total in enumerate(sums):
-                joined = joined_load(total, loads[item], self.flat_model.route)
+                joined = joined_features(total, loads[item], self.flat_model.route)
                 peak = 0 if self.needs is None else int(self.needs.peaks(joined).min())
-                if self._holds(joined[tokens], peak):
+                if self._holds(joined[TOKENS], peak):
                     parts[i].append(item)
                     sums[i] = joined
                     break
