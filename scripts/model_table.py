@@ -67,6 +67,10 @@ Some models need a setting, with padding or without:
   configuration for `num_experts`.
 - DBRX: Clamping queries and keys raises an error without a `clip_qkv`. Give one to `attn_config`.
 - Falcon: Its flash attention reads `position_ids` and nothing else. Load it with `"sdpa"` to share prefixes.
+- Gemma 4: Its layers with full attention have heads of 512, and flash attention takes 256 at most. Load it with
+  `"sdpa"`. On CUDA in half precision, layers with a sliding window then run in PyTorch's flash attention, and those
+  with full attention over segments, in the kernel that SDPA finds for them. This choice is tested with a stand-in for
+  the kernel, and was not timed on a GPU.
 - GPT-Neo, and GPT-J below transformers 5.24: Their flash attention gets neither masks nor positions. Load them with
   `"eager"`.
 """

@@ -25,7 +25,7 @@ METHODS = {
     "_get_per_token_logps_and_entropies": "GRPO",
 }
 MOVED = {
-    "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.training.configs"),
+    "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.trainers.configs"),
     "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.data.collate"),
     "_prepare_dataset": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
     "_precompute_ref_logps": ("import_core", "DPOTrainer", "PaddingFreeDPOTrainer"),

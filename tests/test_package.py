@@ -7,12 +7,12 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import trl_paddingfree
+from tests.test_house import FILES, PACKAGE, imported_files, in_circles
 
 MODULES = sorted(
     module.name
@@ -91,111 +91,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"flat", "upstream", "model"},
     "data": {"flat"},
     "images": {"flat", "model", "check", "data"},
-    "training": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
-    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training"},
-    "quickstart": {"data", "memory", "training", "trainers"},
+    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
+    "quickstart": {"data", "memory", "trainers"},
     "cli": {
-        *("flat", "upstream", "versions", "model", "memory", "check", "data", "images", "training", "trainers"),
+        *("flat", "upstream", "versions", "model", "memory", "check", "data", "images", "trainers"),
         "quickstart",
     },
     "__main__": {"cli"},
-    "__init__": {"flat", "versions", "model", "check", "data", "training", "trainers"},
+    "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
 }
 
 
-def part_of(path: str) -> str:
-    return path.split(".")[0]
+def test_a_part_imports_only_what_lies_below_it():
+    imported = {name: {part_of(other) for other in imported_files(name)} for name in FILES}
+    allowed = {name: MAY_IMPORT[part_of(name)] | {part_of(name)} for name in FILES}
+    assert {name: parts - allowed[name] for name, parts in imported.items() if parts - allowed[name]} == {}
+    assert {part_of(name) for name in FILES} == MAY_IMPORT.keys()
+    assert in_circles(MAY_IMPORT) == []
 
 
-def imported_parts(file: Path) -> set[str]:
-    """Parts of the package that a file imports, also inside functions, but for type annotations."""
-    package = Path(trl_paddingfree.__file__).parent
-    folder, parts = file.relative_to(package).parent.parts, set()
-    nodes = [*ast.walk(ast.parse(file.read_text()))]
-    typed = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    for node in set(nodes) - {child for each in typed for child in ast.walk(each)}:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = folder[: len(folder) - node.level + 1]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            parts |= {part_of(".".join((*base, name))) for name in names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trl_paddingfree."):
-            parts.add(node.module.split(".")[1])
-        elif isinstance(node, ast.Import):
-            parts |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("trl_paddingfree.")}
-    return parts - {"__version__"}
-
-
-@pytest.mark.parametrize("part", MAY_IMPORT)
-def test_a_part_imports_only_what_lies_below_it(part):
-    package = Path(trl_paddingfree.__file__).parent
-    files = [*package.glob(f"{part}.py"), *package.glob(f"{part}/**/*.py")]
-    assert files
-    upward = {str(file.relative_to(package)): imported_parts(file) - MAY_IMPORT[part] - {part} for file in files}
-    assert {file: parts for file, parts in upward.items() if parts} == {}
-
-
-def test_no_two_parts_import_each_other_by_any_way():
-    above = dict(MAY_IMPORT)
-    while free := [part for part, below in above.items() if not below & above.keys()]:
-        above = {part: below for part, below in above.items() if part not in free}
-    assert not above
-
-
-def runs(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes within one that run at some time: not those for type checkers."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "not TYPE_CHECKING"):
-            children = child.orelse if isinstance(child.test, ast.Name) else child.body
-            yield from (each for one in children for each in (one, *runs(one)))
-        else:
-            yield child
-            yield from runs(child)
-
-
-def imported_files(file: Path) -> set[Path]:
-    """Files of the package that a file imports, also inside functions."""
-    package, found = Path(trl_paddingfree.__file__).parent, set[Path]()
-    for node in runs(ast.parse(file.read_text())):
-        if not isinstance(node, ast.ImportFrom) or not (node.level or (node.module or "").startswith(package.name)):
-            continue
-        folder = [package.parent, *[file, *file.parents][1 : node.level + 1]][-1 if node.level else 0]
-        base = folder.joinpath(*(node.module or "").split("."))
-        names = [base / alias.name for alias in node.names] if base.is_dir() else [base]
-        found |= {path.with_suffix(".py") for path in names if path.with_suffix(".py").is_file()}
-    return found
-
-
-def circles(below: dict[Path, set[Path]]) -> list[list[str]]:
-    """The files of each circle, by the files that each imports."""
-    reached = {file: set(files) for file, files in below.items()}
-    for via in reached:  # Warshall's way to all that is reached by any way
-        for files in reached.values():
-            if via in files:
-                files |= reached[via]
-    package = Path(trl_paddingfree.__file__).parent
-    found = {frozenset(other for other in files if file in reached[other]) for file, files in reached.items()}
-    return sorted(sorted(str(file.relative_to(package)) for file in circle) for circle in found if circle)
-
-
-def test_circles_of_files_are_found():
-    package = Path(trl_paddingfree.__file__).parent
-    a, b, c, d = (package / f"{name}.py" for name in "abcd")
-    assert circles({a: {b}, b: {c}, c: {b, d}, d: set()}) == [["b.py", "c.py"]]
-    assert package / "upstream.py" in imported_files(package / "model" / "routes.py")
-    assert package / "model" / "forward.py" in imported_files(package / "check" / "probe.py")
-    assert package / "trainers" / "base.py" not in imported_files(package / "training" / "steps.py")  # a type only
-
-
-def test_no_files_import_each_other_by_any_way():
-    package = Path(trl_paddingfree.__file__).parent
-    assert circles({file: imported_files(file) for file in package.rglob("*.py")}) == []
-
-
-def test_the_package_has_few_parts_and_each_is_listed():
-    package = Path(trl_paddingfree.__file__).parent
-    entries = sorted(path.name for path in package.iterdir() if path.name != "__pycache__")
-    assert len(entries) <= 15
-    assert {name.removesuffix(".py") for name in entries} - {"py.typed"} == MAY_IMPORT.keys()
+def part_of(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
 
 
 CORE = [name for name in MODULES if name.split(".")[1] in ("flat", "model", "memory", "upstream", "versions")]
@@ -234,7 +150,7 @@ for padding_free in (False, True):
     assert flat == "[('sdpa', 'segment')]"
 
 
-def test_the_exports_are_the_public_names():
+def test_the_exports_are_the_public_names_for_type_checkers_too():
     assert set(trl_paddingfree.__all__) == set(dir(trl_paddingfree))
     for name in trl_paddingfree.__all__:
         value = getattr(trl_paddingfree, name)
@@ -243,24 +159,28 @@ def test_the_exports_are_the_public_names():
             assert value.__doc__
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         trl_paddingfree.no_such_name  # noqa: B018
-
-
-def test_the_names_for_type_checkers_are_the_exports():
-    tree = ast.parse(Path(trl_paddingfree.__file__).read_text())
+    names = {}
+    exec("from trl_paddingfree import *", names)
+    assert set(trl_paddingfree.__all__) <= names.keys()
+    assert (PACKAGE / "py.typed").exists()
+    tree = ast.parse(FILES["__init__.py"])
     (for_checkers,) = (node for node in tree.body if isinstance(node, ast.If))
     imported = {alias.name: node.module for node in for_checkers.body for alias in node.names}
     assert imported == trl_paddingfree._EXPORTS
 
 
-def test_star_import_gives_the_exports():
-    names = {}
-    exec("from trl_paddingfree import *", names)
-    assert set(trl_paddingfree.__all__) <= names.keys()
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_imports_and_says_what_it_is(name):
-    assert importlib.import_module(name).__doc__
+def test_modules_import_and_they_and_their_public_names_say_what_they_are():
+    modules = {name: importlib.import_module(name) for name in MODULES}
+    known = {name for module in modules.values() for name in vars(module)}
+    silent, missing = [], []
+    for name, module in modules.items():
+        own = {x: value for x, value in vars(module).items() if getattr(value, "__module__", "") == name}
+        public = [value for x, value in own.items() if not x.startswith("_") and callable(value)]
+        silent += [each for each in (module, *public) if not each.__doc__]
+        for tilde, referred in re.findall(r"\[`(~?)([\w.]+)`\]", Path(module.__file__).read_text()):
+            if not (exists(referred) if tilde else referred.split(".")[0] in known):
+                missing.append(f"{name}: {referred}")
+    assert silent == missing == []
 
 
 def exists(path: str) -> bool:
@@ -270,18 +190,3 @@ def exists(path: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
-
-
-def test_names_that_docstrings_refer_to_exist():
-    modules = [importlib.import_module(name) for name in MODULES]
-    known = {name for module in modules for name in vars(module)}
-    missing = []
-    for module in modules:
-        for tilde, name in re.findall(r"\[`(~?)([\w.]+)`\]", Path(module.__file__).read_text()):
-            if not (exists(name) if tilde else name.split(".")[0] in known):
-                missing.append(f"{module.__name__}: {name}")
-    assert missing == []
-
-
-def test_the_package_says_that_it_is_typed():
-    assert (Path(trl_paddingfree.__file__).parent / "py.typed").exists()

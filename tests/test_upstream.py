@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from trl import DPOConfig, SFTConfig
+from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import trl_paddingfree
@@ -35,7 +36,7 @@ from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.state_layers import state_layers
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent
 
@@ -73,6 +74,7 @@ PRIVATE = {
     "transformers:Trainer._save_rng_state": ("output_dir",),
     "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE": None,
     "trl.kernels.chunked_logprob:_use_triton": ("device",),
+    "torch.nn.attention.varlen:_varlen_attn": None,
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
@@ -254,6 +256,15 @@ def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel(
 
     found = [upstream._missing_kernel("mamba2_chunk_scan", f) for f in (modeling_falcon_h1.mamba2_chunk_scan, Func())]
     assert found[0] == found[1] != ""
+
+
+def test_an_operator_of_pytorch_that_has_moved_is_named(monkeypatch):
+    """Compared by its name, results would be recomputed without a word."""
+    model = make_model()
+    enable_selective_activation_checkpointing(model)
+    monkeypatch.setattr(torch.ops, "torch_attn", SimpleNamespace())
+    with pytest.raises(versions.MovedNameError, match="`torch.ops.torch_attn` has no `_varlen_attn`"):
+        upstream.keep_varlen_results(model)
 
 
 # --- What transformers does with them ------------------------------------------------------------------------------

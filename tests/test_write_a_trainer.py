@@ -161,7 +161,7 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, tokeni
         return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
 
     assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
-    assert all(each.decision.num_slices > 1 for each in passes)
+    assert all(each.schedule.num_slices > 1 for each in passes)
 
 
 def test_predictions_from_raw_data_ask_for_a_preparation(own, tokenizer):

@@ -20,16 +20,16 @@ _MODULES = {
     "flat.segments": ("Segments",),
     "model.flat_model": ("FlatModel",),
     "trainers.collated": ("CollatedTrainer",),
-    "training.configs": ("PaddingFreeOptions",),
+    "trainers.configs": ("PaddingFreeOptions",),
     "trainers.online": ("OnlineTrainer",),
-    "training.state": ("when_flat",),
+    "trainers.runtime": ("when_flat",),
 }
 _COLLATORS = ("Flat", "LanguageModeling", "Preference", "Reward", "UnpairedPreference")
 _TRAINERS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
 _EXPORTS = {
     **{name: module for module, names in _MODULES.items() for name in names},
     **{f"{name}Collator": "data.collate" for name in _COLLATORS},
-    **{f"PaddingFree{name}Config": "training.configs" for name in _TRAINERS},
+    **{f"PaddingFree{name}Config": "trainers.configs" for name in _TRAINERS},
     **{f"PaddingFree{name}Trainer": f"trainers.{name.lower()}" for name in _TRAINERS},
 }
 __all__ = [*_EXPORTS, "__version__"]
@@ -53,15 +53,7 @@ if TYPE_CHECKING:
     from .flat.segments import Segments
     from .model.flat_model import FlatModel
     from .trainers.collated import CollatedTrainer
-    from .trainers.distillation import PaddingFreeDistillationTrainer
-    from .trainers.dpo import PaddingFreeDPOTrainer
-    from .trainers.grpo import PaddingFreeGRPOTrainer
-    from .trainers.kto import PaddingFreeKTOTrainer
-    from .trainers.online import OnlineTrainer
-    from .trainers.reward import PaddingFreeRewardTrainer
-    from .trainers.rloo import PaddingFreeRLOOTrainer
-    from .trainers.sft import PaddingFreeSFTTrainer
-    from .training.configs import (
+    from .trainers.configs import (
         PaddingFreeDistillationConfig,
         PaddingFreeDPOConfig,
         PaddingFreeGRPOConfig,
@@ -71,7 +63,15 @@ if TYPE_CHECKING:
         PaddingFreeRLOOConfig,
         PaddingFreeSFTConfig,
     )
-    from .training.state import when_flat
+    from .trainers.distillation import PaddingFreeDistillationTrainer
+    from .trainers.dpo import PaddingFreeDPOTrainer
+    from .trainers.grpo import PaddingFreeGRPOTrainer
+    from .trainers.kto import PaddingFreeKTOTrainer
+    from .trainers.online import OnlineTrainer
+    from .trainers.reward import PaddingFreeRewardTrainer
+    from .trainers.rloo import PaddingFreeRLOOTrainer
+    from .trainers.runtime import when_flat
+    from .trainers.sft import PaddingFreeSFTTrainer
 
 
 def __getattr__(name: str) -> object:

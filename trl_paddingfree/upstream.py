@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 
-from .versions import with_head
+from .versions import MovedNameError, with_head
 
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
@@ -149,12 +149,19 @@ def keep_varlen_results(model: Any) -> None:
     # TRL marks the function with which it replaces the method for selective checkpointing, and so do we
     if not getattr(enable, "_is_sac_wrapped", False) or getattr(enable, "keeps_varlen", False):
         return
+    import torch.nn.attention.varlen  # registers the operator
+
+    try:
+        kept = torch.ops.torch_attn._varlen_attn.default
+    except AttributeError as error:
+        raise MovedNameError("torch", "torch.ops.torch_attn", "_varlen_attn", "keep_varlen_results") from error
 
     def gradient_checkpointing_enable(*args: Any, **kwargs: Any) -> None:
         enable(*args, **kwargs)
         for module in model.modules():
             if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
-                contexts = _keeping_varlen(checkpoint.keywords["context_fn"])
+                (policy,) = checkpoint.keywords["context_fn"].args  # a `partial` of the function below
+                contexts = partial(create_selective_checkpoint_contexts, partial(_keeping, kept, policy))
                 module._gradient_checkpointing_func = partial(checkpoint, context_fn=contexts)
 
     gradient_checkpointing_enable._is_sac_wrapped = True  # type: ignore[attr-defined]
@@ -162,16 +169,9 @@ def keep_varlen_results(model: Any) -> None:
     model.gradient_checkpointing_enable = gradient_checkpointing_enable
 
 
-def _keeping_varlen(contexts: Callable) -> Callable:
-    """TRL's `contexts`, a `partial(create_selective_checkpoint_contexts, policy)`, whose policy keeps one more."""
-    (policy,) = contexts.args  # type: ignore[attr-defined]
-
-    def keeping(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if str(op) == "torch_attn._varlen_attn.default":
-            return CheckpointPolicy.MUST_SAVE
-        return policy(ctx, op, *args, **kwargs)
-
-    return partial(create_selective_checkpoint_contexts, keeping)
+def _keeping(kept: Any, policy: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What `policy` says of an operator; results of `kept` are saved."""
+    return CheckpointPolicy.MUST_SAVE if op is kept else policy(ctx, op, *args, **kwargs)
 
 
 # transformers' functions by which layers that carry state mix tokens (convolutions and recurrences), and the argument

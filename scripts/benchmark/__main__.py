@@ -37,7 +37,7 @@ import datasets
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.training.configs import silence
+from trl_paddingfree.trainers.configs import silence
 
 from . import beside, report, tables
 from .environment import ROOT, default_device, environment, keep_pages, provenance

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from trl_paddingfree.data.load import load_rows
 from trl_paddingfree.data.turns import split_turns
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 from .tasks import BENCHMARKED, Length
 

@@ -60,6 +60,13 @@ def counts_of(model: torch.nn.Module) -> BatchCounts:
     return FlatModel.of(model).counts
 
 
+def show_what_is_read(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+    """A backward pass of a loss that does not score the first tokens of rows, which padding on the left predicts."""
+    model(**given).logits[given["attention_mask"].bool()].mean().backward()
+    model.zero_grad()
+    FlatModel.of(model).padded.said.clear()
+
+
 def assert_same_gradients(model: torch.nn.Module, ours: torch.nn.Module) -> None:
     largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
     for (name, p), other in zip(model.named_parameters(), ours.parameters(), strict=True):
@@ -74,6 +81,8 @@ def test_rows_answer_as_before(name, side):
     given = rows(side)
     real = given["attention_mask"].bool()
     without = {key: x for key, x in given.items() if key != "labels"}
+    if side == "left":
+        show_what_is_read(ours, without)
 
     expected, logits = model(**without).logits, ours(**without).logits
     assert (expected - logits)[real].abs().max() <= TOLERANCE * expected.abs().max()
@@ -109,6 +118,8 @@ def test_rows_without_a_mask_and_positions_that_are_given():
     ids = rows("right")["input_ids"] + 2
     assert torch.allclose(model(input_ids=ids).logits, ours(input_ids=ids).logits, atol=TOLERANCE)
     given = rows("left")
+    del given["labels"]
+    show_what_is_read(ours, given)
     mask = given.pop("attention_mask")
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, -1)
     real = mask.bool()

@@ -20,7 +20,7 @@ from trl_paddingfree.cli.options import refuse_unknown
 from trl_paddingfree.cli.train import _load_function, make_parser
 from trl_paddingfree.cli.train import main as run_script
 from trl_paddingfree.data.validate import refuse_unread_instructions
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(trl_paddingfree.__file__).parents[1])}
 cli = importlib.import_module("trl_paddingfree.cli.main")  # the package gives its function by this name

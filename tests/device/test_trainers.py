@@ -20,7 +20,7 @@ from tests.runs import TOLERANCE as AS_PADDED
 from tests.runs import assert_as_close, off_by, run
 from tests.trainers import test_kernels
 from trl_paddingfree import split_turns
-from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.memory.planner import MemoryPlanner
 from trl_paddingfree.model import slices
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -85,7 +85,7 @@ BUDGETS = {
 @pytest.fixture
 def slices_made(monkeypatch):
     """In how many parts or slices each micro-batch ran on the device."""
-    made, parts, decide = [], Plan.parts, Plan.decide
+    made, parts, schedule = [], MemoryPlanner.parts, MemoryPlanner.schedule
 
     def watch(count, method):
         def watched(*args):
@@ -96,8 +96,8 @@ def slices_made(monkeypatch):
 
         return watched
 
-    monkeypatch.setattr(Plan, "parts", watch(len, parts))
-    monkeypatch.setattr(Plan, "decide", watch(lambda decision: decision.num_slices, decide))
+    monkeypatch.setattr(MemoryPlanner, "parts", watch(len, parts))
+    monkeypatch.setattr(MemoryPlanner, "schedule", watch(lambda schedule: schedule.num_slices, schedule))
     return made
 
 
@@ -114,8 +114,8 @@ def test_a_memory_budget_that_splits(name, slices_made):
     result = assert_as_on_cpu(lambda: train(task, data=DATA[task](8, 0), memory_budget=budget, **options))
     assert max(slices_made) > 1
     # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs
-    assert result.trainer.flat.plan.observed
-    assert 0.9 < result.trainer.flat.plan.needs.correction < 1.5
+    assert result.trainer.flat.planner.observed
+    assert 0.9 < result.trainer.flat.planner.needs.correction < 1.5
 
 
 @pytest.mark.parametrize("name", [name for name, (budget, _) in BUDGETS.items() if not budget])
@@ -127,9 +127,9 @@ def test_a_memory_budget_that_slices(name, passes, hold_tokens):
 
 def test_a_memory_budget_counts_what_others_hold():
     """Such as a reward model; what the first run has left is a small part of that."""
-    alone = train("dpo", memory_budget=1).trainer.flat.plan.needs.fixed
+    alone = train("dpo", memory_budget=1).trainer.flat.planner.needs.fixed
     held = torch.zeros(2**22, device=pretend_device.DEVICE)
-    beside = train("dpo", memory_budget=1).trainer.flat.plan.needs.fixed
+    beside = train("dpo", memory_budget=1).trainer.flat.planner.needs.fixed
     assert beside - alone == pytest.approx(held.nbytes, rel=0.1)
 
 
@@ -153,7 +153,7 @@ def test_memory_that_runs_out_costs_a_warning_and_nothing_else(task, left, caplo
         return {**arguments(task), "callbacks": crowded}
 
     result = assert_as_on_cpu(lambda: train(task, make=make, data=DATA[task](8, 0), memory_budget=1.0))
-    assert result.trainer.flat.plan.has_shrunk
+    assert result.trainer.flat.planner.has_shrunk
     assert "An allocation failed" in caplog.text
 
 

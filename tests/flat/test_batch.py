@@ -83,3 +83,13 @@ def test_counts_are_gathered_on_the_models_device():
     accelerator = SimpleNamespace(device=torch.device("meta"), gather=gather, num_processes=2)
     TokenCounts().figures(accelerator, memory=0, repeats=False)
     assert devices == ["meta"]
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_a_value_of_one_row_stays_out_of_the_padding_of_others(value):
+    batch = FlatBatch.from_rows(ROWS, ROWS, prefix_sharing=False)
+    real = batch.row_mask[:, :-1] & batch.row_mask[:, 1:]
+    sizes = len(batch.scored_index), batch.input_ids.size(1)
+    scored, tokens = (torch.zeros(1, n).index_fill(1, torch.tensor(0), value) for n in sizes)
+    assert batch.scored_to_rows(scored)[~real].eq(0).all()
+    assert batch.tokens_to_rows(tokens[..., None])[~batch.row_mask].eq(0).all()

@@ -9,7 +9,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.flat import transfer
-from trl_paddingfree.flat.segments import num_distinct_tokens, share_prefixes
+from trl_paddingfree.flat.segments import KEYS_OF_A_TOKEN, num_distinct_tokens, share_prefixes
 
 # Few different tokens and short rows: prefixes, identical rows and rows that are prefixes of others are common
 rows_of_tokens = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=9), min_size=1, max_size=8)
@@ -107,11 +107,44 @@ def test_every_scored_token_comes_back_to_every_row_that_scores_it(rows, scored_
                 assert found[row, i] == 0
 
 
-def test_labels_of_the_users_own_are_not_shared():
-    rows, labels = [[1, 2, 3], [1, 2, 4]], [[-100, 7, 3], [-100, 2, 4]]
+def test_a_row_with_labels_of_the_users_own_shares_nothing_and_the_others_do():
+    rows, labels = [[1, 2, 3], [1, 2, 4], [1, 2, 5]], [[-100, 7, 3], [-100, 2, 4], [-100, 2, 5]]
     batch = FlatBatch.from_rows(rows, labels)
-    assert not batch.layout.segments.is_shared
-    assert batch.shift_labels.tolist() == [[7, 3, 2, 4]]
+    assert batch.layout.segments == Segments((3, 2, 3), (-1, 0, -1), (0, 1, 0))
+    assert batch.input_ids.tolist() == [[1, 2, 4, 2, 5, 1, 2, 3]]
+    assert batch.scored_to_rows(batch.shift_labels).tolist() == [[7, 3], [2, 4], [2, 5]]
+    assert batch.to_rows() == rows
+    assert (batch.counts.computed, batch.counts.distinct) == (8, 7)
+    assert FlatBatch.from_rows(rows[:2], labels[:2]).layout.segments.lengths == (3, 3)
+
+
+def rows_with(prefix: int, length: int, number: int, first: int = 0) -> list[list[int]]:
+    """Rows that have their first tokens in common, and no others."""
+    return [[*range(prefix), *([first + n] * (length - prefix))] for n in range(1000, 1000 + number)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "branches"),
+    [
+        (rows_with(2, 1000, 8), 0),  # that would save 7 tokens, and gather 8,000 keys
+        (rows_with(32, 1000, 2), 0),  # 31 tokens, and 2,000 keys
+        (rows_with(33, 1000, 2), 1),
+        (rows_with(33, 1000, 2) + [[5 + n] * 1000 for n in range(2000, 2100)], 0),  # 32 tokens, and 102,000 keys
+        (rows_with(500, 1000, 2) + rows_with(2, 1000, 6, 50), 1),
+    ],
+    ids=["2 of 1,000", "32 of 1,000", "33 of 1,000", "beside many", "beside a long one"],
+)
+def test_a_prefix_is_shared_if_that_saves_more_than_its_keys_cost(rows, branches):
+    batch = FlatBatch.from_rows(rows, rows)
+    assert sum(start > 0 for start in batch.layout.segments.starts) == branches
+    assert batch.to_rows() == rows
+    saved, keys = sum(batch.layout.segments.starts), sum(batch.layout.segments.key_lengths)
+    assert not branches or saved * KEYS_OF_A_TOKEN >= keys
+
+
+def test_a_row_that_another_goes_on_from_costs_no_keys_however_short_it_is():
+    rows = [[1, 2], [1, 2, *range(10, 1010)]]
+    assert FlatBatch.from_rows(rows, rows).layout.segments == Segments.from_lengths([1002])
 
 
 def test_padding_is_one_segment_of_no_row():

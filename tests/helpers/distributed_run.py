@@ -21,7 +21,7 @@ from tests.helpers.memory import hold_tokens, watch_passes
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 TIMEOUT = 120  # seconds for importing, and for each run
 # Options of these runs, beside those of trainers: what they train on, and what happens to it
@@ -100,8 +100,8 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     trainer.train(resume_from_checkpoint=own.resume)
     trainer.save_model(args.output_dir)
     # Of each pass that trains: slices and recomputing layers that this process alone would have, and those of all
-    both = [(each.alone, each.decision) for each in passes if each.trains]
-    decisions = [[(one.num_slices, one.num_recomputed or 0) for one in decided] for decided in both]
+    both = [(each.alone, each.schedule) for each in passes if each.trains]
+    decisions = [[(one.num_slices, one.recompute or 0) for one in decided] for decided in both]
     Path(f"{output}.{trainer.accelerator.process_index}").write_text(json.dumps(decisions))
     if trainer.accelerator.is_main_process:
         engine = trainer.accelerator.distributed_type.value

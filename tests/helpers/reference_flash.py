@@ -109,6 +109,8 @@ def torch_varlen_func(
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
     """The same of `(B, L, H, D)` queries, each row a segment."""
     rows, length_q, length_k = len(q), q.size(1), k.size(1)
+    if "learnable_sink" in kwargs:  # so the fourth version calls it
+        kwargs["s_aux"] = kwargs.pop("learnable_sink")
     output = flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in (q, k, v)),
         torch.arange(rows + 1, dtype=torch.int32) * length_q,
@@ -198,8 +200,8 @@ def varlen_on(device_type: str = "cpu") -> Iterator[list[inspect.BoundArguments]
         aten = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         aten.impl("_flash_attention_forward", _aten_forward, "CPU")
         aten.impl("_flash_attention_backward", _aten_backward, "CPU")
-        has_kernel = lambda device: device.type == device_type  # noqa: E731
-        stack.enter_context(mock.patch.object(attention, "has_varlen_kernel", has_kernel))
+        why_not = lambda device: "" if device.type == device_type else f"{device.type} has no kernel"  # noqa: E731
+        stack.enter_context(mock.patch.object(attention, "why_no_varlen", why_not))
         stack.callback(attention.torch_varlen.cache_clear)
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", watched))
         attention.torch_varlen.cache_clear()

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.memory import KINDS, LAYERS, budgeted, layered, most_slices, ready, with_images
+from tests.helpers.memory import KINDS, LAYERS, budgeted, byte_per_token, layered, most_slices, ready, with_images
 from tests.helpers.tiny import DATA, conversations, lora, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import ROUNDED, assert_same, run
 from trl_paddingfree import FlatBatch
+from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import LOADS, load
-from trl_paddingfree.memory.needs import MemoryNeeds
-from trl_paddingfree.memory.plan import Plan
-from trl_paddingfree.model.flat_model import Decision
+from trl_paddingfree.memory.planner import MemoryPlanner
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -26,7 +24,7 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 def step(trainer, batch, number=None):
     """Loss and gradients of one training step, with dropout from the same state."""
     if number is not None:
-        trainer.flat.trained.decide = lambda _: Decision((), number)
+        trainer.flat.planner.schedule = lambda _: Schedule(recompute=number)
     torch.manual_seed(SEED)
     trainer.model.zero_grad()
     loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
@@ -35,8 +33,9 @@ def step(trainer, batch, number=None):
 
 def between(trainer, number):
     """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
-    loads = [load(batch["flat_batch"], trainer.flat.route) for batch in trainer.get_train_dataloader()]
-    peaks = map(trainer.flat.plan.needs.peaks, loads)
+    planner = trainer.flat.planner
+    batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
+    peaks = map(planner.needs.peaks, map(planner.features, batches))
     return max(int(peak[number]) for peak in peaks) / GIB
 
 
@@ -79,16 +78,13 @@ def test_every_number_of_recomputed_layers_computes_the_same_of_generated_rows(d
     # Four passes that train, each with another number
     options = {"gradient_accumulation_steps": 2, "num_iterations": 2}
     expected = run(task, "shared", **make(), train_dataset=data, **options)
-    numbers, decide = iter(range(LAYERS + 1)), Plan.decide
+    numbers, schedule = iter(range(LAYERS + 1)), MemoryPlanner.schedule
 
-    def decided(plan, batch):
-        decision = decide(plan, batch)
-        if torch.is_grad_enabled():
-            decision = replace(decision, num_recomputed=next(numbers))
-            plan.current = replace(plan.current, decision=decision)
-        return decision
+    def scheduled(planner, batch):
+        found = schedule(planner, batch)
+        return replace(found, recompute=next(numbers)) if torch.is_grad_enabled() else found
 
-    monkeypatch.setattr(Plan, "decide", decided)
+    monkeypatch.setattr(MemoryPlanner, "schedule", scheduled)
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     result = run(task, "shared", **make(), train_dataset=data, memory_budget=8, **options, **kwargs)
     assert_same(expected, result, tolerance=0, ignored=())
@@ -120,7 +116,7 @@ def test_a_budget_recomputes_only_what_it_must_and_splits_what_does_not_fit(fold
     assert_same(plain, some, tolerance=0, ignored=())
     shares = [entry["flat/recomputed"] for entry in some.log_history if "loss" in entry]
     assert 0 < sum(shares) < len(shares)
-    fixed = whole.trainer.flat.plan.needs.fixed / GIB
+    fixed = whole.trainer.flat.planner.needs.fixed / GIB
     least = fixed + (between(whole.trainer, LAYERS) - fixed) / 2
     parts = run("dpo", "ours", **common, **options, memory_budget=least)
     assert_same(plain, parts, ignored=())
@@ -154,35 +150,31 @@ def test_a_budget_changes_no_figure_of_heads(task, passes, hold_tokens):
 
 def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
     trainer = budgeted("dpo", folder, preference_data(8, SEED))
-    plan = trainer.flat.plan
+    plan = trainer.flat.planner
     # 30 completions after a prompt: 400 keys stay of slices that cut no completion, those of nearly all of others
     prompt = [5] * 400
     rows = [prompt + [6 + i] * 200 for i in range(30)]
     batch = FlatBatch.from_rows(rows, rows)
-    per_token = 1.0 * (np.array(LOADS) == "tokens")
-    nothing = 0.0 * per_token
-    plan.needs = MemoryNeeds(
-        0, [per_token] * LAYERS, [per_token] * LAYERS, nothing, nothing, (0, 0), nothing, of_keys=1
-    )
+    plan.needs = byte_per_token(LAYERS, recomputed=1, of_keys=1)
     least = plan.least_bytes(batch)
-    smallest = plan._cut(batch, plan.load(batch), 8).peak
+    smallest = plan._cut(batch, plan.features(batch), 8).peak
     assert least < LAYERS * 250 + 2 * 400 < smallest
     for plan.budget in (least, 2 * least):
-        decision = plan.own_decision(batch)
+        decision = plan.own_schedule(batch)
         assert decision.cuts
         assert decision.peak <= plan.budget
     plan.budget = least - 1
     with pytest.raises(ValueError, match="in slices"):
-        plan.decide(batch)
+        plan.scheduled(batch, trains=True)
 
 
 @pytest.mark.parametrize("option", [8, 9])
 def test_a_limit_that_was_lowered_is_resumed_with_the_budget(folder, tmp_path, option):
     data = preference_data(8, SEED)
-    first = budgeted("dpo", folder, data, memory_budget=8).flat.plan
+    first = budgeted("dpo", folder, data, memory_budget=8).flat.planner
     first.limit, first.has_shrunk = 77, True
     first.save(tmp_path, 0)
-    again = budgeted("dpo", folder, data, memory_budget=option).flat.plan
+    again = budgeted("dpo", folder, data, memory_budget=option).flat.planner
     again.restore(tmp_path, 0)
     assert (again.limit, again.has_shrunk) == ((77, True) if option == 8 else (None, False))
 
@@ -192,9 +184,9 @@ def test_a_resumed_run_takes_the_same_decisions(folder, tmp_path):
     common |= {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "steps": 2}
     first = run("dpo", "ours", **common).trainer
     # As it would be after a failed allocation, and on a GPU
-    first.flat.plan.budget, first.flat.plan.has_shrunk = 12345678, True
-    first.flat.plan.needs = replace(first.flat.plan.needs, correction=1.5)
+    first.flat.planner.budget, first.flat.planner.has_shrunk = 12345678, True
+    first.flat.planner.needs = replace(first.flat.planner.needs, correction=1.5)
     first._save_checkpoint(first.model, None)
     again = budgeted("dpo", **{**common, "steps": 3})
     again.train(resume_from_checkpoint=True)
-    assert (again.flat.plan.budget, again.flat.plan.needs.correction) == (12345678, 1.5)
+    assert (again.flat.planner.budget, again.flat.planner.needs.correction) == (12345678, 1.5)

@@ -18,7 +18,7 @@ from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.engine import adds_up_shards
-from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.memory.planner import MemoryPlanner
 from trl_paddingfree.model import slices
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -126,17 +126,17 @@ def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_t
 
 def test_micro_batches_in_parts_count_their_images(monkeypatch):
     data = vision_pairs(8, SEED)
-    plan = with_images("llava", "dpo", data).flat.plan
-    least = plan.needs.fixed + 0.7 * (plan.current.decision.peak - plan.needs.fixed)
+    plan = with_images("llava", "dpo", data).flat.planner
+    least = plan.needs.fixed + 0.7 * (plan.current.batch.schedule.peak - plan.needs.fixed)
     whole = run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data)
-    numbers, parts_of = [], Plan.parts
+    numbers, parts_of = [], MemoryPlanner.parts
 
     def watch(*args):
         parts = parts_of(*args)
         numbers.append(len(parts))
         return parts
 
-    monkeypatch.setattr(Plan, "parts", watch)
+    monkeypatch.setattr(MemoryPlanner, "parts", watch)
     options = {"memory_budget": least / GIB}
     assert_same(whole, run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data, **options))
     assert max(numbers) > 1
@@ -148,13 +148,13 @@ def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes
     """Positions that a model counts by grids, and parts in which no row has an image while others have."""
     if kind not in WITHOUT_TORCHVISION and not is_torchvision_available():
         pytest.skip("its processor needs torchvision")
-    made, parts_of = [], Plan.parts
+    made, parts_of = [], MemoryPlanner.parts
 
     def watch(*args):
         made.append(parts_of(*args))
         return made[-1]
 
-    monkeypatch.setattr(Plan, "parts", watch)
+    monkeypatch.setattr(MemoryPlanner, "parts", watch)
     options = {"loss_type": loss_type, "per_device_train_batch_size": 8}
     options["ours"] = {"max_tokens_per_micro_batch": 40}
     compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), ("shared",), **options)
@@ -176,16 +176,16 @@ def test_parts_of_pairs_that_attention_keeps_grow_as_squares(tokenizer):
     """Under a dense mask, the pairs of two examples in a part are more than those of each."""
     made = {"model": make_model(), "processing_class": tokenizer, "peft_config": lora(), "flat_attention": "mask"}
     made |= {"train_dataset": preference_data(8, SEED), "memory_budget": 8}
-    plan = make_trainer("dpo", "ours", **made, prefix_sharing=False).flat.plan
+    plan = make_trainer("dpo", "ours", **made, prefix_sharing=False).flat.planner
     rng = np.random.default_rng(SEED)
     for _ in range(20):
         rows = [[5] * n for n in rng.integers(2, 60, 6)]
-        alone = [plan.load(FlatBatch.from_rows([row], [row], prefix_sharing=False)) for row in rows]
-        together = plan.load(FlatBatch.from_rows(rows, rows, prefix_sharing=False))
+        alone = [plan.features(FlatBatch.from_rows([row], [row], prefix_sharing=False)) for row in rows]
+        together = plan.features(FlatBatch.from_rows(rows, rows, prefix_sharing=False))
         plan.budget = int(plan.needs.peaks(together).min()) - 1
         parts = plan.parts(alone)
         assert len(parts) > 1
         for part in parts:
             of_part = [rows[i] for i in part]
-            load = plan.load(FlatBatch.from_rows(of_part, of_part, prefix_sharing=False))
+            load = plan.features(FlatBatch.from_rows(of_part, of_part, prefix_sharing=False))
             assert plan.needs.peaks(load).min() <= plan.budget

@@ -2,13 +2,13 @@
 
 import functools
 import os
-import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -358,15 +358,14 @@ def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_shari
 
 
 @pytest.mark.parametrize("name", ["flat", "nested"])
-def test_boundaries_are_two_tensors_also_where_nothing_is_shared(name):
-    """
-    PyTorch 2.15 takes cuDNN's kernel for boundaries that are one tensor. That plans anew for each number of tokens and
-    of segments, keeps all plans, and adds gradients up in any order.
-    """
-    layout = pickle.loads(pickle.dumps(FlatLayout.from_segments(SEGMENTS[name]).pin_memory()))
+def test_varlen_never_takes_cudnn_whatever_that_can_compute(monkeypatch, name):
+    """It plans anew for each number of tokens and of segments, keeps all plans, and adds gradients up in any order."""
+    monkeypatch.setattr(varlen, "_cudnn_rejection_reasons", lambda *args: [], raising=False)  # PyTorch's, since 2.15
+    layout, before = FlatLayout.from_segments(SEGMENTS[name]), torch.backends.cuda.cudnn_sdp_enabled()
     with varlen_on("cpu") as calls:
         ATTENTION["varlen"](layout, "sdpa", Attention(1), *states(SEGMENTS[name], dtype=torch.bfloat16))
-    assert calls[0].arguments["cu_seq_q"] is not calls[0].arguments["cu_seq_k"]
+    assert len(calls) == 1
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_calls_without_a_layout_go_to_the_previous_implementation():
@@ -394,6 +393,14 @@ def test_flat_mask_keeps_its_layout_where_models_touch_it():
     for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu"), offloaded):
         assert isinstance(touched, FlatMask)
         assert touched.flat_layout is mask.flat_layout
+    offloaded.copy_(torch.ones(mask.shape, dtype=torch.bool))  # a mask like any other
+    assert type(offloaded) is torch.Tensor
+    assert vars(offloaded) == {}
+
+
+def test_models_that_ask_whether_a_mask_is_all_true_keep_it():
+    mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
+    assert not any(map(bool, (torch.all(mask), mask.all(), (mask == 1).all())))
 
 
 def test_a_mask_that_has_lost_its_layout_is_refused():

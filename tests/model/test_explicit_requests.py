@@ -1,14 +1,20 @@
 """What was asked for by name runs, or is refused before it trains: never something else without a word."""
 
+import logging
+import re
+
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 from trl.models import enable_selective_activation_checkpointing
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.tiny import make_model
 from trl_paddingfree import upstream
-from trl_paddingfree.model import architecture
+from trl_paddingfree.check.prove import check_flat
+from trl_paddingfree.model import architecture, attention
 from trl_paddingfree.model.routes import choose_route
 
 CUDA = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
@@ -79,3 +85,55 @@ def test_without_selective_checkpointing_nothing_changes():
     before = model.gradient_checkpointing_enable
     upstream.keep_varlen_results(model)
     assert model.gradient_checkpointing_enable == before
+
+
+def test_a_gpu_without_flash_attention_is_told_what_serves_and_what_it_costs(monkeypatch, caplog):
+    model, capability = make_model(), (7, 5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    attention.why_no_varlen.cache_clear()
+    reason = r"the GPU has compute capability 7.5, the kernel needs 8.0 \(Ampere\) or more"
+    with caplog.at_level(logging.WARNING):
+        assert choose_route(model, **CUDA).backend == "segment"
+    assert re.search(rf"trains by «segment: .*», because .*: {reason}. That is exact, but .* slower", caplog.text)
+    with pytest.raises(ValueError, match=reason):
+        choose_route(model, "varlen", **CUDA)
+    capability = (8, 0)
+    attention.why_no_varlen.cache_clear()
+    assert choose_route(model, **CUDA).backend == "varlen"
+    attention.why_no_varlen.cache_clear()
+
+
+def flash_attention_4(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    deterministic=False,
+):
+    """With the arguments of its fourth version: sinks have another name, and there is no dropout."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = tuple(-1 if size is None else size for size in window_size)
+    rest = {"window_size": window, "softcap": softcap, "s_aux": learnable_sink}
+    return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=softmax_scale, causal=causal, **rest)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_4", "kernels-community/flash-attn4"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "gemma2", "gemma3_text"])
+def test_flash_attention_4_serves_by_each_of_its_names(name, model_type):
+    with reference_flash(flash_attention_4):
+        model = tiny_model(model_type, attn_implementation=name)
+        if upstream.attn_implementation(model) != name:
+            pytest.skip("transformers takes another kernel")
+        add_fused_lm_head(model)
+        route = choose_route(model)
+        assert (route.backend, route.previous, route.prefix_sharing) == ("flash", name, True)
+        assert check_flat(model, route).passed

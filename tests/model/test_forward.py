@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
@@ -242,11 +243,11 @@ def test_neftune_noise_has_the_size_of_rows():
     [
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), RuntimeError),
         (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
-        (IndexError("index out of range"), ValueError),
+        (RuntimeError("a hook of one's own"), RuntimeError),
     ],
-    ids=["cublas", "pytorch", "another"],
+    ids=["cublas", "pytorch", "user"],
 )
-def test_memory_that_runs_out_on_a_long_flat_row_is_not_taken_for_its_length(error, raised, monkeypatch):
+def test_errors_that_a_long_flat_row_does_not_cause_stay_as_they_are(error, raised, monkeypatch):
     model = make_model(max_position_embeddings=8)
     add_fused_lm_head(model)
     FlatModel.install(model, choose_route(model))
@@ -256,7 +257,16 @@ def test_memory_that_runs_out_on_a_long_flat_row_is_not_taken_for_its_length(err
 
     monkeypatch.setattr(model.model.layers[0], "forward", fail)
     flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 2, [[1, 2, 3, 4, 5, 6]] * 2, prefix_sharing=False)
-    with pytest.raises(raised, match="cannot compute a flat row" if raised is ValueError else str(error)):
+    with pytest.raises(raised, match=str(error)):
+        model(flat_batch=flat_batch, labels=torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), fused_lm_head=True)
+
+
+def test_a_table_that_is_shorter_than_a_flat_row_is_explained():
+    model = tiny_model("gpt_neo", max_position_embeddings=8)
+    add_fused_lm_head(model)
+    FlatModel.install(model, choose_route(model, "mask"))
+    flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 2, [[1, 2, 3, 4, 5, 6]] * 2, prefix_sharing=False)
+    with pytest.raises(ValueError, match="cannot compute a flat row of 12 tokens, more than the 8 positions"):
         model(flat_batch=flat_batch, labels=torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), fused_lm_head=True)
 
 

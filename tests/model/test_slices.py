@@ -23,9 +23,10 @@ from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_g
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch
+from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model import slices
-from trl_paddingfree.model.flat_model import Decision, FlatModel
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -59,7 +60,7 @@ def cuts_of(total, seed=SEED):
 
 def computed(flat, batch, cuts=None, **given):
     """Log-probabilities and gradients of a batch, cut at these positions or whole, with dropout from one state."""
-    flat.decide = None if cuts is None else lambda _: Decision(cuts)
+    batch = replace(batch, schedule=Schedule(cuts or ()))
     torch.manual_seed(SEED)
     return log_probs_and_gradients(flat.model, labels=padded(batch.to_rows(), -100), flat_batch=batch, **given)
 
@@ -194,9 +195,9 @@ def test_outputs_beside_log_probabilities_are_those_of_all_slices(kind):
     labels, total = padded(batch.to_rows(), -100), batch.layout.segments.num_tokens
 
     def outputs(cuts):
-        flat.decide = lambda _: Decision(cuts)
         flat.model.zero_grad()
-        found = flat.model(flat_batch=batch, labels=labels, fused_lm_head=True, use_cache=False, **given)
+        sliced = replace(batch, schedule=Schedule(cuts))
+        found = flat.model(flat_batch=sliced, labels=labels, fused_lm_head=True, use_cache=False, **given)
         loss = found.aux_loss if kind == "router" else found.entropy.sum()
         loss.backward()
         return loss, {name: p.grad.clone() for name, p in flat.model.named_parameters() if p.grad is not None}
@@ -258,13 +259,13 @@ def test_passes_without_gradients_free_the_keys_that_no_later_slice_reads(monkey
     for is_training in (False, True):
         held.clear()
         with torch.set_grad_enabled(is_training):
-            flat.decide = lambda _: Decision((0, 8, 16, 24, 32))
-            flat.model(flat_batch=batch, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
+            sliced = replace(batch, schedule=Schedule((0, 8, 16, 24, 32)))
+            flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
         assert set(held) == {0}
         held.clear()
         with torch.set_grad_enabled(is_training):
-            flat.decide = lambda _: Decision((0, 12, 20, 28, 32))
-            flat.model(flat_batch=batch, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
+            sliced = replace(batch, schedule=Schedule((0, 12, 20, 28, 32)))
+            flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
         assert held == [0] * layers + [2 * layers] * 3 * layers
 
 
@@ -274,9 +275,9 @@ def test_a_row_that_is_scored_nowhere_and_a_slice_that_scores_nothing():
     labels[1][-3:] = rows[1][-3:]
     batch = FlatBatch.from_rows(rows, labels)
     runs = []
-    for cuts in (None, *cuts_of(batch.layout.segments.num_tokens)):
-        flat.decide = None if cuts is None else lambda _, cuts=cuts: Decision(cuts)
-        runs.append(log_probs_and_gradients(flat.model, labels=padded(labels, -100), flat_batch=batch))
+    for cuts in ((), *cuts_of(batch.layout.segments.num_tokens)):
+        sliced = replace(batch, schedule=Schedule(cuts))
+        runs.append(log_probs_and_gradients(flat.model, labels=padded(labels, -100), flat_batch=sliced))
     for log_probs, gradients in runs[1:]:
         torch.testing.assert_close(log_probs, runs[0][0])
         assert_same_gradients(runs[0][1], gradients)
@@ -287,8 +288,7 @@ def test_hidden_states_of_slices_are_those_of_the_whole():
     scored = batch.row_mask[:, 1:]
 
     def states(cuts):
-        flat.decide = lambda _: Decision(cuts)
-        found = flat.hidden_states(batch, scored)
+        found = flat.hidden_states(replace(batch, schedule=Schedule(cuts)), scored)
         gradients = torch.autograd.grad(found.square().sum(), list(flat.model.model.parameters()))
         return found, dict(enumerate(gradients))
 
@@ -302,13 +302,12 @@ def test_hidden_states_of_slices_are_those_of_the_whole():
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "qwen3_moe"])
 def test_a_pooled_head_reads_rows_of_all_slices(model_type):
     model, batch = reward_model(model_type, vocab_size=96).eval(), batch_of()
-    flat = FlatModel.install(model, choose_route(model))
+    FlatModel.install(model, choose_route(model))
     inputs = {"input_ids": padded(batch.to_rows(), 0), "attention_mask": batch.row_mask.long(), "flat_batch": batch}
     found = []
-    for cuts in (None, *cuts_of(batch.layout.segments.num_tokens)):
-        flat.decide = None if cuts is None else lambda _, cuts=cuts: Decision(cuts)
+    for cuts in ((), *cuts_of(batch.layout.segments.num_tokens)):
         model.zero_grad()
-        logits = model(**inputs).logits
+        logits = model(**{**inputs, "flat_batch": replace(batch, schedule=Schedule(cuts))}).logits
         logits.square().sum().backward()
         found.append((logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
     for logits, gradients in found[1:]:
@@ -319,8 +318,9 @@ def test_a_pooled_head_reads_rows_of_all_slices(model_type):
 def test_a_decoder_gets_arguments_that_it_has(monkeypatch):
     """Heads that hand `input_ids` on by its place: what takes the decoder's place has its signature."""
     model, batch, seen = reward_model("gpt2", vocab_size=96).eval(), batch_of(), set()
-    flat, forward = FlatModel.install(model, choose_route(model)), model.transformer.forward
-    flat.decide = lambda _: Decision((0, 9, batch.layout.segments.num_tokens))
+    FlatModel.install(model, choose_route(model))
+    forward = model.transformer.forward
+    batch = replace(batch, schedule=Schedule((0, 9, batch.layout.segments.num_tokens)))
     monkeypatch.setattr(
         model.transformer, "forward", wraps(forward)(lambda **given: seen.update(given) or forward(**given))
     )

@@ -74,13 +74,21 @@ def make(model_type, **options):
     return model.train()
 
 
+# float32 (eps = 1.2e-7): gradients of decays and scales of keys cancel to a thousandth of their parts. Of 80 seeds, the
+# worst was off by 4e-5; a wrong layout shows in the first or second digit
+FAMILY_TOLERANCE = 5e-4
+# Its values are divided by their norm, of as few as 8 numbers, which may nearly cancel: with an epsilon of 1e-6, padded
+# rows computed one by one are off by 4e-5 with one seed in a few hundred, and by 1e-6 with others
+FAMILY_OPTIONS = {"inkling2_text": {"rms_norm_eps": 1e-2}}
+
+
 @pytest.mark.drawn(9)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize("model_type", FAMILIES.values(), ids=FAMILIES.keys())
 def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, kernels):
     if kernels and model_type in NO_KERNELS:
         pytest.skip("it has no kernels")
-    model = make(model_type)
+    model = make(model_type, **FAMILY_OPTIONS.get(model_type, {}))
     with reference_state_kernels(model) if kernels else nullcontext():
         result, failed = prove(model, choose_route(model))
         assert not failed
@@ -91,14 +99,14 @@ def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, k
         told = {state.takes_boundaries for state in installed}
         takes_them = model_type != "lfm2_moe" or not is_older("5.22")
         assert (True in told) == (kernels and takes_them and model_type not in NO_BOUNDARIES - WITHIN_ATTENTION)
-        assert_equals_padded(model, result.route.without_sharing(), SEED)
+        assert_equals_padded(model, result.route.without_sharing(), SEED, FAMILY_TOLERANCE)
         # Recomputation must meet the layout of its own batch: on CUDA it runs on another thread
         for reentrant in (True, False):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:
                 model.enable_input_require_grads()
-            assert_equals_padded(model, result.route, SEED)
-        assert_equals_padded(model, replace(result.route, states="rows"), SEED)
+            assert_equals_padded(model, result.route, SEED, FAMILY_TOLERANCE)
+        assert_equals_padded(model, replace(result.route, states="rows"), SEED, FAMILY_TOLERANCE)
 
 
 # Layers alone, float32 (eps = 1.2e-7), relative to the largest entry. Recurrences add up to 100 tokens in another order

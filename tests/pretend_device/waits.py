@@ -84,6 +84,10 @@ class Event:
     def query(self) -> bool:
         return _arrived >= self.after
 
+    def synchronize(self) -> None:
+        if not self.query():
+            wait("event")
+
 
 class Stream:
     """The one queue of work of the device."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, launch
-from trl_paddingfree.training.checkpoints import checkpoint_to_resume, is_whole
+from trl_paddingfree.trainers.checkpoints import checkpoint_to_resume, is_whole
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Counts and sums that TRL and transformers start anew when a run is resumed

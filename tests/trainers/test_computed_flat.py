@@ -1,14 +1,17 @@
 """A trainer of this package computes flat batches, or says that it does not, and which option decides."""
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.tiny import DATA, arguments
-from tests.runs import run
+from tests.runs import assert_same, run
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.data import collate
+from trl_paddingfree.trainers.registry import TRAINERS
 
 SEED = 411
 ON_CPU = {"bf16": False, "report_to": "none", "use_cpu": True, "save_strategy": "no", "max_steps": 1}
@@ -40,21 +43,59 @@ def train(trainer_class: type, task: str, **options: Any) -> Any:
     return run(task, "ours", trainer_class=trainer_class, **arguments_of(task), steps=1, **options).trainer
 
 
-BUDGETS = [{}, {"max_tokens_per_micro_batch": 60}, {"memory_budget": 4}]
-
-
-@pytest.mark.parametrize("options", BUDGETS, ids=["whole", "parts", "budget"])
 @pytest.mark.parametrize(("trainer_class", "task"), [(LosesTheBatch, "dpo"), (GoesAroundTheHead, "grpo")])
-def test_a_training_step_that_computes_no_flat_batch_is_an_error(trainer_class, task, options):
-    message = f"A training step of {trainer_class.__name__} computed no flat batch, .* LlamaForCausalLM neither"
-    with pytest.raises(RuntimeError, match=message):
-        train(trainer_class, task, **options)
+def test_a_training_step_that_computes_no_flat_batch_is_an_error(trainer_class, task):
+    for options in ({}, {"max_tokens_per_micro_batch": 60}, {"memory_budget": 4}):
+        message = f"A training step of {trainer_class.__name__} computed no flat batch, .* LlamaForCausalLM neither"
+        with pytest.raises(RuntimeError, match=message):
+            train(trainer_class, task, **options)
+    assert train(trainer_class, task, padding_free=False).method == "TRL, with padding"
 
 
-@pytest.mark.parametrize(("trainer_class", "task"), [(LosesTheBatch, "dpo"), (GoesAroundTheHead, "grpo")])
-def test_with_padding_the_same_loss_is_none(trainer_class, task):
-    trainer = train(trainer_class, task, padding_free=False)
-    assert trainer.method == "TRL, with padding"
+@pytest.mark.parametrize("task", TRAINERS)
+def test_without_padding_free_it_is_trl_bit_for_bit(task):
+    padded, ours = (
+        run(task, x, **arguments_of(task), **y) for x, y in (("padded", {}), ("ours", {"padding_free": False}))
+    )
+    assert ours.trainer.method == "TRL, with padding"
+    assert_same(padded, ours, tolerance=0, ignored=())
+    assert type(ours.trainer.data_collator) is type(padded.trainer.data_collator)
+    assert ours.trainer.model.config._attn_implementation == "sdpa"
+    counts = ours.trainer.total_counts()
+    assert 0 < counts.real <= counts.computed == counts.padded
+
+
+EXAMPLES = {
+    collate.PreferenceCollator: [
+        {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
+        {"prompt_ids": [], "chosen_ids": [9], "rejected_ids": [10, 11]},
+        {"prompt_ids": [*range(12, 24)], "chosen_ids": [24], "rejected_ids": []},
+    ],
+    collate.RewardCollator: [{"chosen_ids": [1, 2, 3], "rejected_ids": [4], "margin": 0.5}],
+    collate.UnpairedPreferenceCollator: [
+        {"prompt_ids": [1, 2], "completion_ids": [3], "KL_completion_ids": [4, 5], "label": True}
+    ],
+}
+
+
+@pytest.mark.parametrize("collator", EXAMPLES)
+def test_collators_give_trls_tensors(collator):
+    theirs, batches = collator.__bases__[-1], [EXAMPLES[collator]]
+    cuts = [{}]
+    if collator is collate.PreferenceCollator:
+        cuts = [{"max_length": 9, "truncation_mode": mode} for mode in ("keep_start", "keep_end")] + cuts
+        batches.append(
+            [{**row, "ref_chosen_logps": -1.5, "ref_rejected_logps": -i} for i, row in enumerate(batches[0])]
+        )
+    for batch, cut, multiple, padding_free in product(batches, cuts, (None, 8), (False, True)):
+        options = {"pad_token_id": 50, "pad_to_multiple_of": multiple, **cut}
+        expected, ours = theirs(**options)(batch), collator(**options, padding_free=padding_free)(batch)
+        assert (ours.pop("flat_batch", None) is not None) == padding_free
+        assert next(iter(ours)) == next(iter(expected))  # accelerate learns the batch size from the first value
+        for name in ours.keys() | expected.keys():
+            if isinstance(expected[name], torch.Tensor):
+                assert ours[name].dtype == expected[name].dtype
+                assert torch.equal(ours[name], expected[name])
 
 
 def build(task: str, config: Any) -> Any:
@@ -67,7 +108,7 @@ def config_of(task: str, folder, **options: Any) -> Any:
 
 
 def said_by_us(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.training.refusals"]
+    return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.trainers.refusals"]
 
 
 @pytest.mark.parametrize("task", TRAINERS)

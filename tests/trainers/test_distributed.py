@@ -250,7 +250,7 @@ from unittest import mock
 import torch
 from tests.helpers.tiny import arguments, preference_data
 from tests.runs import make_trainer
-from trl_paddingfree.training.proving import StartUpCheck
+from trl_paddingfree.trainers.proving import StartUpCheck
 
 torch.distributed.init_process_group("gloo")
 rank, results_of = torch.distributed.get_rank(), StartUpCheck._results_of

@@ -10,8 +10,8 @@ from tests.helpers.launching import TIMEOUT, finished, torchrun
 from tests.helpers.memory import in_tokens
 from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, prompts, reward_model, score, unpaired
 from tests.runs import assert_same, run
-from trl_paddingfree.memory import plan as memory_plan
-from trl_paddingfree.training import planned as of_trainers
+from trl_paddingfree.memory import planner as memory_planner
+from trl_paddingfree.trainers import runtime as of_trainers
 
 # Shorter and longer examples take turns, so that the processes have different numbers of parts
 PAIRS = preference_data(24, 3).map(lambda row: {"length": len(str(row))}).sort("length")
@@ -61,14 +61,14 @@ def test_two_processes_follow_padded_trl_in_two_processes():
 
 def main() -> None:
     # On the second process fewer tokens fit, so that it alone computes a micro-batch in slices
-    plan, number = of_trainers.make_plan, 20 if int(os.environ["RANK"]) else 400
-    memory_plan.LEAST_SLICE = 8  # rows of tiny models are short
+    plan, number = of_trainers.make_planner, 20 if int(os.environ["RANK"]) else 400
+    memory_planner.LEAST_SLICE = 8  # rows of tiny models are short
 
     def planned(*args, **given):
         made = plan(*args, **given)
         return made if given["option"] is None else in_tokens(made, number)
 
-    of_trainers.make_plan = planned  # type: ignore[attr-defined]
+    of_trainers.make_planner = planned  # type: ignore[attr-defined]
     for task, make, data, options, ours in RUNS:
         options = {**options, "per_device_train_batch_size": 4}
         padded = run(task, "padded", **make(), train_dataset=data, **options)

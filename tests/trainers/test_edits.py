@@ -27,7 +27,7 @@ from trl_paddingfree import (
 from trl_paddingfree.model.edits import EditedRowsError, edits
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 IN_PARTS = {"max_tokens_per_micro_batch": 40, "per_device_train_batch_size": 8}

@@ -24,8 +24,8 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
-from trl_paddingfree.memory.kept_bytes import LOADS
-from trl_paddingfree.memory.plan import Plan
+from trl_paddingfree.memory.features import FEATURES, TOKENS
+from trl_paddingfree.memory.planner import MemoryPlanner
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -45,8 +45,8 @@ def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 120))
 @settings(max_examples=200, deadline=None)
 def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
-    plan = Plan(mock.MagicMock(), Accelerator(cpu=True), None, limit=limit)
-    parts = plan.parts([np.where(np.array(LOADS) == "tokens", number, 0) for number in tokens])
+    plan = MemoryPlanner(mock.MagicMock(), Accelerator(cpu=True), None, limit=limit)
+    parts = plan.parts([number * np.eye(len(FEATURES))[TOKENS] for number in tokens])
     assert sorted(item for part in parts for item in part) == list(range(len(tokens)))
     assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
 
@@ -94,7 +94,7 @@ def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_d
     trainer = make_trainer("dpo", "ours", **options)
     trainer.flat.is_planned, trainer.is_distributed_loading_by_transformers = False, True
     with pytest.raises(ValueError, match="`distributed_config` shards the model as it is loaded"):
-        trainer.plan_steps(trainer.model)
+        trainer.flat.plan(trainer, trainer.model)
 
 
 def test_balancing_lowers_the_waiting_of_eight_processes():
@@ -207,7 +207,7 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
     sizes = [each.batch.counts.computed for each in passes if each.trains]
     assert min(sizes) <= 45 < max(sizes)
     for each in passes:
-        assert max(np.diff(each.decision.cuts), default=each.batch.counts.computed) <= 45
+        assert max(np.diff(each.schedule.cuts), default=each.batch.counts.computed) <= 45
 
 
 @pytest.mark.parametrize(

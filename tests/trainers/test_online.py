@@ -1,20 +1,19 @@
 """GRPO and RLOO, padded TRL beside ours: the passes of policy, old policy and reference over generated rows."""
 
-import copy
 import gc
 import os
 import weakref
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from datasets import Dataset
-from trl import GRPOConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import is_older
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
-from tests.helpers.tiny import WORDS, following_rotary, lora, make_model, make_tokenizer, prompts, score
+from tests.helpers.tiny import WORDS, arguments, following_rotary, make_model, prompts, score
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model
@@ -22,6 +21,7 @@ from trl_paddingfree.model.attention import StandIn
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.quickstart.side_by_side import ON_CPU
 from trl_paddingfree.trainers.online import OnlineTrainer
+from trl_paddingfree.trainers.runtime import Runtime
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # What TRL averages over micro-batches
@@ -33,12 +33,7 @@ def data():
     return prompts(16, SEED)
 
 
-def plain():
-    return {"model": make_model(), "processing_class": make_tokenizer(), "reward_funcs": score}
-
-
-def with_lora():
-    return {**plain(), "peft_config": lora()}
+plain, with_lora = (partial(arguments, "grpo", adapters) for adapters in (False, True))
 
 
 def test_models_live_on_without_their_trainers_and_are_proven_beside_rows(data, monkeypatch):
@@ -46,7 +41,7 @@ def test_models_live_on_without_their_trainers_and_are_proven_beside_rows(data, 
     trainer, model = trajectory.trainer, trajectory.trainer.model
     flattened = mock.Mock(wraps=OnlineTrainer.flatten)
     monkeypatch.setattr(OnlineTrainer, "flatten", lambda *args: flattened(*args))
-    assert FlatModel.of(copy.deepcopy(model)).flattener is None
+    assert FlatModel.of(model).flatten is None
     config = PaddingFreeGRPOConfig("out", **ON_CPU, per_device_train_batch_size=4, num_generations=4)
     PaddingFreeGRPOTrainer(**{**plain(), "model": model}, args=config, train_dataset=data)
     assert not flattened.called  # the check of the second trainer compares with rows
@@ -64,51 +59,6 @@ def test_a_forward_that_another_trainer_has_replaced_is_named(data):
         RuntimeError, match="Another trainer has replaced the forward of LlamaForCausalLM since this Pad"
     ):
         trainer.train()
-
-
-@pytest.mark.drawn(3)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_type": "grpo", "gradient_accumulation_steps": 2, "temperature": 0.7},
-        {"loss_type": "bnpo", "delta": 1.5, "num_iterations": 2, "mask_truncated_completions": True},
-        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "steps_per_generation": 2},
-        {"loss_type": "cispo", "top_entropy_quantile": 0.5, "num_iterations": 2, "pad_to_multiple_of": 8},
-        {"loss_type": "sapo", "entropy_coef": 0.1, "off_policy_mask_threshold": 0.5, "num_iterations": 2},
-        {"loss_type": "luspo", "cast_lm_head_to_fp32": True, "gradient_checkpointing": True},
-        {"loss_type": "vespo", "use_adaptive_entropy": True, "scale_rewards": "batch"},
-    ],
-    ids=lambda options: options["loss_type"],
-)
-def test_every_loss_of_grpo_follows_padded_trl(data, options):
-    compare("grpo", plain, data, ("shared",), **options)
-
-
-@pytest.mark.parametrize(
-    ("task", "options"),
-    [
-        ("grpo", {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2}),
-        ("rloo", {"gradient_accumulation_steps": 2, "num_iterations": 2}),
-    ],
-)
-def test_lora_and_its_reference_follow_padded_trl(data, task, options):
-    compare(task, with_lora, data, **options)
-
-
-@pytest.mark.parametrize("task", ["grpo", "rloo"])
-def test_a_reference_model_and_evaluation_follow_padded_trl(data, task, model_dir):
-    def make():
-        return {"model": model_dir, "reward_funcs": score, "eval_dataset": data.select(range(3))}
-
-    options = {"beta": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    compared = compare(task, make, data, ("shared",), **options, sync_ref_model=True, ref_model_sync_steps=2)
-    assert compared.ours.trainer.ref_model is not None
-
-
-def test_trls_own_config_is_flat(data):
-    ours = run("grpo", "ours", **plain(), train_dataset=data, config_class=GRPOConfig)
-    assert_same(run("grpo", "padded", **plain(), train_dataset=data), ours)
-    assert ours.trainer.method == "padding-free (segment, shared prefixes)"
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
@@ -129,11 +79,7 @@ def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, t
         ("grpo", {"arrange_micro_batches": "prefix", "top_entropy_quantile": 0.2}, "`top_entropy_quantile=0.2`"),
         ("grpo", {"arrange_micro_batches": "prefix", "entropy_coef": 0.1}, "`entropy_coef=0.1`"),
         ("rloo", {"arrange_micro_batches": "tokens"}, "needs rows of known length"),
-        (
-            "grpo",
-            {"max_tokens_per_micro_batch": 5, "flat_attention": "mask"},
-            r"=5` is less than a prompt of",
-        ),
+        ("grpo", {"max_tokens_per_micro_batch": 5, "flat_attention": "mask"}, "=5` is less than a prompt of"),
     ],
 )
 def test_options_that_would_change_the_loss_are_refused(data, task, options, message):
@@ -207,31 +153,22 @@ def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch)
     padded = run(task, "padded", **make(), train_dataset=rows, **two)
     arranged = run(task, "shared", **make(), train_dataset=rows, **two, arrange_micro_batches="prefix")
     assert_same(padded, arranged, ignored=MOVED)
-    monkeypatch.setattr(OnlineTrainer, "reach_of", lambda *_: None)
+    monkeypatch.setattr(Runtime, "reach_of", lambda *_: None)
     with pytest.raises(AssertionError, match="off from padded TRL"):
         compare(task, make, rows, ("flat",), **one)
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [([[1, 0, 1, 1]], "Row 0 of `attention_mask` has padding between"), ([[0, 0, 1, 1]], "a completion and no prompt")],
-)
-def test_rows_that_are_no_rows_are_refused(data, mask, message):
-    trainer = run("grpo", "shared", **plain(), train_dataset=data, steps=1).trainer
-    with pytest.raises(ValueError, match=message):
-        trainer._get_per_token_logps_and_entropies(trainer.model, torch.tensor([[1, 2, 3, 4]]), torch.tensor(mask), 2)
-
-
-def test_padding_free_false_is_trl(data):
-    trained = run("grpo", "ours", **plain(), train_dataset=data, padding_free=False)
-    counts = trained.trainer.total_counts()
-    assert trained.trainer.method == "TRL, with padding"
-    assert 0 < counts.real <= counts.computed == counts.padded  # some seeds draw rows of one length
+def test_rows_that_are_no_rows_are_refused(data):
+    trainer = make_trainer("grpo", "shared", **plain(), train_dataset=data)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    for mask, message in (([1, 0, 1, 1], "of `attention_mask` has padding between"), ([0, 0, 1, 1], "and no prompt")):
+        with pytest.raises(ValueError, match=message):
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.tensor([mask]), 2)
 
 
 def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
     """The first step proves policy and reference: what one carries must not reach the check of the other."""
-    from trl_paddingfree.training import proving
+    from trl_paddingfree.trainers import proving
 
     def make():
         return {"model": model_dir, "reward_funcs": score}
@@ -246,7 +183,3 @@ def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, mo
     assert len(checks) == 2
     # A model compared with itself would not differ at all
     assert all(result.error > 0 for result, _ in checks)
-
-
-def test_a_stream_of_prompts_follows_padded_trl(data):
-    compare("grpo", plain, data.to_iterable_dataset(), ("shared",))

@@ -10,8 +10,8 @@ from trl import DPOConfig, TrlParser
 
 from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig
-from trl_paddingfree.trainers import TRAINERS
-from trl_paddingfree.training.configs import PaddingFreeOptions, train_where_one_can
+from trl_paddingfree.trainers.configs import PaddingFreeOptions, train_where_one_can
+from trl_paddingfree.trainers.registry import TRAINERS
 
 COMMON = {"output_dir": "unused", "bf16": False, "report_to": "none", "use_cpu": True}
 MOST = "max_tokens_per_micro_batch"

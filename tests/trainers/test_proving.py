@@ -15,8 +15,8 @@ from tests.helpers.vision import make_vision, vision_pairs
 from tests.runs import make_trainer
 from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.model.routes import Route
-from trl_paddingfree.training.configs import PaddingFreeOptions
-from trl_paddingfree.training.proving import StartUpCheck
+from trl_paddingfree.trainers.configs import PaddingFreeOptions
+from trl_paddingfree.trainers.proving import StartUpCheck
 
 
 def prove_all(*models, **options):

@@ -25,7 +25,7 @@ from trl_paddingfree import (
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
-from trl_paddingfree.trainers import TRAINERS
+from trl_paddingfree.trainers.registry import TRAINERS
 
 SEED = 7793
 COMMON = {"bf16": False, "report_to": "none", "use_cpu": True, "padding_free": True, "max_steps": 1}

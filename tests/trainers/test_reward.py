@@ -1,6 +1,7 @@
 """Reward models, padded TRL beside ours: losses, rewards and their least and greatest."""
 
 import os
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -8,10 +9,8 @@ import torch
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification
-from trl import RewardConfig
-from trl.trainer.reward_trainer import DataCollatorForPreference
 
-from tests.helpers.tiny import make_tokenizer, preference_data, reward_model
+from tests.helpers.tiny import arguments, preference_data, reward_model
 from tests.runs import assert_same, compare, run
 from trl_paddingfree import FlatBatch, RewardCollator
 from trl_paddingfree.check.prove import check_flat
@@ -28,86 +27,37 @@ def data():
     return preference_data(25, SEED).filter(lambda row: row["chosen"] != row["rejected"])
 
 
-def plain(**model):
-    return lambda: {"model": reward_model(**model), "processing_class": make_tokenizer()}
-
-
-def lora():
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
-    return {**plain()(), "peft_config": config}
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (plain(), {"gradient_accumulation_steps": 2}),
-        (plain(), {"center_rewards_coefficient": 0.1, "gradient_checkpointing": True}),
-        (lora, {"learning_rate": 0.01, "pad_to_multiple_of": 8}),
-        (plain(), {"max_length": 30}),
-        (plain(model_type="gpt2"), {}),
-    ],
-    ids=["accumulated", "centred-and-checkpointed", "lora", "max-length", "gpt2"],
-)
-def test_training_follows_padded_trl(data, make, options):
-    compare("reward", make, data, **options)
-
-
-def test_margins_evaluation_and_trls_own_config(data):
-    data = data.map(lambda row, i: {"margin": 0.1 * i}, with_indices=True)
-
-    def make():
-        return {**plain()(), "eval_dataset": data.select(range(7))}
-
-    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "train_dataset": data}
-    padded = run("reward", "padded", **make(), **options)
-    ours = run("reward", "ours", **make(), **options, config_class=RewardConfig)
-    assert_same(padded, ours)
-    assert ours.trainer.method == "padding-free (segment, shared prefixes)"
-    assert any("eval_min_reward" in entry for entry in ours.log_history)
-
-
-def test_the_reward_is_read_before_the_end_where_it_is_the_padding_token(data):
-    def make():
-        tokenizer = make_tokenizer()
-        tokenizer.pad_token = tokenizer.eos_token
-        return {"model": reward_model(), "processing_class": tokenizer}
-
-    compare("reward", make, data)
+plain = partial(arguments, "reward", adapters=False)
 
 
 def test_parts_have_the_least_and_the_greatest_reward_of_the_whole(data):
     options = {"per_device_train_batch_size": 8, "max_tokens_per_micro_batch": 70, "arrange_micro_batches": "prefix"}
-    padded = run("reward", "padded", **plain()(), train_dataset=data, per_device_train_batch_size=8)
-    parted = run("reward", "shared", **plain()(), train_dataset=data, **options)
+    padded = run("reward", "padded", **plain(), train_dataset=data, per_device_train_batch_size=8)
+    parted = run("reward", "shared", **plain(), train_dataset=data, **options)
     assert_same(padded, parted)
     del options["max_tokens_per_micro_batch"]
-    whole = run("reward", "shared", **plain()(), train_dataset=data, **options)
+    whole = run("reward", "shared", **plain(), train_dataset=data, **options)
     assert parted.trainer.total_counts().computed > whole.trainer.total_counts().computed
 
 
 def test_the_longest_row_is_what_a_pair_starts_with_and_the_longer_rest(data):
-    trainer = run("reward", "shared", **plain()(), train_dataset=data, steps=1).trainer
+    trainer = run("reward", "shared", **plain(), train_dataset=data, steps=1).trainer
     longest = max(len(row[column]) for row in trainer.train_dataset for column in trainer.task.token_columns)
     assert trainer.exceeds(longest - 1)
     assert not trainer.exceeds(longest)
 
 
-def test_a_collator_that_pads_with_another_token_is_refused(data):
-    """The padded model would read a reward of padding."""
-
-    def make():
-        return {**plain()(), "data_collator": RewardCollator(pad_token_id=5)}
-
-    with pytest.raises(ValueError, match="`data_collator` pads with token 5"):
-        run("reward", "shared", **make(), train_dataset=data)
-
-
-def test_lora_for_language_models_is_refused(data):
-    def make():
-        return {**plain()(), "peft_config": LoraConfig(task_type="CAUSAL_LM")}
-
-    with pytest.raises(ValueError, match="set `task_type='SEQ_CLS'`"):
-        run("reward", "shared", **make(), train_dataset=data)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        # The padded model would read a reward of padding
+        ({"data_collator": RewardCollator(pad_token_id=5)}, "`data_collator` pads with token 5"),
+        ({"peft_config": LoraConfig(task_type="CAUSAL_LM")}, "set `task_type='SEQ_CLS'`"),
+    ],
+)
+def test_what_would_read_another_reward_is_refused(data, given, message):
+    with pytest.raises(ValueError, match=message):
+        run("reward", "shared", **plain(), **given, train_dataset=data)
 
 
 def test_a_row_without_tokens_is_refused():
@@ -158,15 +108,8 @@ def test_a_head_that_sees_other_rows_is_caught(monkeypatch):
     assert not check_flat(model, route).passed
 
 
-def test_without_padding_free_the_collator_is_trls():
-    examples = [{"chosen_ids": [1, 2, 3], "rejected_ids": [4], "margin": 0.5}]
-    ours, theirs = RewardCollator(0)(examples), DataCollatorForPreference(0)(examples)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
-    trained = run("reward", "shared", **plain()(), train_dataset=data, steps=1).trainer
+    trained = run("reward", "shared", **plain(), train_dataset=data, steps=1).trainer
     trained.save_model(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     ids = torch.tensor([[5, 6, 7]])
@@ -176,15 +119,15 @@ def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
 
 def test_identical_sequences_have_one_reward():
     pairs = preference_data(3, SEED).select([2, 2, 2, 2])
-    trained = run("reward", "shared", **plain()(), train_dataset=pairs, steps=1)
+    trained = run("reward", "shared", **plain(), train_dataset=pairs, steps=1)
     figures = trained.log_history[0]
     assert (figures["margin"], figures["accuracy"]) == (0, 0)
     assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
 def test_a_stream_of_pairs_and_a_model_that_is_placed_late_follow_padded_trl(data, monkeypatch):
-    from trl_paddingfree.training import proving
+    from trl_paddingfree.trainers import proving
 
     monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
-    result = compare("reward", plain(), data.to_iterable_dataset(), ("shared",)).ours
+    result = compare("reward", plain, data.to_iterable_dataset(), ("shared",)).ours
     assert not result.trainer.flat.check.awaits_weights

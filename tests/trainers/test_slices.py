@@ -25,7 +25,7 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits":
 
 def assert_in_slices(passes, most=9):
     """All passes kept within the budget, in several slices where they had to; references and teachers among them."""
-    sizes = [max(np.diff(x.decision.cuts), default=x.batch.layout.segments.num_tokens) for x in passes]
+    sizes = [max(np.diff(x.schedule.cuts), default=x.batch.layout.segments.num_tokens) for x in passes]
     assert max(sizes) <= most
     assert most_slices(passes) > 1
 
@@ -78,7 +78,7 @@ def test_losses_of_all_kinds(task, options, passes):
     given = {**arguments(task, False), "train_dataset": DATA[task](16, SEED), **options, **ours}
     assert_same(padded, run(task, "ours", **given), ignored=IGNORED[task])
     assert_in_slices(passes)
-    assert {each.trains for each in passes} == {True, False} or task == "grpo"
+    assert {each.trains for each in passes} == {True, False} or task in ("grpo", "distillation")
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])
@@ -119,7 +119,7 @@ def test_images(kind, task, data, passes):
     compare(task, partial(on_images, kind, task), data(8, SEED), ("shared",), ours=ours, steps=2)
     assert most_slices(passes) > 1
     if not kind.startswith("gemma"):  # an image that is larger is not cut
-        assert max(max(np.diff(each.decision.cuts), default=0) for each in passes) <= most
+        assert max(max(np.diff(each.schedule.cuts), default=0) for each in passes) <= most
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft", "kto", "reward"])

@@ -17,6 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
+from tests.helpers.launching import alone, assert_same_run, launch
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
     BUILDABLE,
@@ -37,8 +38,8 @@ from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCo
 from trl_paddingfree.images.examples import first_with_images, images_of, inverted
 from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
-from trl_paddingfree.trainers import TRAINERS, collated
-from trl_paddingfree.training.steps import Part
+from trl_paddingfree.trainers.registry import TRAINERS, collated
+from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
@@ -128,6 +129,19 @@ def test_whole_batches_without_images():
     rows = [{**row, "images": []} if i // 4 % 2 else row for i, row in enumerate(rows)]
     options = {"train_sampling_strategy": "sequential"}
     compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), ("shared",), **options)
+
+
+@pytest.mark.slow
+def test_two_processes_compute_images_in_slices_as_one_does(vision_dir, tmp_path):
+    """TRL has DDP look for weights without gradients: the tower's, on a process whose rows have no images."""
+    runs = {"dpo": {"lora": True}, "sft": {"gradient_checkpointing": True}}
+    whole = {"images": True, "max_tokens_per_micro_batch": 12, "max_steps": 4, "per_device_train_batch_size": 2}
+    halved = {**whole, "per_device_train_batch_size": 1}
+    two = launch(2, *((task, vision_dir, tmp_path / f"{task} 2", {**halved, **own}) for task, own in runs.items()))
+    for result, (task, own) in zip(two, runs.items(), strict=True):
+        one = alone(task, vision_dir, tmp_path / f"{task} 1", {**whole, **own})
+        assert_same_run(one, result, tmp_path / f"{task} 1", tmp_path / f"{task} 2")
+        assert all(entry["flat/slices"] > 1 for entry in result["log"] if "loss" in entry)
 
 
 # --- each image once -------------------------------------------------------------------------------------------------

@@ -249,10 +249,10 @@ def test_images_that_were_never_tried_are_refused():
 
 def test_calls_of_the_model_beside_trls_passes_are_refused():
     trainer = make_trainer("grpo", "shared", **on_images("llava", "grpo"), train_dataset=vision_prompts(4, SEED))
-    trainer.prove_placed(trainer.model)
     ids = torch.tensor([[1, IMAGE_ID, 40, 41]])
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    with pytest.raises(ValueError, match="The call has `pixel_values`, and its flat batch knows of no images"):
+    knows_none = pytest.raises(ValueError, match="The call has `pixel_values`, and its flat batch knows of no images")
+    with trainer.flat.trained.flattening(trainer.flatten), knows_none:
         trainer.model(**rows, pixel_values=torch.ones(1, 3, 16, 16), fused_lm_head=True)
 
 

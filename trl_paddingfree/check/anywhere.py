@@ -1,5 +1,6 @@
 """`padding_free(model)`: the start-up check, and then padded calls computed flat, in any trainer or loop."""
 
+import inspect
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,12 +13,22 @@ from transformers.utils import logging
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..model import architecture
+from ..model.adapters import why_padded
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from ..model.padded import PaddedCalls
 from ..model.restored import attributes_set
 from ..model.routes import choose_route
-from .probe import check_rows, compute_dtype, root_mean_square, rounding_unit, row_inputs, undisturbed
+from .probe import (
+    HALF_DIGITS_FACTOR,
+    check_rows,
+    compute_dtype,
+    relative_error,
+    root_mean_square,
+    rounding_unit,
+    row_inputs,
+    undisturbed,
+)
 from .prove import UnprovenModelError, prove
 
 logger = logging.get_logger(__name__)
@@ -59,7 +70,9 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
     >>> FlatModel.of(model).counts
     BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
     """
-    base = transformers_model(model)
+    base = transformers_model(model, "padding_free")
+    if reason := why_padded(model.modules()):
+        raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
     if base.base_model is base and base.get_output_embeddings() is None:
         raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
     start = time.perf_counter()
@@ -72,10 +85,12 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
     call = _CallWithRows(model, calls)
     try:
         # Calls of the check neither warn nor count
-        with attributes_set([(calls, "says", False), (flat, "counts", flat.counts)]):
+        quietly = [(calls, "says", False), (calls, "scores_first", False), (flat, "counts", flat.counts)]
+        with attributes_set(quietly):
             result, _ = prove(base, route, call=call)
             with undisturbed(base):
                 call.try_padding(result.tolerance)
+                call.try_labels()
     except BaseException as error:
         calls.remove()
         upstream.set_attn_implementation(base, before)
@@ -88,11 +103,22 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
     return model
 
 
-def transformers_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The outermost model of transformers within `model`, under PEFT or other wrappers."""
-    base = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel:
+    """The outermost model of transformers within the one that a `function` is given, under PEFT or other wrappers."""
+    if isinstance(model, str):
+        raise TypeError(
+            f"`model={model!r}`: `{function}` takes a model itself, not its name. Pass "
+            f"`AutoModelForCausalLM.from_pretrained({model!r})`."
+        )
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    base = next((each for each in modules if isinstance(each, PreTrainedModel)), None)
     if base is None:
-        raise TypeError(f"`padding_free` takes a model of transformers, and there is none in a {type(model).__name__}.")
+        raise TypeError(f"`{function}` takes a model of transformers, and there is none in a {type(model).__name__}.")
+    if base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base).__name__} has an encoder and a decoder, which is not supported: `{function}` takes models with "
+            "a decoder alone."
+        )
     return base
 
 
@@ -144,6 +170,20 @@ class _CallWithRows:
             flat, padded = (self.answers(wide, is_flat).output.get("aux_loss") for is_flat in (True, False))
             is_alike = flat is None or torch.isclose(flat, padded, rtol=rounding_unit(self.base) ** 0.5)
             self.calls.with_routers = bool(is_alike)
+
+    def try_labels(self) -> None:
+        """Leave calls with labels as before where a head that is given labels answers otherwise."""
+        if is_pooled(self.base) or "labels" not in inspect.signature(self.base.forward).parameters:
+            return
+        inputs = row_inputs(self.base, check_rows(self.base.config.get_text_config().vocab_size, draw=0))
+        del inputs["fused_lm_head"]
+        found = []
+        for context in (nullcontext(), self.calls.aside()):
+            with context:
+                output = self.model(**inputs)
+            loss = output.get("loss", output.logits.new_zeros(()))
+            found.append(torch.cat([log_probs_of(output.logits, inputs["labels"]).flatten(), loss.float().flatten()]))
+        self.calls.with_labels = relative_error(*found) <= HALF_DIGITS_FACTOR * rounding_unit(self.base) ** 0.5
 
     def _is_alike(self, inputs: Inputs, tolerance: float) -> bool:
         """Whether padded rows get the same answers flat as before."""

@@ -37,7 +37,7 @@ _STAND_INS = 8
 _TF32 = 2.0**-10
 # Attributes of layers and configurations that limit how far a token sees, and their value during the check: to exceed
 # the limits of real models, rows would have to be thousands of tokens long
-_LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
+LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
 _NARROW = 8
 
 Call = Callable[..., Any]
@@ -77,7 +77,7 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
         if not isinstance(value, int) or value <= _NARROW:
             return False
         other_names = holder.attribute_map if isinstance(holder, PreTrainedConfig) else {}
-        return name in (*_LIMITS, *(other_names.get(limit) for limit in _LIMITS))
+        return name in (*LIMITS, *(other_names.get(limit) for limit in LIMITS))
 
     return set_where(model.modules(), is_wide, _NARROW)
 
@@ -236,7 +236,11 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def rounding_unit(model: PreTrainedModel) -> float:
-    """The relative error of one rounding, as the model computes: with TF32, that of its products."""
-    dtype = compute_dtype(model)
-    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return _TF32 if is_tf32 and torch.cuda.is_available() else torch.finfo(dtype).eps
+    """
+    The largest relative error of one rounding, as the model computes: in its dtype, with TF32 in its products, and in
+    that of adapters. At least that of float32, in which transformers computes norms and positions of any model.
+    """
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    unit = max(torch.finfo(dtype).eps for dtype in {torch.float32, compute_dtype(model), *trained})
+    is_tf32 = compute_dtype(model) == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return max(unit, _TF32) if is_tf32 and torch.cuda.is_available() else unit

@@ -5,7 +5,7 @@ and gradients of the last row up to rounding. *Which* tokens carry gradient must
 that reads keys which are not on its paths reaches more tokens, and one that misses some reaches fewer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..flat.batch import FlatBatch, Inputs
+from ..flat.schedule import Schedule
 from ..flat.slices import cut_by_size
 from ..model import architecture
-from ..model.flat_model import Decision, FlatModel
+from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
-from ..model.restored import attributes_set
 from . import probe
 from .training import as_in_training, as_it_answers, small_parameters, watched_embeddings
 
@@ -73,8 +73,8 @@ def check_slices(
     half = probe.HALF_DIGITS_FACTOR * unit**0.5
     gradient_tolerance = min(half, probe.MOST_NOISE)
     with probe.narrowed(model), as_it_answers(model) if skipped else as_in_training(model, call):
-        whole, sliced = (_passed(flat, inputs, each, call, not skipped) for each in (Decision(), Decision(cuts)))
-        padded = _passed(flat, probe.row_inputs(model, rows), Decision(), call, not skipped)
+        whole, sliced = (_passed(flat, inputs, each, call, not skipped) for each in (Schedule(), Schedule(cuts)))
+        padded = _passed(flat, probe.row_inputs(model, rows), Schedule(), call, not skipped)
     errors = probe.relative_errors(sliced.small, whole.small)
     has_same_tokens = True
     if whole.embedded is not None and sliced.embedded is not None:
@@ -109,16 +109,16 @@ class _Pass(NamedTuple):
     small: list[torch.Tensor]  # gradients of small parameters
 
 
-def _passed(flat: FlatModel, inputs: Inputs, decision: Decision, call: probe.Call | None, trains: bool) -> _Pass:
-    """Compute rows or a flat batch as `decision` says."""
+def _passed(flat: FlatModel, inputs: Inputs, schedule: Schedule, call: probe.Call | None, trains: bool) -> _Pass:
+    """Compute rows, or a flat batch by `schedule`."""
     model = flat.model
-    # Padded rows stay padded, also where a trainer has calls of its own become flat
-    fixed = attributes_set([(flat, "decide", lambda _: decision), (flat, "flattener", None)])
-    with fixed, watched_embeddings(model) as embedded:
+    if (batch := inputs.get("flat_batch")) is not None:
+        inputs = {**inputs, "flat_batch": replace(batch, schedule=schedule)}
+    with watched_embeddings(model) as embedded:
         output = (model if call is None else call)(**inputs)
         answers = output.logits if is_pooled(model) else output.log_probs
         # Before the backward pass, which computes slices again and adds their embeddings
-        of_slices = embedded[: decision.num_slices] if flat.group is None else []
+        of_slices = embedded[: schedule.num_slices] if flat.group is None else []
         watched = [*of_slices, *small_parameters(model)] if trains else []
         gradients = torch.autograd.grad(answers[-1].sum(), watched, materialize_grads=True) if watched else ()
     at_embeddings, small = gradients[: len(of_slices)], [*gradients[len(of_slices) :]]
@@ -126,7 +126,7 @@ def _passed(flat: FlatModel, inputs: Inputs, decision: Decision, call: probe.Cal
         # FSDP2 keeps gradients of sharded parameters to itself
         small = [] if any(isinstance(x, DTensor) for x in small) else flat.group.summed(small)
     if len(at_embeddings) > 1:  # without the token that a slice has for the longest position, if frequencies follow it
-        sizes = np.diff(decision.cuts).tolist()
+        sizes = np.diff(schedule.cuts).tolist()
         at_embeddings = tuple(x[:, :size] for x, size in zip(at_embeddings, sizes, strict=True))
     of_tokens = torch.cat(at_embeddings, 1).double() if at_embeddings else None
     return _Pass(answers.detach().double(), of_tokens, [x.double() for x in small])

@@ -24,10 +24,10 @@ _SMALL = 2**18
 
 
 @contextmanager
-def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator[None]:
+def as_in_training(model: PreTrainedModel, call: Call | None = None, every_layer: bool = False) -> Iterator[None]:
     """
     Training mode with gradients, but without dropout and compiled code. Adapters that start at zero are moved, and of
-    layers of one kind only the first and the last compute. Afterwards all is as before.
+    layers of one kind only the first and the last compute, unless `every_layer`. Afterwards all is as before.
     """
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
@@ -37,11 +37,11 @@ def as_in_training(model: PreTrainedModel, call: Call | None = None) -> Iterator
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),  # hooks on compiled modules would not run
         call.no_sync() if isinstance(call, DistributedDataParallel) else nullcontext(),
-        one_layer_of_each_kind(model),
+        nullcontext() if every_layer else one_layer_of_each_kind(model),
         buffers_restored(modules),
         attributes_set((module, "training", True) for module in modules),
         attributes_set(upstream.not_reentrant(modules)),
-        _without_dropout(modules),
+        without_dropout(modules),
         moved_off_zero(modules),
     ):
         yield
@@ -108,7 +108,7 @@ def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwa
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-def _without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+def without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Dropout is off, of modules and of functions whose rate a module or a configuration holds, and so is noise."""
 
     def is_rate(holder: object, name: str, value: object) -> bool:

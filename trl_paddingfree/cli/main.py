@@ -91,8 +91,8 @@ def inspect(args: argparse.Namespace) -> int:
     from ..images.examples import has_images
     from ..images.savings import image_counts
     from ..quickstart.charts import drawn, plot_waste
-    from ..trainers import TASKS
-    from ..training.configs import silence
+    from ..trainers.configs import silence
+    from ..trainers.registry import TASKS
     from .tables import print_memory, print_waste
 
     silence()

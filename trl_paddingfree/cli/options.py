@@ -38,7 +38,7 @@ _SOURCES = {
         *("scripts/grpo.py", "scripts/rloo.py", "cli/accelerate_config.py"),
     ],
     "accelerate": ["commands/launch.py"],
-    "trl_paddingfree": ["training/configs.py", "cli/train.py"],
+    "trl_paddingfree": ["trainers/configs.py", "cli/train.py"],
 }
 # In these files: `    name: type` of a field, or `"--name"` of an argument
 _NAMED = re.compile(r"^    (\w+): |\"--([\w-]+)\"", re.MULTILINE)

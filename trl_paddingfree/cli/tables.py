@@ -110,7 +110,7 @@ def print_routes(report: ModelReport) -> None:
 def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
     """Print what the run took and what it computed, on the main process."""
     counts = trainer.total_counts()
-    memory = trainer.peak_memory
+    memory = trainer.flat.peak_memory
     if not trainer.accelerator.is_main_process:
         return
     examples = metrics["train_samples_per_second"] * metrics["train_runtime"]

@@ -35,9 +35,9 @@ from yaml import YAMLError
 from ..data.load import NAME_THE_DATA, load_data, refuse_missing
 from ..data.turns import split_turns
 from ..memory.device import has_accelerator
-from ..trainers import TRAINERS
 from ..trainers.base import FlatTrainer
-from ..training.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
+from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
+from ..trainers.registry import TRAINERS
 from .options import LOADING, TRACEBACK, OneLineParser, refuse, separated
 from .tables import summarize
 

@@ -12,8 +12,6 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 
-from .lengths import token_ids
-
 
 class StepSampler(Sampler[int]):
     """
@@ -101,13 +99,15 @@ def by_tokens(
     return arrange
 
 
-def by_prefix(keys: Sequence[bytes]) -> Callable[[list[int]], list[int]]:
-    """An arrangement of a step in which examples that start alike stand side by side, sorted by their `keys`."""
-    ranks = np.empty(len(keys), dtype=np.int64)  # kept in place of the keys, which hold all tokens
-    ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-    return lambda step: sorted(step, key=ranks.__getitem__)
+def by_prefix(dataset: Dataset, column: str) -> Callable[[list[int]], list[int]]:
+    """
+    An arrangement of a step in which examples whose token ids in a `column` start alike stand side by side. Only those
+    of the step are read.
+    """
+    rows = dataset.select_columns([column]).with_format("arrow")
 
+    def arrange(step: list[int]) -> list[int]:
+        keys = [ids.values.to_numpy().tobytes() for ids in rows[step][column]]
+        return [index for _, index in sorted(zip(keys, step, strict=True))]
 
-def token_keys(dataset: Dataset, column: str) -> list[bytes]:
-    """A sort key for each example, by which those whose token ids in a column start alike are neighbours."""
-    return [ids.astype(np.int64).tobytes() for (ids,) in token_ids(dataset, [column])]
+    return arrange

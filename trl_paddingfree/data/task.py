@@ -82,7 +82,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     """
     The first of `tasks` that a data set's columns fit. Refuses those that fit none, and images that it does not take.
 
-    >>> from trl_paddingfree.trainers import TASKS
+    >>> from trl_paddingfree.trainers.registry import TASKS
     >>> task_of(["prompt", "chosen", "rejected", "score"], TASKS).name, task_of(["messages"], TASKS).name
     ('dpo', 'sft')
     """

@@ -13,6 +13,7 @@ import torch
 
 from .counts import BatchCounts
 from .layout import FlatLayout
+from .schedule import Schedule
 from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
 
@@ -57,6 +58,8 @@ class FlatBatch(HasTensors):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. A pooled head, which reads one token of each row, refuses them.
+        schedule ([`~trl_paddingfree.flat.schedule.Schedule`], *optional*):
+            How to compute the batch. Under a budget, the trainer sets it before the model gets the batch.
 
     >>> from trl_paddingfree import FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
@@ -84,6 +87,7 @@ class FlatBatch(HasTensors):
     images: "FlatImages | None" = None
     packed: int | None = None
     empty_rows: int = 0
+    schedule: Schedule = Schedule()
 
     @classmethod
     def from_rows(
@@ -103,9 +107,11 @@ class FlatBatch(HasTensors):
 
         Args:
             rows, labels (`Sequence[Sequence[int]]`):
-                Token ids of the `R` rows, already truncated; each token again where its row scores it, else -100.
+                Token ids of the `R` rows, already truncated; each token again where its row scores it, else -100. A row
+                with other labels than these shares nothing.
             prefix_sharing (`bool`, *optional*, defaults to `True`):
-                Whether to compute prefixes that rows share once.
+                Whether to compute prefixes that rows share once, where that pays: see
+                [`~trl_paddingfree.flat.segments.share_prefixes`].
             pad_to_multiple_of, pad_token_id (`int`, *optional*, the latter defaults to `0`):
                 Pad `T` to a multiple of this value, with this token. The padding is one segment, part of no row.
             width (`int`, *optional*):
@@ -117,22 +123,19 @@ class FlatBatch(HasTensors):
                 What is known of the rows' images. Rows whose images differ share nothing from the first image on.
         """
         tokens, targets = ([np.asarray(row, dtype=np.int64) for row in lists] for lists in (rows, labels))
-        # Labels of the user's own making may differ from the tokens: two rows could then want different predictions
-        # of one token, so nothing is shared
-        own_labels = all(((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True))
+        # A row that scores other tokens than its own shares nothing: of one token, rows could want several predictions
+        may_share = [bool(((y == IGNORE_INDEX) | (y == x)).all()) for x, y in zip(tokens, targets, strict=True)]
         # What rows are compared by: a placeholder token stands for the image that it belongs to
         ids = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
-        ids = [ids[r] for r in filled]
-        if prefix_sharing and own_labels and filled:
-            segments, last_segments, flat = share_prefixes(ids)
-        else:
-            segments, last_segments = Segments.from_lengths(list(map(len, ids))), tuple(range(len(ids)))
-            flat = np.concatenate([np.zeros(0, np.int64), *ids])
-        segment_of = dict(zip(filled, last_segments, strict=True))
+        alike, alone = ([r for r in filled if may_share[r] == shares] for shares in (True, False))
+        distinct = num_distinct_tokens([ids[r] for r in alike]) + sum(len(ids[r]) for r in alone)
+        if not prefix_sharing:
+            alike, alone = [], filled
+        segments, ends, flat = share_prefixes([ids[r] for r in alike], [ids[r] for r in alone])
+        segment_of = dict(zip([*alike, *alone], ends, strict=True))
 
         real, width = sum(map(len, tokens)), max([width or 0, *map(len, tokens)])
-        distinct = num_distinct_tokens(ids) if own_labels else real
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
         if reach is not None and reach <= max(map(len, tokens)):
             reach = None
@@ -239,11 +242,12 @@ class FlatBatch(HasTensors):
         """
         index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
         flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values.squeeze(0))
-        return flat[index[:, :-1]] * (mask[:, :-1] & mask[:, 1:])
+        return torch.where(mask[:, :-1] & mask[:, 1:], flat[index[:, :-1]], 0)  # a product would make NaN of infinity
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """`(R, L, D)`: vectors `(1, T, D)` of tokens, on whatever device, in rows; 0 beyond the end of each."""
-        return values.squeeze(0)[self.row_index.to(values.device)] * self.row_mask.to(values.device)[..., None]
+        rows = values.squeeze(0)[self.row_index.to(values.device)]
+        return torch.where(self.row_mask.to(values.device)[..., None], rows, 0)
 
 
 def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -22,6 +22,10 @@ from itertools import pairwise
 
 import numpy as np
 
+# Gathering so many keys, with their values and gradients, counts as much as computing one token. On an H100, it was 5
+# of 654 ms of a step (docs/gpu.md), about 190 keys for a token; of narrow models with many key heads, it may be a third
+KEYS_OF_A_TOKEN = 64
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -206,17 +210,23 @@ def num_distinct_tokens(rows: Sequence[np.ndarray]) -> int:
     return sum(len(row) for row in rows) - sum(adjacent_prefixes(rows)[1])
 
 
-def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...], np.ndarray]:
+def share_prefixes(
+    rows: Sequence[np.ndarray], alone: Sequence[np.ndarray] = ()
+) -> tuple[Segments, tuple[int, ...], np.ndarray]:
     """
-    Lay rows out on one flat axis on which each prefix that several of them share is there once.
+    Lay rows out on one flat axis on which a prefix that several of them share is there once.
 
-    Each row continues the earlier one with which it has the longest prefix in common. In sorted order, two rows have
-    as much in common as the adjacent pair between them that has least, so that all work on tokens is one sort of byte
-    strings and one comparison per adjacent pair.
+    Each row continues the earlier one with which it has the longest prefix in common, if that pays: a segment that
+    continues another one saves the tokens that it inherits, and every key of the batch is then gathered in every layer.
+    A row continues another one if it inherits at least one in `KEYS_OF_A_TOKEN` of its tokens, and rows share anything
+    if all of them together save one token for every `KEYS_OF_A_TOKEN` keys. A row that another one contains whole, or
+    simply goes on from, costs nothing.
 
     Args:
         rows (`Sequence[np.ndarray]`):
             The tokens of each row, int64; no row is empty.
+        alone (`Sequence[np.ndarray]`, *optional*):
+            Rows behind these that share nothing.
 
     Returns:
         `tuple[Segments, tuple[int, ...], np.ndarray]`: The segments, the segment in which each row ends, and the `(T,)`
@@ -225,7 +235,20 @@ def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...
     >>> share_prefixes([np.array([1, 2, 3, 4]), np.array([1, 2, 5])])
     (Segments(lengths=(4, 2), parents=(-1, 0), starts=(0, 1)), (0, 1), array([1, 2, 3, 4, 2, 5]))
     """
-    order, prefixes = adjacent_prefixes(rows)
+    neighbours = adjacent_prefixes(rows)
+    laid_out = _lay_out(rows, alone, *neighbours, KEYS_OF_A_TOKEN)
+    saved, keys = sum(laid_out[0].starts), sum(laid_out[0].key_lengths)
+    return _lay_out(rows, alone, *neighbours, 0) if 0 < saved * KEYS_OF_A_TOKEN < keys else laid_out
+
+
+def _lay_out(
+    rows: Sequence[np.ndarray], alone: Sequence[np.ndarray], order: list[int], prefixes: list[int], keys_of_a_token: int
+) -> tuple[Segments, tuple[int, ...], np.ndarray]:
+    """
+    What [`share_prefixes`] gives, from what [`adjacent_prefixes`] gives of `rows`. In sorted order, two rows have as
+    much in common as the adjacent pair between them that has least: all work on tokens is one sort of byte strings and
+    one comparison per adjacent pair. `keys_of_a_token`: 0 if no segment is to continue another one.
+    """
     ranks: list[int] = []  # of the rows so far, sorted
     row_segments: list[int] = []
     lengths: list[int] = []
@@ -255,10 +278,13 @@ def share_prefixes(rows: Sequence[np.ndarray]) -> tuple[Segments, tuple[int, ...
             lengths[segment] += len(row) - shared
         else:
             start = max(shared - 1, 0)  # the last common token predicts another token here: this branch owns a copy
+            start = start if start * keys_of_a_token >= len(row) else 0
             row_segments.append(len(lengths))
             tokens.append([row[start:]])
             lengths.append(len(row) - start)
             parents.append(ancestor(segment, start) if start else -1)
             starts.append(start)
-    flat = np.concatenate([piece for pieces in tokens for piece in pieces])
-    return Segments(tuple(lengths), tuple(parents), tuple(starts)), tuple(row_segments), flat
+    flat = np.concatenate([np.zeros(0, np.int64), *(piece for pieces in tokens for piece in pieces), *alone])
+    number, roots = len(lengths), Segments.from_lengths(list(map(len, alone)))
+    segments = Segments((*lengths, *roots.lengths), (*parents, *roots.parents), (*starts, *roots.starts))
+    return segments, (*row_segments, *range(number, number + len(alone))), flat

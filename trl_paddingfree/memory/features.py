@@ -9,10 +9,10 @@ from ..flat.segments import Segments
 from ..model.masks import ATTENTION_BACKENDS
 from ..model.routes import Route
 
-# Segments (recurrent layers keep a state of each), tokens, keys of all segments, query-key pairs whose scores or masks
-# attention keeps, numbers in the pixels of images, scored tokens
-FEATURES = ("segments", "tokens", "keys", "pairs", "pixels", "scored")
-SEGMENTS, TOKENS, KEYS, PAIRS, PIXELS, SCORED = range(len(FEATURES))
+# 1, tokens, keys of all segments, query-key pairs whose scores or masks attention keeps, numbers in the pixels of
+# images, scored tokens
+FEATURES = ("constant", "tokens", "keys", "pairs", "pixels", "scored")
+CONSTANT, TOKENS, KEYS, PAIRS, PIXELS, SCORED = range(len(FEATURES))
 
 
 def memory_features(batch: FlatBatch, route: Route, scored: int | None = None) -> np.ndarray:
@@ -23,7 +23,7 @@ def memory_features(batch: FlatBatch, route: Route, scored: int | None = None) -
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> features = memory_features(batch, Route("segment", "sdpa", True))
     >>> dict(zip(FEATURES, features.tolist()))
-    {'segments': 2, 'tokens': 6, 'keys': 7, 'pairs': 6, 'pixels': 0, 'scored': 3}
+    {'constant': 1, 'tokens': 6, 'keys': 7, 'pairs': 6, 'pixels': 0, 'scored': 3}
     """
     tokens = batch.layout.segments.num_tokens
     features = slice_features(batch.layout.segments, (0, tokens), route)[0]
@@ -37,6 +37,7 @@ def memory_features(batch: FlatBatch, route: Route, scored: int | None = None) -
 def joined_features(one: np.ndarray, other: np.ndarray, route: Route) -> np.ndarray:
     """The features of a batch with the rows of two others, which share nothing."""
     both = one + other
+    both[CONSTANT] = 1
     if route.backend not in ATTENTION_BACKENDS:
         both[PAIRS] = both[TOKENS] ** 2
     return both
@@ -49,7 +50,7 @@ def slice_features(segments: Segments, cuts: Sequence[int], route: Route) -> np.
 
     >>> slices = slice_features(Segments((6, 3), (-1, 0), (0, 3)), (0, 4, 9), Route("flash", "flash_attention_2", True))
     >>> slices[:, :PAIRS].tolist()
-    [[1, 4, 4], [2, 5, 12]]
+    [[1, 4, 4], [1, 5, 12]]
     """
     offsets = np.array(segments.offsets)
     bounds = np.union1d(offsets, cuts)
@@ -60,5 +61,7 @@ def slice_features(segments: Segments, cuts: Sequence[int], route: Route) -> np.
     if route.previous == "sdpa":  # which has a mask for segments and slices that continue others, and keeps no scores
         pairs *= keys > lengths
     runs = np.zeros((len(firsts), len(FEATURES)), np.int64)
-    runs[:, : PAIRS + 1] = np.stack([np.ones_like(keys), lengths, keys, pairs], axis=1)
-    return np.add.reduceat(runs, np.searchsorted(firsts, cuts[:-1]))
+    runs[:, TOKENS : PAIRS + 1] = np.stack([lengths, keys, pairs], axis=1)
+    slices = np.add.reduceat(runs, np.searchsorted(firsts, cuts[:-1]))
+    slices[:, CONSTANT] = 1
+    return slices

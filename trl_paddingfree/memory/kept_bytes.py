@@ -8,7 +8,7 @@ experts that get uneven shares of the tokens, keep more than that: one factor ho
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..model.flat_model import FlatModel, keys_noted
 from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
 from ..model.routes import Route
 from ..model.sequence import scored_sizes
+from ..model.state_layers import state_layers
 from .features import FEATURES, PAIRS, SCORED, TOKENS, memory_features
 from .saved_bytes import SavedBytes
 
@@ -46,9 +47,8 @@ class KeptBytes:
     factor: np.ndarray  # (): the most bytes counted over those that these arrays predict, at least 1
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
-        """The bytes of some of the layers, or of more like them."""
-        of_keys = self.of_keys * (len(layers) / len(self.kept))
-        return KeptBytes(self.kept[layers], self.recomputed[layers], self.outside, self.largest, of_keys, self.factor)
+        """The bytes of some of the layers."""
+        return replace(self, kept=self.kept[layers], recomputed=self.recomputed[layers])
 
 
 def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], list[FlatBatch]]:
@@ -62,15 +62,13 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     even = [tokens(_SHORT), tokens(_MIDDLE), [long], tokens(_SHORT, _SHORT)]
     even += [[start + row for row in tokens(_SHORT, _SHORT)] for start in (prompt, context)]
     even.append([prompt + row for row in tokens(_SHORT, _MIDDLE, _LONG)])
-    odd = [
-        tokens(*range(9, 25)),
-        tokens(_SHORT // 2),
-        tokens(_SHORT + 6),
-        tokens(_LONG + 40),
-        tokens(*range(50, 66, 5)),
-    ]
-    odd.append([prompt + row for row in tokens(*range(_SHORT - 8, _SHORT))])
-    odd.append([prompt[: _SHORT - i] + row for i, row in enumerate(tokens(*range(8, 20)))])
+    odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(_LONG + 40), tokens(*range(50, 66, 5))]
+    odd.append([start + row for start in tokens(*range(4, 30, 3)) for row in tokens(len(start), 5)])
+    # As much padding as attention allows: of rows, of the queries of branches, and of their keys
+    odd += [tokens(32, *[23] * 20), [prompt + row for row in tokens(16, 16, *[10] * 20)]]
+    odd.append([prompt[: _SHORT - i] + row for i in range(0, 33, 2) for row in tokens(16, 16)])
+    if state_layers(model) and route.states != "tree":  # kernels that pad no rows
+        odd = []
     unscored = [IGNORE_INDEX] * _MIDDLE + long[_MIDDLE:]
     flat = [[FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in of] for of in (even, odd)]
     return [*flat[0], FlatBatch.from_rows([long], [unscored], prefix_sharing=route.prefix_sharing)], flat[1]
@@ -120,7 +118,7 @@ def count_kept_bytes(
     kept, recomputed = fitted[:, 1 : number + 1].T, fitted[:, number + 1 : -1].T
     # The largest tensor is one of scores only in rows longer than these
     largest = _nonnegative(np.where(np.arange(len(FEATURES)) == PAIRS, 0, used)[is_even], counted[is_even, -1])
-    largest[PAIRS] = kept[:, PAIRS].max()
+    largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()  # masks get no gradients
     of_token = np.array(sum(of_keys) / max(seen[:, TOKENS].sum(), 1))
     return KeptBytes(kept, recomputed, fitted[:, 0], largest, of_token, np.maximum(factor, 1.0))
 

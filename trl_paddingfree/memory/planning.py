@@ -1,4 +1,4 @@
-"""How the plan of a run is made: activations are counted, and weights, gradients and optimizer state added up."""
+"""Makes the planner of a run: activations are counted, and weights, gradients and optimizer state added up."""
 
 import gc
 import inspect
@@ -15,10 +15,10 @@ from .device import PeakMemory, budget_bytes
 from .engine import is_sharded
 from .kept_bytes import KeptBytes, count_kept_bytes
 from .needs import HeadBytes, MemoryNeeds, fixed_bytes, tensor_bytes
-from .plan import Plan
+from .planner import MemoryPlanner
 
 
-def make_plan(
+def make_planner(
     flat_model: FlatModel,
     accelerator: Accelerator,
     device_memory: PeakMemory,
@@ -32,10 +32,10 @@ def make_plan(
     head: HeadBytes,
     images: Sequence[Inputs] = (),
     arguments: Inputs | None = None,
-) -> Plan:
+) -> MemoryPlanner:
     """
-    The plan of a run for `flat_model`, which is trained, with `option` as `memory_budget`, and a `limit` of tokens. All
-    models must have their weights. Sets the layers of the model that may recompute, and refuses models that have none.
+    The planner of a run for `flat_model`, which is trained, with `option` as `memory_budget`, and a `limit` of tokens.
+    All models must have their weights. Sets the layers of the model that may recompute; a model without any is refused.
 
     `is_reentrant` says whether they recompute as reentrant checkpoints do. `models` are all that hold weights, the
     trained one first, which an engine has `wrapped`. `optimizer` is the one that trains or, before there is one, its
@@ -44,7 +44,7 @@ def make_plan(
     """
     options: Inputs = {"limit": limit, "option": option, "is_reentrant": is_reentrant}
     if option is None:
-        return Plan(flat_model, accelerator, device_memory, **options)
+        return MemoryPlanner(flat_model, accelerator, device_memory, **options)
     base = flat_model.model
     devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(devices) > 1:
@@ -85,4 +85,4 @@ def make_plan(
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers
     needs = MemoryNeeds(fixed, kept, head, float(kept.factor))
-    return Plan(flat_model, accelerator, device_memory, budget=budget, needs=needs, **options)
+    return MemoryPlanner(flat_model, accelerator, device_memory, budget=budget, needs=needs, **options)

@@ -22,6 +22,9 @@ from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, Gather, GatherIndex, once_per_layout
 from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, segment_mask
 
+# Of CUDA devices that PyTorch's flash attention is compiled for: Ampere's
+_LEAST_CAPABILITY = (8, 0)
+
 
 def _gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Cast first: fewer bytes to gather."""
@@ -80,17 +83,28 @@ def torch_varlen() -> Callable:
     # With fewer key heads than query heads, releases that have this flag need it; others need nothing
     parameters = inspect.signature(varlen_attn).parameters
     gqa: Inputs = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    flags = torch.backends.cuda
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
-        left = -1 if window is None else window - 1
-        return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **gqa)
+        left, allows_cudnn = -1 if window is None else window - 1, flags.cudnn_sdp_enabled()
+        flags.enable_cudnn_sdp(False)  # it makes a plan for each shape of a batch, and keeps them all
+        try:
+            return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **gqa)
+        finally:
+            flags.enable_cudnn_sdp(allows_cudnn)
 
     return attend
 
 
-def has_varlen_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a varlen kernel for a device. Tests replace this function, so nothing else decides it."""
-    return device.type == "cuda"
+@cache
+def why_no_varlen(device: torch.device) -> str:
+    """Why a device cannot run PyTorch's varlen kernel; empty if it can. Nothing else decides it: tests replace this."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}, the kernel needs CUDA"
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else _LEAST_CAPABILITY
+    if capability >= _LEAST_CAPABILITY:
+        return ""
+    return f"the GPU has compute capability {'.'.join(map(str, capability))}, the kernel needs 8.0 (Ampere) or more"
 
 
 def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
@@ -103,7 +117,7 @@ def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
 def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     """Whether PyTorch's varlen kernel can take this call."""
     return (
-        has_varlen_kernel(query.device)
+        not why_no_varlen(query.device)
         and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
         and query.size(-1) % 8 == 0
         and query.size(-1) <= 256
@@ -117,11 +131,8 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     states = _flat_states(query, key, value, layout, sdpa_dtype(query))
-    # If both boundaries are one tensor, PyTorch takes cuDNN, which keeps a plan for each shape: so this is a view
-    cu_seqlens_k = layout.cu_seqlens_k.view_as(layout.cu_seqlens_k)
-    longest = layout.segments.max_seqlen_q, layout.segments.max_seqlen_k
-    scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
-    output = torch_varlen()(*states, layout.cu_seqlens_q, cu_seqlens_k, *longest, scaling, window)
+    lengths = (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
+    output = torch_varlen()(*states, *lengths, kwargs.get("scaling"), kwargs.get("sliding_window"))
     return output[None, ..., : value.size(-1)], None
 
 

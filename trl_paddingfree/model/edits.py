@@ -119,15 +119,15 @@ def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
 
 @dataclass
 class EditsFound:
-    """Results of [`edits`] that are on their way to the host: read once they have arrived, so that nothing waits."""
+    """Results of [`edits`] that are on their way to the host. Nothing waits for them before [`EditsFound.read`]."""
 
     pending: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # results, and their arrival
 
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: Inputs, in_parts: bool = False) -> None:
         """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""
-        if self.pending:
-            self.read()
+        while self.pending and self.pending[0][1].query():  # arrived meanwhile: a loop of one's own may never `read`
+            refuse_edits(self.pending.pop(0)[0])
         results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
         if results.is_cpu:
             refuse_edits(results)
@@ -137,6 +137,8 @@ class EditsFound:
             self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
 
     def read(self) -> None:
-        """Refuse edits in the results that have arrived."""
-        while self.pending and self.pending[0][1].query():
-            refuse_edits(self.pending.pop(0)[0])
+        """Refuse edits in all results, once they have arrived: soon, as they are computed before the model's layers."""
+        while self.pending:
+            results, arrival = self.pending.pop(0)
+            arrival.synchronize()
+            refuse_edits(results)

@@ -4,9 +4,8 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
-from weakref import WeakMethod
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..flat.layout import Attention, FlatLayout
+from ..flat.schedule import Schedule
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from .architecture import recompute_first
@@ -24,7 +24,7 @@ from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .masks import ATTENTION_BACKENDS, AroundAttention
 from .restored import attributes_set, mark_of
-from .routes import Route
+from .routes import Route, why_not_in_slices
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
@@ -35,33 +35,6 @@ if TYPE_CHECKING:
 ATTRIBUTE = "flat_model"
 # Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
 Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """
-    How a pass computes a flat batch.
-
-    Args:
-        cuts (`tuple[int, ...]`, *optional*):
-            Flat positions at which it is cut into slices, 0 and `T` among them; none, if it is computed whole.
-        num_recomputed (`int`, *optional*):
-            How many layers recompute their activations in the backward pass. By default, as TRL has set them.
-        peak (`int`, *optional*, defaults to `0`):
-            Predicted bytes of memory at its peak; 0 without `memory_budget`.
-        scored_at_once (`int`, *optional*):
-            How many scored tokens the head gets at a time. By default, all of them.
-    """
-
-    cuts: tuple[int, ...] = ()
-    num_recomputed: int | None = None
-    peak: int = 0
-    scored_at_once: int | None = None
-
-    @property
-    def num_slices(self) -> int:
-        """Slices, of which one is the whole."""
-        return max(len(self.cuts) - 1, 1)
 
 
 class FlatModel:
@@ -89,20 +62,18 @@ class FlatModel:
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
-        # A trainer's method that makes the flat batch of calls of TRL's head that bring none: else these stay rows
-        self.flattener: WeakMethod[Flattener] | None = None
+        # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
+        self.flatten: Flattener | None = None
         self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers that a budget may have recompute
-        self.num_recomputed: int | None = None  # how many of them recompute; `None`, if nothing was decided
         self.is_pooled = is_pooled(model)
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
         self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
         self.counts = BatchCounts()  # of padded calls so far
         self.around_attention: tuple[AroundAttention, ...] = ()  # wrappers of attention, the innermost first
-        self.decide: Callable[[FlatBatch], Decision] | None = None  # how a batch is computed, under a budget
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model leave the trainer behind, and pending edits, whose events cannot be copied
-        left = dict.fromkeys(("flattener", "group", "decide"))
+        left = dict.fromkeys(("flatten", "group"))
         return {**vars(self), **left, "around_attention": (), "edits": EditsFound()}
 
     @classmethod
@@ -170,8 +141,8 @@ class FlatModel:
             if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, and no batch
                 batch = batch.to(rows.device, non_blocking=True)
             self.edits.ask(batch, kwargs)
-        elif kwargs.get("fused_lm_head") and self.flattener and (flatten := self.flattener()):
-            batch = flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+        elif kwargs.get("fused_lm_head") and self.flatten is not None:
+            batch = self.flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         elif self.padded is not None:
             return self.padded.of_model(self.forwards[-1], args, kwargs)
         else:
@@ -209,22 +180,31 @@ class FlatModel:
             places = on_device(places, batch.row_index.device)
         index = batch.row_index[tuple(places)]
         arguments: Inputs = images if batch.images is None else batch.images.arguments(images)
-        with flat_backbone(self, batch, self.begin_pass(batch), lambda hidden: hidden[:, index.to(hidden.device)]):
+        with flat_backbone(self, self.begin_pass(batch), lambda hidden: hidden[:, index.to(hidden.device)]):
             return self.model.base_model(**arguments, **flat_inputs(self, batch)).last_hidden_state
 
-    def begin_pass(self, batch: FlatBatch) -> Decision:
-        """How a pass that begins here computes a batch. Sets the layers that recompute, and notes that it trains."""
-        self.has_trained |= torch.is_grad_enabled()
-        decision = Decision() if self.decide is None else self.decide(batch)
-        if self.decide is not None and torch.is_grad_enabled():
-            self.num_recomputed = decision.num_recomputed
-            self.set_layers()
-        return decision
+    def begin_pass(self, batch: FlatBatch) -> FlatBatch:
+        """The `batch` of a pass that begins, as this model can compute it. Sets the layers that recompute."""
+        if torch.is_grad_enabled():
+            self.has_trained = True
+            self.set_recompute(batch.schedule)
+        if batch.schedule.cuts and why_not_in_slices(self.model, self.route, self.group):  # another one's schedule
+            return replace(batch, schedule=Schedule())
+        return batch
 
-    def set_layers(self) -> None:
-        """Have as many layers recompute as was decided for the last pass with gradients, whatever TRL has set."""
-        if self.num_recomputed is not None:
-            recompute_first(self.recomputable, self.num_recomputed)
+    def set_recompute(self, schedule: Schedule) -> None:
+        """Have the first layers recompute, as many as a schedule says, whatever TRL has set."""
+        if schedule.recompute is not None:
+            recompute_first(self.recomputable, schedule.recompute)
+
+    @contextmanager
+    def flattening(self, flatten: Flattener) -> Iterator[None]:
+        """Within this context, `flatten` makes flat batches of calls of TRL's head that bring none."""
+        before, self.flatten = self.flatten, flatten
+        try:
+            yield
+        finally:
+            self.flatten = before
 
     @contextmanager
     def must_train(self, trainer: object) -> Iterator[None]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from traceback import walk_tb
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,12 +30,23 @@ from .state_layers import state_arguments
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
 
-    from .flat_model import Decision, FlatModel
+    from .flat_model import FlatModel
 
 # Fields of TRL's head with one value per scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
+# What a model's own forward runs through, beside the package that has its class
+_LIBRARIES = (
+    __name__.partition(".")[0],
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "contextlib",
+    "functools",
+)
 # How libraries that PyTorch calls report a failed allocation: as a RuntimeError
 _FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
@@ -94,24 +106,25 @@ def scored_in_rows(
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that rows would give.
     """
     group, model = flat_model.group, flat_model.model
-    decision = flat_model.begin_pass(batch)
-    own = batch if group is None else group.slice(batch, model.config.get_text_config(), decision.cuts)
+    batch = flat_model.begin_pass(batch)
+    cuts = batch.schedule.cuts
+    own = batch if group is None else group.slice(batch, model.config.get_text_config(), cuts)
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
-    with own_draws, flat_backbone(flat_model, own, decision, own.scored_of) as answers:
+    with own_draws, flat_backbone(flat_model, own, own.scored_of) as answers:
         inputs, targets = flat_inputs(flat_model, own), own.shift_labels
-        if (size := decision.scored_at_once) is None:
+        if (size := batch.schedule.head_chunk) is None:
             outputs = flat_model.forwards[-1](**other_arguments, **inputs, shift_labels=targets, fused_lm_head=True)
         else:
             outputs = _scored_in_chunks(flat_model, inputs, targets, other_arguments, size)
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
     aux_loss = outputs.aux_loss
     if group is not None:
-        values = group.gather_scored(values, batch, decision.cuts)
+        values = group.gather_scored(values, batch, cuts)
         if aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
-            routers = tuple(group.gather_tokens(x, batch.layout, decision.cuts) for x in answers[0]["router_logits"])
+            routers = tuple(group.gather_tokens(x, batch.layout, cuts) for x in answers[0]["router_logits"])
             aux_loss = upstream.router_loss(model, routers, batch.token_rows)
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
-    in_rows = {name: batch.scored_to_rows(x) * label_mask for name, x in values.items()}
+    in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}
     num_items = other_arguments.get("num_items_in_batch")
     loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if aux_loss is not None:
@@ -153,13 +166,13 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
 
 def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) -> ModelOutput:
     """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
-    decision, for_head = flat_model.begin_pass(batch), batch.tokens_to_rows if "labels" in arguments else None
-    with flat_backbone(flat_model, batch, decision, for_head, calls_decoder=True):
+    batch, for_head = flat_model.begin_pass(batch), batch.tokens_to_rows if "labels" in arguments else None
+    with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
         outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
     if for_head is None:
         logits = batch.tokens_to_rows(outputs.logits)
     else:
-        logits = outputs.logits * batch.row_mask.to(outputs.logits.device)[..., None]
+        logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
     kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
     return type(outputs)(logits=logits, **kept)
 
@@ -180,15 +193,15 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
     def read(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    with flat_backbone(flat_model, batch, flat_model.begin_pass(batch), read, swaps_inputs=True):
+    with flat_backbone(flat_model, flat_model.begin_pass(batch), read, swaps_inputs=True):
         return flat_model.forwards[-1](**arguments, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
-def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decision") -> Iterator[Inputs]:
+def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
     """
-    Within this context, a backbone may compute a batch, as decided when the pass began. Gives the arguments that tell
-    it of the layout, in place of a mask.
+    Within this context, a backbone may compute a batch by its schedule. Gives the arguments that tell it of the layout,
+    in place of a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
     arguments: Inputs = {"use_cache": False}
@@ -212,8 +225,8 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
         if (alpha := vars(embeddings).get(NOISE)) is not None:
             row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
             hooks.enter_context(attributes_set([(embeddings, NOISE, row_alpha)]))
-        if decision.cuts:
-            hooks.enter_context(in_slices(model, batch, decision.cuts, flat_model.group))
+        if batch.schedule.cuts:
+            hooks.enter_context(in_slices(model, batch, batch.schedule.cuts, flat_model.group))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             if architecture.takes_images(model):  # past the vision tower, which would take them for its own
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))
@@ -231,7 +244,6 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch, decision: "Decis
 def flat_backbone(
     flat_model: "FlatModel",
     batch: FlatBatch,
-    decision: "Decision",
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     swaps_inputs: bool = False,
     calls_decoder: bool = False,
@@ -256,7 +268,7 @@ def flat_backbone(
         answers.append(outputs)
         return outputs
 
-    with layout_arguments(flat_model, batch, decision) as arguments, ExitStack() as hooks:
+    with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
             if swaps_inputs:  # some heads hand `input_ids` on by its place
@@ -286,6 +298,9 @@ def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Ex
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     if not limits or length <= min(limits) or is_allocation_failure(error):
         return error
+    names = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
+    if {name.partition(".")[0] for name in names} - {*_LIBRARIES, type(model).__module__.partition(".")[0]}:
+        return error  # of a hook of the user's own
     return ValueError(
         f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} positions "
         f"of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "

@@ -97,10 +97,14 @@ class FlatMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.all:  # transformers drops masks that are all true, and this one must stay
+        if func in (torch.all, torch.Tensor.all):  # transformers drops masks that are all true, and this one must stay
             return torch.zeros((), dtype=torch.bool)
-        if func is torch.Tensor.copy_ and isinstance(args[1], cls) and args[0].shape == args[1].shape:
-            # So PyTorch offloads what a checkpoint saves: into a tensor that was made before, which is the mask now
+        if func is torch.Tensor.copy_ and not isinstance(args[1], cls):  # overwritten: from here on, a tensor like any
+            vars(args[0]).clear()
+            args[0].__class__ = torch.Tensor
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.copy_ and args[0].shape == args[1].shape:
+            # PyTorch offloads what a checkpoint saves into a buffer, which becomes the mask that it got last
             args[0].__class__ = cls
             vars(args[0]).update(vars(args[1]))
         result = super().__torch_function__(func, types, args, kwargs or {})

@@ -5,12 +5,15 @@ from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .. import upstream
 from . import architecture, attention
 from .masks import ATTENTION_BACKENDS, BACKENDS, BackendName
 from .sequence import SequenceGroup
 from .state_layers import can_go_along_tree, carries_state, repeats_prefixes, state_heads, state_layers
+
+logger = logging.get_logger(__name__)
 
 _DESCRIPTIONS: dict[BackendName, str] = {
     "flash": "{previous} over segments",
@@ -66,12 +69,12 @@ def reasons_against(
         for name in ("flash", "positions"):
             reasons[name].append(
                 f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
-                "install flash-attn`), 'flash_attention_3' or a hub kernel"
+                "install flash-attn`), another version of it, or a hub kernel"
             )
     if previous != "sdpa":
         reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
-    if not attention.has_varlen_kernel(device):
-        reasons["varlen"].append(f"the model is on {device.type}, the kernel needs CUDA")
+    if reason := attention.why_no_varlen(device):
+        reasons["varlen"].append(reason)
     if dtype not in (torch.float16, torch.bfloat16):
         reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
     if dropout := architecture.attention_dropout(model):
@@ -105,7 +108,8 @@ def choose_route(
         )
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, BACKENDS))}.")
-    reasons = reasons_against(model, previous, dtype or model.dtype, device or model.device)
+    device = device or model.device
+    reasons = reasons_against(model, previous, dtype or model.dtype, device)
     if backend == "varlen":  # "auto" may still take it for those layers that it can serve
         beyond = architecture.beyond_varlen(model)
         reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in beyond]
@@ -113,6 +117,12 @@ def choose_route(
     if (chosen := next((name for name in wanted if not reasons[name]), None)) is None:
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
+    if backend == "auto" and chosen == "segment" and device.type == "cuda":
+        logger.warning_once(
+            f"{type(model).__name__} trains by «{describe(chosen, previous)}», because PyTorch's flash attention "
+            f"cannot serve it: {'; '.join(reasons['varlen'])}. That is exact, but calls attention once for each group "
+            "of segments in place of once for all: the more the lengths of a batch differ, the slower."
+        )
     shares = prefix_sharing and not why_not_to_share(chosen, previous)
     along_tree = any(map(can_go_along_tree, state_layers(model)))
     return Route(chosen, previous, shares, "tree" if along_tree else "rows")

@@ -17,7 +17,7 @@ from trl import extract_prompt
 from ..data.load import load_rows
 from ..data.task import Task, task_of
 from ..memory.device import has_accelerator
-from ..trainers import TRAINERS
+from ..trainers.registry import TRAINERS
 from .charts import drawn, plot_runs
 from .model import instruction_data, make_model, make_tokenizer, preference_data
 from .side_by_side import Trajectory, differences, train_watched

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ..memory.device import has_accelerator
-from ..trainers import TRAINERS
+from ..trainers.registry import TRAINERS
 
 # Parts of the names of figures that only one side logs, or that are times
 INCOMPARABLE = ("flat/", "runtime", "per_second", "total_flos", "step_time")

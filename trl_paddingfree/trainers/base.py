@@ -2,38 +2,38 @@
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
-from .. import upstream
-from ..check.prove import UnprovenModelError
 from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..data.validate import log_unread
 from ..flat.batch import Inputs
-from ..flat.counts import BatchCounts, TokenCounts, of_all_processes
+from ..flat.counts import BatchCounts, of_all_processes
 from ..images.examples import ImageProbe, has_images
 from ..images.model import rules_of_all
 from ..images.rows import VisionRules
-from ..memory.adapters import cast_inputs_once
+from ..memory.device import PeakMemory
 from ..memory.engine import base_of
+from ..memory.needs import HeadBytes, fused_head
+from ..memory.planner import MemoryPlanner
 from ..model.restored import attributes_set
-from ..training import refusals
-from ..training.checkpoints import append_to_card
-from ..training.configs import Arguments, config_of, given_datasets, options_of, silence
-from ..training.planned import PlannedTrainer
-from ..training.proving import StartUpCheck
-from ..training.state import FlatState, when_flat
-from ..training.steps import Part
 from ..versions import naming_versions, refuse_moved_names
+from . import refusals
+from .checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
+from .configs import Arguments, config_of, given_datasets, options_of, silence
+from .groups import form_group, refuse_ungrouped
+from .runtime import Runtime, when_flat
+from .steps import Part
 
 
-class FlatTrainer(PlannedTrainer):
+class FlatTrainer(Trainer):
     """
     Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
 
@@ -50,19 +50,22 @@ class FlatTrainer(PlannedTrainer):
     trl_trainer: Any  # TRL's trainer class
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
+    takes_sequence_parallel: ClassVar[bool] = False  # whether groups of processes may compute its batches
+    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # what the head needs, by the models
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
     # Metrics that are no means over a micro-batch: each with `min` or `max`, or with the two whose difference it is
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}
     differences: ClassVar[dict[str, tuple[str, str]]] = {}
+    flat: Runtime
+    args: Any  # one of TRL's configurations
     train_dataset: Dataset
     model: PreTrainedModel
     ref_model: Any = None
     # Where TRL's trainers keep metrics and tokens
     _metrics: Any
     _total_train_tokens: int
+    aux_loss_enabled: bool = False
     router_aux_loss_coef: float = 0.0
-
-    # --- at the start -----------------------------------------------------------------------------------------------
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -81,12 +84,10 @@ class FlatTrainer(PlannedTrainer):
     @naming_versions()
     def _init(self, arguments: Arguments) -> None:
         silence()
-        self.counts = TokenCounts()
         arguments["args"] = config = config_of(type(self), arguments)
         options = options_of(type(self), config)
-        pads = not vars(config).get("padding_free", True)  # not all of TRL's have the flag
-        self.flat = FlatState(options, pads)
-        self.refuse_ungrouped(arguments)
+        self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
+        refuse_ungrouped(type(self), self.flat, arguments)
         if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
             self.trl_trainer.__init__(self, **arguments)
@@ -95,8 +96,9 @@ class FlatTrainer(PlannedTrainer):
         if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
             for name, dataset in given_datasets(arguments):
                 log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
-        if options.memory_budget is not None:
-            config.gradient_checkpointing = config.activation_checkpointing = True  # the budget decides how far
+        if options.memory_budget is not None:  # the budget decides how far; the caller's configuration stays as it is
+            arguments["args"] = config = copy(config)
+            config.gradient_checkpointing = config.activation_checkpointing = True
         # With the flag, TRL warns and pads (DPO), or refuses `max_length` (SFT)
         with attributes_set([(config, "padding_free", False)]):
             self.trl_trainer.__init__(self, **arguments)
@@ -112,7 +114,13 @@ class FlatTrainer(PlannedTrainer):
         self.refuse_data(given_datasets(arguments))
         self.refuse_options()
         refusals.refuse_lost_router_loss(self.flat.options, self.args, self.router_losses())
-        self.plan_if_placed()
+        self.flat.plan_if_placed(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.flat.peak_memory = PeakMemory(self.accelerator.device)
+        if (size := self.flat.options.sequence_parallel_size) > 1:
+            self.flat.group = form_group(self.accelerator, size)
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
@@ -156,44 +164,36 @@ class FlatTrainer(PlannedTrainer):
 
     def start_flat(self) -> None:
         """Prove the models, and have them compute flat batches. Does nothing if called again."""
-        flat = self.flat
-        if flat.models:
-            return
-        flat.check = StartUpCheck(self.accelerator, flat.options, self.args, self.images_to_try(), self.group)
-        upstream.apply_liger(self.model, self.args)
-        cast_inputs_once(self.model, self.accelerator.device.type)
-        flat.models = flat.check.install(self.flat_models())
-        flat.trained = flat.models[0]
-        upstream.keep_varlen_results(self.model)
-        refusals.warn_of_dropout(flat.trained.model, self.args)
+        self.flat.start(self)
 
-    def prove_placed(self, model: torch.nn.Module) -> None:
-        """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
-        flat = self.flat
-        if not flat.check.claims(model):
-            return
-        models = [model]
-        if self.flat_base(model) is self.flat_base(self.model):
-            flat.check.awaits_weights = False
-            models += self.flat_models()[1:]
-        chosen = flat.trained.route
-        proven = flat.check.prove_all(models)
-        if chosen.prefix_sharing and not proven.prefix_sharing:
-            raise UnprovenModelError(
-                f"{type(self.flat_base(model)).__name__} cannot share prefixes, which was found out after the first "
-                "batches had been laid out: set `prefix_sharing=False`."
-            )
+    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
+        """Refuse a budget that an example, of those that are known, does not fit into."""
+        raise NotImplementedError
 
     # --- a training step --------------------------------------------------------------------------------------------
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self.flat.is_planned:  # it had to wait for the weights
-            self.plan_steps(model)
+            self.flat.prove(self, model)
+            self.flat.plan(self, model)
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
         parts = self.parts_of(Part(inputs, is_normalized=num_items_in_batch is not None))
         with self.flat.trained.must_train(self):
-            return step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
+            loss = step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
+        self.refuse_edits()
+        return loss
+
+    @when_flat
+    def prediction_step(self, *args, **kwargs):
+        outputs = super().prediction_step(*args, **kwargs)
+        self.refuse_edits()
+        return outputs
+
+    def refuse_edits(self) -> None:
+        """Refuse rows that were edited since they became flat. Waits only if the loss read nothing from the device."""
+        for flat_model in self.flat.models:
+            flat_model.edits.read()
 
     def parts_of(self, whole: Part) -> list[Part]:
         """
@@ -205,18 +205,25 @@ class FlatTrainer(PlannedTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.flat.pads:  # without `when_flat`, because padded tokens are counted, too
             if self.model.training:
-                self.counts.new.append(self.padded_counts(inputs))
+                self.flat.counts.new.append(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
         if self.flat.check.awaits_weights:  # evaluation may come before any step of training
-            self.prove_placed(model)
+            self.flat.prove(self, model)
+        if self.flat.planner is not None:
+            inputs = self.scheduled(inputs, torch.is_grad_enabled())
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        for flat_model in self.flat.models:  # without waiting: TRL has just read metrics from the device
-            if flat_model.edits.pending:
-                flat_model.edits.read()
         if (steps := self.flat.steps) is None:
             return loss
-        self.flat.trained.set_layers()  # again: for its pass of the reference, TRL sets all layers to one mode
+        if steps.planner.current is not None:  # for its pass of the reference, TRL sets all layers to one mode
+            self.flat.trained.set_recompute(steps.planner.current.batch.schedule)
         return loss if steps.part is None else steps.weighted(loss)
+
+    def scheduled(self, inputs: Inputs, trains: bool = False) -> Inputs:
+        """The inputs of a pass, whose flat batch has the schedule that a budget gives it."""
+        batch, planner = inputs.get("flat_batch"), self.flat.planner
+        if batch is None or planner is None:
+            return inputs
+        return {**inputs, "flat_batch": planner.scheduled(batch, trains)}
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """What TRL computes of a padded micro-batch."""
@@ -240,23 +247,64 @@ class FlatTrainer(PlannedTrainer):
 
     def total_counts(self) -> BatchCounts:
         """What all processes have computed in training so far. With padding, `distinct` is not known, and 0."""
-        counts = BatchCounts(*of_all_processes(self.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
+        counts = BatchCounts(*of_all_processes(self.flat.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
         return counts if self.flat.pads or self.flat.trained.repeats else replace(counts, repeated=0)
 
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and "loss" in logs:
-            peak = self.largest_of_group(self.peak_memory.highest)
-            logs |= self.counts.figures(self.accelerator, peak, self.flat.trained.repeats)
-            if self.flat.plan is not None:
-                logs |= self.flat.plan.figures()
+            logs |= self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
+            if self.flat.planner is not None:
+                logs |= self.flat.planner.figures()
         super().log(logs, *args, **kwargs)
 
     @when_flat
-    def create_model_card(  # type: ignore[override]
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]
         tags = [tags] if isinstance(tags, str) else list(tags or [])
         super().create_model_card(model_name, dataset_name, [*tags, "padding-free"])
         if self.is_world_process_zero():
-            append_to_card(self.args.output_dir, self.method, self.counts.total)
+            append_to_card(self.args.output_dir, self.method, self.flat.counts.total)
+
+    def get_tp_size(self) -> int:
+        return super().get_tp_size() * self.flat.options.sequence_parallel_size  # transformers knows such groups
+
+    def _get_num_items_in_batch(self, *args, **kwargs):
+        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # `gather` has counted each group once
+            return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: Inputs) -> int:
+        is_counted = self.flat.group is None or self.flat.group.rank == 0  # transformers sums over all processes
+        return super().floating_point_ops(inputs) if is_counted else 0
+
+    # --- checkpoints: none is left half written, and training goes on from a whole one, with padding too ------------
+
+    @naming_versions()
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        if self.args.should_save:  # a checkpoint that is there from before is not whole while it is written over
+            invalidate(self.args.output_dir, self.state.global_step)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
+        if self.flat.planner is not None:
+            self.flat.planner.save(output_dir, self.args.process_index)
+        # The trainer state, written next, says that a checkpoint is whole: all processes must have written their part
+        self.accelerator.wait_for_everyone()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.flat.resumed_from = checkpoint
+            if self.flat.planner is not None:
+                self.flat.planner.restore(checkpoint, self.args.process_index)
+        super()._load_rng_state(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with naming_weights(self, resume_from_checkpoint, self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with naming_weights(self, self.state.best_model_checkpoint, self.model):
+            super()._load_best_model()

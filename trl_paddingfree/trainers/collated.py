@@ -11,7 +11,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import RandomSampler
 
-from ..data.arrange import StepSampler, by_prefix, by_tokens, token_keys
+from ..data.arrange import StepSampler, by_prefix, by_tokens
 from ..data.collate import FlatCollator
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import Inputs
@@ -19,14 +19,14 @@ from ..flat.counts import BatchCounts, of_all_processes
 from ..images.collate import FlatVisionCollator
 from ..images.examples import ImageProbe, first_examples, has_images
 from ..memory.engine import is_sharded
-from ..memory.plan import Plan
+from ..memory.planner import MemoryPlanner
 from ..model.edits import refuse_lost_batch, refuse_lost_values
 from ..model.restored import attributes_set
-from ..training import refusals
-from ..training.configs import Arguments
-from ..training.state import when_flat
-from ..training.steps import Part, weighted_parts
+from . import refusals
 from .base import FlatTrainer
+from .configs import Arguments
+from .runtime import when_flat
+from .steps import Part, weighted_parts
 
 # How many of the largest examples are measured, for each way of being large
 _CANDIDATES = 16
@@ -63,7 +63,7 @@ class CollatedTrainer(FlatTrainer):
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL may call this within its `__init__`, once models have their fused heads: they have to compute flat batches
         self.start_flat()
-        self.plan_if_placed()
+        self.flat.plan_if_placed(self)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     # --- images -----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class CollatedTrainer(FlatTrainer):
         return self.example_lengths()
 
     def refuse_options(self) -> None:
-        options, limits = self.flat.options, self.rotary_limits()
+        options, limits = self.flat.options, self.flat.rotary_limits()
         if options.arrange_micro_batches != "none":
             rotary = [
                 f"`rope_type={kind!r}` and rows of more than {length} tokens"
@@ -129,10 +129,10 @@ class CollatedTrainer(FlatTrainer):
             ]
             refusals.refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
-        if self.group is not None:
+        if self.flat.group is not None:
             for kind, length in limits.items():
                 if self.exceeds(length):
-                    raise ValueError(self.group.too_long(kind, length))
+                    raise ValueError(self.flat.group.too_long(kind, length))
         refusals.refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
@@ -147,9 +147,9 @@ class CollatedTrainer(FlatTrainer):
             # accelerate puts this one in its place, but would not find it within ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` leaves as it was
-        processes = self.accelerator.num_processes // self.group_size
+        processes = self.accelerator.num_processes // self.flat.options.sequence_parallel_size
         if flat.options.arrange_micro_batches == "prefix":
-            arrange = by_prefix(token_keys(self.train_dataset, self.task.token_columns[0]))
+            arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
         else:
             hidden_size = self.model.config.get_text_config().hidden_size
             work = example_work(self.example_lengths(), flat.route.prefix_sharing, hidden_size)
@@ -182,16 +182,16 @@ class CollatedTrainer(FlatTrainer):
         """Whether the losses of parts of a micro-batch add up to that of the whole, and it is known how."""
         return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
 
-    def refuse_small_budget(self, plan: Plan) -> None:
+    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
-            return  # no length is known before an example comes: then the plan refuses it
+            return  # no length is known before an example comes: then the planner refuses it
         lengths = self.item_lengths()
         tokens = example_tokens(lengths, self.flat.trained.route.prefix_sharing)
         longest = row_lengths(lengths).max(1)
-        if plan.why_whole:
-            plan.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
-        if plan.needs is None:
+        if planner.why_whole:
+            planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
+        if planner.needs is None:
             return
         # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions.
         # The example that needs most in all is taken to be among the largest by one of these
@@ -201,23 +201,23 @@ class CollatedTrainer(FlatTrainer):
         if not self._adds_up:  # a micro-batch is not divided into parts: all of it has to fit
             largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
             batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
-            if plan.least_bytes(batch) > plan.budget:
-                raise plan.too_small_for(batch, "a micro-batch of the largest examples")
+            if planner.least_bytes(batch) > planner.budget:
+                raise planner.too_small_for(batch, "a micro-batch of the largest examples")
         alone = ((i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone())
-        least, worst, batch = max(((plan.least_bytes(batch), i, batch) for i, batch in alone), key=itemgetter(0))
-        if least > plan.budget:
-            raise plan.too_small_for(batch, f"example {worst} of the training data")
+        least, worst, batch = max(((planner.least_bytes(batch), i, batch) for i, batch in alone), key=itemgetter(0))
+        if least > planner.budget:
+            raise planner.too_small_for(batch, f"example {worst} of the training data")
 
     def parts_of(self, whole: Part) -> list[Part]:
-        inputs, plan = whole.inputs, self.flat.plan
-        if "flat_batch" not in inputs or (plan is not None and "rows" not in inputs):
+        inputs, planner = whole.inputs, self.flat.planner
+        if "flat_batch" not in inputs or (planner is not None and "rows" not in inputs):
             refuse_lost_batch(inputs)
         batch, parts = inputs["flat_batch"], [whole]
         is_alone = self.accelerator.num_processes == 1
-        if plan is not None and self._adds_up and not (is_alone and plan.is_whole(batch)):
+        if planner is not None and self._adds_up and not (is_alone and planner.is_whole(batch)):
             parts = self._agreed_parts(whole)
         counts = [part.inputs["flat_batch"].counts for part in parts]
-        self.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
+        self.flat.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
     def _agreed_parts(self, whole: Part) -> list[Part]:
@@ -240,18 +240,20 @@ class CollatedTrainer(FlatTrainer):
         return weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))
 
     def _divided(self, inputs: Inputs) -> list[Inputs]:
-        """The batches into which the plan divides one; that one alone, if it fits."""
-        whole, plan = inputs["flat_batch"], self.flat.plan
-        assert plan is not None
+        """The batches into which the planner divides one; that one alone, if it fits."""
+        whole, planner = inputs["flat_batch"], self.flat.planner
+        assert planner is not None
         rows = replace(inputs["rows"], collator=self.data_collator)  # a worker sends them without the collator
-        if rows.num_items == 1 or plan.is_whole(whole):
+        if rows.num_items == 1 or planner.is_whole(whole):
             return [inputs]
         # No call of the model will see the edited rows of the whole
         refuse_lost_values(inputs, rows.rows)
         labels = self.data_collator.row_labels(inputs)
         self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, in_parts=True)
-        reach = self.reach_of(whole)
-        parts = [rows.take(items).with_flat(reach) for items in plan.parts(list(map(plan.load, rows.alone())))]
+        reach = self.flat.reach_of(whole)
+        parts = [
+            rows.take(items).with_flat(reach) for items in planner.parts(list(map(planner.features, rows.alone())))
+        ]
         # transformers moves the tensors of inputs, but no flat batches: the data loader has done so for the whole
         device = self.args.device
         return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]

@@ -11,9 +11,9 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..images.generated import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
 from ..model.flat_model import FlatModel
-from ..training.configs import Arguments, PaddingFreeDistillationConfig
-from ..training.state import when_flat
+from .configs import Arguments, PaddingFreeDistillationConfig
 from .online import PROMPTS, OnlineTrainer
+from .runtime import when_flat
 
 # Without Triton, TRL has up to ten more tensors of a tile's size, in float32, while it computes the tile's gradient
 _TORCH_TILES = 10
@@ -80,8 +80,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
         host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # one copy: each waits for the device
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
-        with self.images_of(inputs):
-            batch = self.flatten(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
+        batch = self.flatten(host_ids, host_mask, labels, self.images_of(inputs)).to(ids.device, non_blocking=True)
         self._row, self._states = (batch, scored[:, 1:] > 0), {}
         self._pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
         ones = ids.new_ones(1, int(scored.sum()))

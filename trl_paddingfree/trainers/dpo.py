@@ -11,9 +11,9 @@ from ..data.task import Task
 from ..data.validate import check_preferences, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionPreferenceCollator
-from ..training.configs import PaddingFreeDPOConfig
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import PaddingFreeDPOConfig
+from .runtime import when_flat
 
 DPO = Task(
     name="dpo",
@@ -84,5 +84,5 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        self.prove_placed(model)
-        return super().compute_ref_log_probs(model, inputs)
+        self.flat.prove(self, model)
+        return super().compute_ref_log_probs(model, self.scheduled(inputs))

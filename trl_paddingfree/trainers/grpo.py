@@ -5,7 +5,7 @@ from dataclasses import replace
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from ..training.configs import Arguments, PaddingFreeGRPOConfig
+from .configs import Arguments, PaddingFreeGRPOConfig
 from .online import PROMPTS, OnlineTrainer
 
 logger = logging.get_logger(__name__)

@@ -11,9 +11,9 @@ from ..data.task import Task
 from ..data.validate import column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionUnpairedCollator
-from ..training.configs import PaddingFreeKTOConfig
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import PaddingFreeKTOConfig
+from .runtime import when_flat
 
 KTO = Task(
     name="kto",
@@ -62,7 +62,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         labels, tokens = inputs["label"].bool(), inputs["completion_mask"][:, 1:].sum(1)
-        sizes = {"loss": len(labels), "entropy": int(tokens.sum())}
+        sizes = {"loss": len(labels), "kl": len(labels), "entropy": int(tokens.sum())}
         for kind, rows in (("chosen", labels), ("rejected", ~labels)):
             sizes |= dict.fromkeys((f"rewards/{kind}", f"logps/{kind}"), int(rows.sum()))
             sizes[f"logits/{kind}"] = int(tokens[rows].sum())
@@ -89,7 +89,8 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        self.prove_placed(model)
+        self.flat.prove(self, model)
         # TRL calls the model on the matched rows and then on the mismatched ones, and hands on no `flat_batch` here
-        batches = iter((inputs["flat_batch"], inputs["flat_batch"].companion))
+        batch = self.scheduled(inputs)["flat_batch"]
+        batches = iter((batch, batch.companion))
         return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)

@@ -1,13 +1,12 @@
 """The base of the trainers that generate their own rows, which become flat where the model is called."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from datasets import Dataset
@@ -24,13 +23,13 @@ from ..images.examples import MADE_UP, ImageProbe, first_examples, has_images, m
 from ..images.generated import GeneratedImages, by_prompt
 from ..images.model import why_no_images
 from ..images.rows import VisionRules
-from ..memory.plan import Plan
+from ..memory.planner import MemoryPlanner
 from ..model.architecture import takes_images
 from ..model.flat_model import FlatModel
-from ..training.configs import Arguments
-from ..training.refusals import refuse_to_move, refuse_untried_images
-from ..training.state import when_flat
 from .base import FlatTrainer
+from .configs import Arguments
+from .refusals import refuse_to_move, refuse_untried_images
+from .runtime import when_flat
 
 # What tasks that generate have in common. Each gives it its name, and GRPO, the first, also the columns it is found by
 PROMPTS = Task(
@@ -48,9 +47,9 @@ class OnlineTrainer(FlatTrainer):
     """
     Base of the trainers that generate completions and score them in several passes.
 
-    Their batches come from no collator, so the models have a flattener: the passes of policy, old policy and reference
-    become flat where each model is called, under whatever wrappers. Generation is untouched. The loss of a micro-batch
-    is TRL's, over all its rows: what does not fit into a budget is computed in slices beneath it.
+    Their batches come from no collator: the passes of policy, old policy and reference become flat where each model is
+    called, under whatever wrappers. Generation is untouched. The loss of a micro-batch is TRL's, over all its rows:
+    what does not fit into a budget is computed in slices beneath it.
 
     >>> from trl_paddingfree import PaddingFreeGRPOTrainer
     >>> [base.__name__ for base in PaddingFreeGRPOTrainer.__bases__]
@@ -66,7 +65,6 @@ class OnlineTrainer(FlatTrainer):
     _step: int
     _rules: VisionRules  # of the models, if rows may have images
     _known: WeakTensorKeyDictionary  # the `GeneratedImages` of passes so far, by their `pixel_values`
-    _images: GeneratedImages | None = None  # those of the pass that is being made
     _generated: Inputs | None = None  # under a budget, the rows of the last pass, for one that is computed again
     sample_unit = "completions"
 
@@ -106,9 +104,8 @@ class OnlineTrainer(FlatTrainer):
         probe.collator = replace(collator, rules=self._rules)
         return probe
 
-    @contextmanager
-    def images_of(self, inputs: Inputs) -> Iterator[None]:
-        """Within this context, the rows that become flat have the images among the `inputs` of a pass."""
+    def images_of(self, inputs: Inputs) -> GeneratedImages | None:
+        """The images among the `inputs` of a pass, which gives them to its rows one after another."""
         pixels = inputs.get("pixel_values")
         if pixels is not None and self.flat.check.images is None:
             raise ValueError(
@@ -118,44 +115,53 @@ class OnlineTrainer(FlatTrainer):
             )
         if pixels is not None and pixels not in self._known:  # policy, reference and all iterations have the same ones
             self._known[pixels] = GeneratedImages.of(inputs)
-        self._images = None if pixels is None else copy(self._known[pixels])
-        try:
-            yield
-        finally:
-            self._images = None
+        return None if pixels is None else copy(self._known[pixels])
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
-    def flatten(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> FlatBatch:
-        """The flat batch of rows with prompts padded on the left and completions on the right."""
+    def flatten(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        labels: torch.Tensor,
+        images: GeneratedImages | None = None,
+    ) -> FlatBatch:
+        """
+        The flat batch of `(R, L)` rows with prompts padded on the left and completions on the right, scheduled for its
+        pass, which trains if gradients are enabled. `images` are those of the rows that come next.
+        """
         make = partial(
             FlatBatch.from_padded,
             *generated_on_host(input_ids, attention_mask, labels),
             prefix_sharing=self.flat.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
-            images=self._images and self._images.next(len(input_ids), self._rules),
+            images=images and images.next(len(input_ids), self._rules),
         )
         batch = make()
-        if reach := self.reach_of(batch):
+        if reach := self.flat.reach_of(batch):
             batch = make(reach=reach)
-        if torch.is_grad_enabled():  # the policy's pass, which trains
-            self.counts.new.append(batch.counts)
+        if trains := torch.is_grad_enabled():  # the policy's pass
+            self.flat.counts.new.append(batch.counts)
+        if self.flat.planner is not None:
+            batch = self.flat.planner.scheduled(batch, trains)
         return batch.to(input_ids.device, non_blocking=True)
 
-    def prove_placed(self, model: torch.nn.Module) -> None:
-        super().prove_placed(model)
-        flat_model = FlatModel.of(model)
-        if flat_model is None:
+    @when_flat
+    def compute_loss(self, *args, **kwargs):
+        with ExitStack() as passes:  # losses of one's own may call the models themselves
+            for flat_model in self.flat.models:
+                passes.enter_context(flat_model.flattening(self.flatten))
+            return super().compute_loss(*args, **kwargs)
+
+    @when_flat
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        self.flat.prove(self, model)
+        if (flat_model := FlatModel.of(model)) is None:
             raise RuntimeError(
                 f"Another trainer has replaced the forward of {type(self.flat_base(model)).__name__} since this "
                 f"{type(self).__name__} was made: make it again."
             )
-        flat_model.flattener = WeakMethod(self.flatten)  # models live on without their trainers
-
-    @when_flat
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        self.prove_placed(model)
-        with self.images_of(kwargs):
+        with flat_model.flattening(partial(self.flatten, images=self.images_of(kwargs))):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
     @when_flat
@@ -165,24 +171,25 @@ class OnlineTrainer(FlatTrainer):
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
-    def refuse_small_budget(self, plan: Plan) -> None:
+    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that a micro-batch does not fit into, should all its rows be as long as they may."""
         if self.max_completion_length is None or self.flat.check.images is not None:  # tokens of images are not known
             return
         prompt, name = self.longest_row()
         row = [0] * (prompt + self.max_completion_length)
-        if plan.why_whole:
-            plan.refuse_oversized(len(row), name)
-        if plan.needs is None:
+        if planner.why_whole:
+            planner.refuse_oversized(len(row), name)
+        if planner.needs is None:
             return
         number = self.args.per_device_train_batch_size
         rows = [[*row[:prompt], i + 1, *row[prompt + 1 :]] for i in range(number)]  # different from the completion on
         labels = [[IGNORE_INDEX] * prompt + tokens[prompt:] for tokens in rows]
         # Refused if not even rows of one prompt fit; named is the budget for rows of as many prompts
         best = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
-        if plan.least_bytes(best) > plan.budget:
+        if planner.least_bytes(best) > planner.budget:
             worst = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
-            raise plan.too_small_for(worst, f"a micro-batch of {number} rows, each {name}", "`max_completion_length`")
+            named = f"a micro-batch of {number} rows, each {name}"
+            raise planner.too_small_for(worst, named, "`max_completion_length`")
 
     def longest_row(self) -> tuple[int, str]:
         """Tokens of the prompt with the most characters, 1 if none is known yet; and its longest row in words."""

@@ -13,10 +13,10 @@ from ..data.lengths import pair_lengths
 from ..data.task import Task
 from ..data.validate import check_preferences, column_names, log_dropped, refuse_unread
 from ..flat.batch import Inputs
-from ..training.configs import Arguments, PaddingFreeRewardConfig
-from ..training.refusals import refuse_images
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import Arguments, PaddingFreeRewardConfig
+from .refusals import refuse_images
+from .runtime import when_flat
 
 REWARD = Task(
     name="reward",
@@ -77,7 +77,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
             )
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
-        return {"loss": len(inputs["input_ids"]) // 2}
+        return dict.fromkeys(("loss", "accuracy", "margin", "mean_reward"), len(inputs["input_ids"]) // 2)
 
     def example_lengths(self) -> np.ndarray:
         return pair_lengths(self.train_dataset, *self.task.token_columns)

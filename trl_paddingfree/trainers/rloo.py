@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from trl import RLOOConfig, RLOOTrainer
 
-from ..training.configs import PaddingFreeRLOOConfig
+from .configs import PaddingFreeRLOOConfig
 from .online import PROMPTS, OnlineTrainer
 
 

@@ -14,9 +14,9 @@ from ..data.validate import log_dropped, refuse_bad_messages, refuse_unknown_tok
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..images.collate import VisionLanguageModelingCollator
 from ..model.restored import attributes_set
-from ..training.configs import PaddingFreeSFTConfig
-from ..training.state import when_flat
 from .collated import CollatedTrainer
+from .configs import PaddingFreeSFTConfig
+from .runtime import when_flat
 
 SFT = Task(
     name="sft",

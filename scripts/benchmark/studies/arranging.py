@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
 from trl_paddingfree.data.arrange import StepSampler, by_prefix, by_tokens
 from trl_paddingfree.data.collate import PreferenceCollator
@@ -88,7 +89,7 @@ def measure_meetings(
         "dpo", source, vocab_size=32000, max_length=max_length, seed=seed, pairs_per_prompt=pairs_per_prompt
     )
     order = one_epoch(len(rows.examples), step_size, seed)
-    arrange = by_prefix([example["prompt_ids"] for example in rows.examples])
+    arrange = by_prefix(Dataset.from_list(rows.examples), "prompt_ids")
     collator = PreferenceCollator(0, padding_free=True)
     computed, real = {}, 0
     for label, indices in (("drawn", order), ("arranged", list(StepSampler(order, step_size, arrange)))):

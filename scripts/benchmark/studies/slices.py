@@ -5,6 +5,7 @@ of `memory_budget`, whose prediction for the counted batches stands beside what 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,15 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, Segments
-from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, load_of, model_config, training_needs
+from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, features_of, model_config, training_needs
+from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import cut_by_size, num_kept
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import count_kept_bytes, slice_loads
-from trl_paddingfree.memory.needs import MemoryNeeds, fused_head, needs_of
+from trl_paddingfree.memory.features import slice_features
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
+from trl_paddingfree.memory.needs import MemoryNeeds, fused_head
 from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
-from trl_paddingfree.model.flat_model import Decision, FlatModel
-from trl_paddingfree.model.restored import attributes_set
+from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
 from ..measure import most_allocated
@@ -68,7 +70,8 @@ def measure() -> dict[str, Any]:
     model.enable_input_require_grads()
     add_fused_lm_head(model)
     flat = FlatModel.install(model, choose_route(model))
-    needs = needs_of(count_kept_bytes(model, flat.route), 0, fused_head(model))
+    kept = count_kept_bytes(model, flat.route)
+    needs = MemoryNeeds(0, kept, fused_head(model), float(kept.factor))
     return {"counted": [_count(flat, needs, name, *case) for name, case in CASES.items()], "fit": _lengths_that_fit()}
 
 
@@ -88,26 +91,26 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
     layers, segments = recomputable_layers(flat.model), batch.layout.segments
     cuts = cut_by_size(segments, size)
 
-    def run(decision: Decision, recomputed: int) -> None:
+    def run(schedule: Schedule, recomputed: int) -> None:
         recompute_first(layers, recomputed)
-        with attributes_set([(flat, "decide", lambda _: decision)]):
-            output = flat.model(**given, flat_batch=batch, fused_lm_head=True, use_cache=False)
+        scheduled = replace(batch, schedule=schedule)
+        output = flat.model(**given, flat_batch=scheduled, fused_lm_head=True, use_cache=False)
         output.log_probs.sum().backward()
         flat.model.zero_grad()
 
     flat.model.gradient_checkpointing_enable({"use_reentrant": False})
-    decisions = (Decision(), 0), (Decision(), len(layers)), (Decision(cuts, scored_at_once=size), 0)
+    schedules = (Schedule(), 0), (Schedule(), len(layers)), (Schedule(cuts, head_chunk=size), 0)
     found: dict[str, dict[str, int]] = {}
-    for method, arguments in zip(METHODS, decisions, strict=True):
+    for method, arguments in zip(METHODS, schedules, strict=True):
         run(*arguments)  # what is made once
         with FlopCounterMode(display=False) as flops:
             run(*arguments)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run(*arguments)
         found[method] = {"flops": flops.get_total_flops(), "peak_bytes": most_allocated(profiler)}
-    whole = load_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
-    loads = slice_loads(segments, cuts, flat.route, whole)
-    predicted = needs.peak_of_slices(loads, num_kept(segments, cuts), whole, size)
+    whole = features_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
+    slices = slice_features(segments, cuts, flat.route)
+    predicted = needs.peak_of_slices(slices, num_kept(segments, cuts), whole, size)
     return {
         "name": name,
         "tokens": segments.num_tokens,
@@ -123,11 +126,11 @@ def _lengths_that_fit() -> list[dict[str, Any]]:
 
     def peak(batch: Callable[[int], tuple[Segments, int]], method: str, number: int) -> int:
         segments, scored = batch(number)
-        whole = load_of(segments.num_tokens, sum(segments.key_lengths), scored)
+        whole = features_of(segments.num_tokens, sum(segments.key_lengths), scored)
         if method != "slices":
             return int(needs.peaks(whole)[0 if method == "nothing" else -1])
         cuts = cut_by_size(segments, SLICE)
-        return needs.peak_of_slices(slice_loads(segments, cuts, route, whole), num_kept(segments, cuts), whole, SLICE)
+        return needs.peak_of_slices(slice_features(segments, cuts, route), num_kept(segments, cuts), whole, SLICE)
 
     return [
         {"layout": layout, "most": {method: _most(partial(peak, batch, method)) for method in METHODS}}

@@ -22,7 +22,7 @@ from ..images.model import sees_both_ways
 from ..memory.engine import base_of
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
-from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
+from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_in_slices, why_not_to_share
 from ..model.sequence import SequenceGroup
 from ..model.state_layers import describe_state_layers
 from .configs import PaddingFreeOptions
@@ -137,7 +137,7 @@ class StartUpCheck:
         for model in models:
             base = self._base(model)
             flat = FlatModel.of(base)
-            if flat is None or flat.decide is None:
+            if flat is None or why_not_in_slices(base, flat.route, flat.group):
                 continue
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
@@ -174,9 +174,7 @@ class StartUpCheck:
         base = self._base(model)
         trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # not by `FlatModel.of`: TRL may have put on another head
-            # Rows alone are computed as rows, and whole; and a trainer before may have left its budget and its group
-            flat.flattener = flat.decide = None
-            flat.divide_among(None)
+            flat.divide_among(None)  # a trainer before may have left its group
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):

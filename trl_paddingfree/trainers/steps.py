@@ -19,9 +19,9 @@ from accelerate import Accelerator, DistributedType
 from ..flat.batch import Inputs
 from ..flat.counts import of_all_processes
 from ..memory.engine import adds_up_shards
-from ..memory.plan import Plan
+from ..memory.planner import MemoryPlanner
 from ..model.restored import attributes_set
-from .attempts import Attempt, figures_restorer, shrink
+from .attempts import Attempt, halve
 
 # Methods by which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
@@ -97,12 +97,18 @@ class PartMetrics:
         for name in sizes.keys() - {"loss"}:
             self.sums[name] += 0  # only other processes may log it, and all have to gather the same names
         for name in (name for name, values in self.metrics.items() if len(values) > num_logged.get(name, 0)):
-            value, size = self.metrics[name].pop(), sizes.get(name, sizes["loss"])
+            value = self.metrics[name].pop()
             if name in self.extremes:
                 self.extremes[name].append(value)
-            elif name not in self.trainer.differences:
-                self.sums[name] += (value * size if size else 0.0, size)  # a mean over nothing may be `nan`
+            elif name in sizes:
+                self.sums[name] += (value * sizes[name] if sizes[name] else 0.0, sizes[name])  # `nan`, over nothing
                 self.logged.add(name)
+            elif name != "num_tokens" and name not in self.trainer.differences:
+                raise ValueError(
+                    f"{type(self.trainer).__name__} logs `{name}`, and how parts of a micro-batch combine it is not "
+                    "known. If it is a mean, name it in `part_sizes`; if not, in `extremes` or `differences`. Or leave "
+                    "`memory_budget` and `max_tokens_per_micro_batch` out."
+                )
 
     def log(self) -> None:
         """Log the metrics of the whole micro-batch, over all parts of all processes."""
@@ -126,11 +132,10 @@ class PartMetrics:
 
 
 class TrainingSteps:
-    """The training steps of a trainer under a [`~trl_paddingfree.memory.plan.Plan`]."""
+    """The training steps of a trainer under a [`~trl_paddingfree.memory.planner.MemoryPlanner`]."""
 
-    def __init__(self, trainer: Any, plan: Plan):
-        self.trainer, self.plan = trainer, plan
-        self.parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    def __init__(self, trainer: Any, planner: MemoryPlanner):
+        self.trainer, self.planner = trainer, planner
         self.part: Part | None = None  # the part that is being computed; `None` if the micro-batch is not divided
         self.is_weighted = False  # whether the loss of this part has its weight
         self.attempt: Attempt  # what the pass that is being made changes, as it was before
@@ -139,14 +144,24 @@ class TrainingSteps:
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
         Has TRL's `step` make a forward and a backward pass of each part of a micro-batch, and gives the sum of their
-        losses. Their metrics are logged together.
+        losses. Their metrics are logged together. If memory runs out, a part is computed again in smaller slices.
         """
         metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
-        losses = []
+        losses: list[torch.Tensor] = []
         for part in parts:
             self.remember()
             try:
-                losses.append(self._run_until_it_fits(step, part, metrics))
+                while True:
+                    try:
+                        losses.append(self._run_pass(step, part, metrics))
+                        self.attempt.finish()
+                    except RuntimeError as error:
+                        halve(self.planner, error)
+                    else:
+                        break
+                    # Not within `except`: until the error is gone, its frames hold the memory of the pass
+                    self.is_again = True
+                    self.attempt.undo()
             finally:
                 self.is_again = False
                 self.attempt.dropping.close()
@@ -154,24 +169,10 @@ class TrainingSteps:
             metrics.log()
         return torch.stack(losses).sum()
 
-    def _run_until_it_fits(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
-        """The loss of a part, which is computed again, under a lower budget, for as long as memory runs out."""
-        while True:
-            try:
-                loss = self._run_pass(step, part, metrics)
-            except RuntimeError as error:
-                shrink(self.plan, error)
-            else:
-                self.attempt.finish()
-                return loss
-            # Not within `except`: until the error is gone, its frames hold the memory of the pass
-            self.is_again = True
-            self.attempt.undo()
-
     def remember(self) -> None:
-        """A pass begins: what it changes from here on can be put back. How it is computed is yet to be decided."""
-        self.plan.current = None
-        self.attempt = Attempt(self.parameters, self.trainer.accelerator.device, figures_restorer(self.trainer))
+        """A pass begins: what it changes from here on can be put back. It is yet to be scheduled."""
+        self.planner.current = None
+        self.attempt = Attempt(self.trainer)
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
         """The loss of a part after its passes. Without `metrics` it is a whole micro-batch, whose metrics TRL logs."""
@@ -191,7 +192,7 @@ class TrainingSteps:
                     f"`{type(trainer).__name__}.compute_loss` does not call `super().compute_loss`, which weights "
                     "the losses of parts: call it, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
                 )
-        self.plan.finish(has_stepped=trainer.state.global_step > 0)
+        self.planner.finish(has_stepped=trainer.state.global_step > 0)
         return loss
 
     def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:

@@ -1,4 +1,4 @@
-"""The plan of a run under budgets: how each pass is computed, what it needs, and what is refused."""
+"""Plans the memory of a run under budgets: how each pass is computed, what it needs, and what is refused."""
 
 import json
 import math
@@ -14,8 +14,9 @@ from accelerate.utils import gather
 
 from ..flat.batch import FlatBatch
 from ..flat.counts import of_all_processes
+from ..flat.schedule import Schedule
 from ..flat.slices import cut_by_number, cut_by_size, num_kept, sizes_to_try
-from ..model.flat_model import Decision, FlatModel
+from ..model.flat_model import FlatModel
 from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
 from .device import GIB, PeakMemory
@@ -29,27 +30,25 @@ LEAST_SLICE = 128
 CORRECTED = 8
 # The file of each process in a checkpoint: each measures its own peaks
 STATE = "memory_budget_{rank}.json"
-# What is saved of a plan, besides what corrects its needs
+# What is saved of a planner, besides what corrects its needs
 _SAVED = ("limit", "budget", "has_shrunk", "observed", "most_measured")
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass under a plan."""
+    """A forward and backward pass that trains."""
 
-    batch: FlatBatch
-    decision: Decision
+    batch: FlatBatch  # with its schedule
     held: int  # bytes that tensors held before it
 
 
-class Plan:
+class MemoryPlanner:
     """
-    The plan of a run: decides how each pass computes a batch, under a `limit` of tokens, a `budget` in bytes, or both.
-    The one owner of such decisions, which keeps account of what follows from them.
+    Schedules each pass of a run under a `limit` of tokens, a `budget` in bytes, or both, and keeps account of them.
 
-    Decisions follow from sizes that the host knows, and from what is saved with checkpoints, never from memory that
-    happens to be free: a resumed run takes the same ones. `needs` are those of micro-batches under `memory_budget`, the
-    `option`; without it, they are `None`, and the budget, with all peaks, is 0.
+    Schedules follow from sizes that the host knows, and from what checkpoints save, never from memory that happens to
+    be free: a resumed run gets the same ones. `needs` are those of micro-batches under `memory_budget`, the `option`;
+    without it, they are `None`, and the budget and all peaks are 0.
     """
 
     def __init__(
@@ -68,53 +67,57 @@ class Plan:
         self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
         self.is_reentrant = is_reentrant  # whether layers recompute as reentrant checkpoints do
         self.asked = [option, limit]  # a failed allocation may lower the limit
-        self.has_shrunk = False  # whether a failed allocation has lowered the limit, or the budget
+        self.has_shrunk = False  # whether a failed allocation has lowered the limit
         self.is_sharded = is_sharded(accelerator)
         self.why_whole = why_not_in_slices(flat_model.model, flat_model.route, flat_model.group)
-        self.current: Pass | None = None  # the pass under way, from its decision on
+        self.current: Pass | None = None  # the pass under way that trains, once it is scheduled
         # Of passes since the last log
         self.micro_batches = self.slices = self.predicted = 0
         self.layers_recomputed = 0.0
         # Measured peaks: how many, and the largest ratio of a measured to a predicted one
         self.observed, self.most_measured = 0, 0.0
 
-    # --- decisions --------------------------------------------------------------------------------------------------
+    # --- schedules --------------------------------------------------------------------------------------------------
 
-    def decide(self, batch: FlatBatch) -> Decision:
-        """How a pass that begins computes a batch. Those of one batch are computed alike, with gradients or without."""
-        decision = self.own_decision(batch)
-        # In each pass, as processes compute different parts at the same time; one with fewer repeats its last
-        if self.is_sharded:
-            decision = self._agreed(batch, decision)
-        if torch.is_grad_enabled():
+    def scheduled(self, batch: FlatBatch, trains: bool) -> FlatBatch:
+        """A batch, and its companion, with the schedules of their passes. One that `trains` has to fit, and begins."""
+        batch = replace(batch, schedule=self.schedule(batch))
+        if batch.companion is not None:
+            batch = replace(batch, companion=self.scheduled(batch.companion, trains=False))
+        if trains:
             if self.why_whole:
                 self.refuse_oversized(batch.counts.computed)
-            if decision.peak > self.budget and not self.has_shrunk:
+            if batch.schedule.peak > self.budget and not self.has_shrunk:
                 raise self.too_small_for(batch)
-            self.current = Pass(batch, decision, self.device_memory.begin() if self.corrects else 0)
-        return decision
+            self.current = Pass(batch, self.device_memory.begin() if self.corrects else 0)
+        return batch
 
-    def own_decision(self, batch: FlatBatch) -> Decision:
-        """What this process decides by itself: the whole with as few layers recomputed as fit, or else slices."""
+    def schedule(self, batch: FlatBatch) -> Schedule:
+        """How to compute a batch, with gradients or without. Where processes gather weights together, they agree."""
+        own = self.own_schedule(batch)
+        return self._agreed(batch, own) if self.is_sharded else own
+
+    def own_schedule(self, batch: FlatBatch) -> Schedule:
+        """The schedule by this process alone: whole, with as few layers recomputed as fit, or else in slices."""
         # Kept with the layout, from whose lengths it follows
-        return batch.layout.derived(("decision", self.budget, self.limit), partial(self._decided, batch))
+        return batch.layout.derived(("schedule", self.budget, self.limit), partial(self._scheduled, batch))
 
-    def _decided(self, batch: FlatBatch) -> Decision:
+    def _scheduled(self, batch: FlatBatch) -> Schedule:
         segments, tokens = batch.layout.segments, batch.counts.computed
         number, peak = None, 0
-        whole = None if self.needs is None else self.load(batch)
+        whole = None if self.needs is None else self.features(batch)
         if self.needs is not None and whole is not None:
             number, peak = self.needs.fewest_recomputed(whole, self.budget)
         if self.why_whole or self._holds(tokens, peak):
-            return Decision((), number, peak)  # which is refused, if it trains and does not fit
-        tried = list[Decision]()
+            return Schedule(recompute=number, peak=peak)  # refused if it trains and does not fit
+        tried = list[Schedule]()
         low = high = min(self.limit or tokens, tokens)
         for low in sizes_to_try(segments, high, LEAST_SLICE):
             tried.append(self._cut(batch, whole, low))
             if tried[-1].peak <= self.budget:
                 break
             high = low
-        best = min(tried, key=lambda decision: decision.peak)
+        best = min(tried, key=lambda schedule: schedule.peak)
         # The largest slices that fit, to within an eighth: they keep devices busier, and recompute no more
         while high - low > max(1, low // 8) and best.peak <= self.budget:
             middle = (low + high) // 2
@@ -124,57 +127,56 @@ class Plan:
                 high = middle
         return best
 
-    def _agreed(self, batch: FlatBatch, own: Decision) -> Decision:
-        """The decision for all processes, as they gather weights together: the most slices and recomputed layers."""
-        counts = torch.tensor([[own.num_slices, own.num_recomputed or 0]], device=self.accelerator.device)
+    def _agreed(self, batch: FlatBatch, own: Schedule) -> Schedule:
+        """The schedule of all processes: the most slices, or the most recomputed layers, that any of them needs."""
+        counts = torch.tensor([[own.num_slices, own.recompute or 0]], device=self.accelerator.device)
         # Not `accelerator.gather`, which does nothing while `PartMetrics` collects the metrics of a part
         number, layers = map(int, gather(counts).amax(0).tolist())
         if number == own.num_slices and (number > 1 or self.needs is None):
             return own
         if number == 1:
             assert self.needs is not None
-            return Decision((), layers, int(self.needs.peaks(self.load(batch))[layers]))
-        whole = None if self.needs is None else self.load(batch)
+            return Schedule(recompute=layers, peak=int(self.needs.peaks(self.features(batch))[layers]))
+        whole = None if self.needs is None else self.features(batch)
         return self._in_slices(batch, whole, cut_by_number(batch.counts.computed, number, batch.layout.host_blocks))
 
     def _holds(self, tokens: int, peak: int) -> bool:
         """Whether so many tokens, with such a peak, are within the limit and the budget."""
         return (self.limit is None or tokens <= self.limit) and peak <= self.budget
 
-    def _cut(self, batch: FlatBatch, whole: np.ndarray | None, size: int) -> Decision:
-        """The decision for slices of at most `size` tokens, given the load of the `whole` batch if there are needs."""
+    def _cut(self, batch: FlatBatch, whole: np.ndarray | None, size: int) -> Schedule:
+        """The schedule in slices of at most `size` tokens, given the `whole` batch's features if there are needs."""
         return self._in_slices(batch, whole, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
 
-    def _in_slices(self, batch: FlatBatch, whole: np.ndarray | None, cuts: tuple[int, ...]) -> Decision:
-        """The decision for slices: no layer recomputes by itself, neither within them nor in the vision tower."""
+    def _in_slices(self, batch: FlatBatch, whole: np.ndarray | None, cuts: tuple[int, ...]) -> Schedule:
+        """The schedule of slices. No layer recomputes by itself then, neither within them nor in the vision tower."""
         segments = batch.layout.segments
         # Not in chunks if weights are sharded: each call of the head gathers its own
-        at_once = None if self.is_sharded else int(np.diff(cuts).max())
+        chunk = None if self.is_sharded else int(np.diff(cuts).max())
         if self.needs is None or whole is None:
-            return Decision(cuts, scored_at_once=at_once)
-        scored = whole[SCORED] if at_once is None else min(whole[SCORED], at_once)
-        features = slice_features(segments, cuts, self.flat_model.route)
-        return Decision(
-            cuts, 0, self.needs.peak_of_slices(features, num_kept(segments, cuts), whole, int(scored)), at_once
-        )
+            return Schedule(cuts, head_chunk=chunk)
+        scored = whole[SCORED] if chunk is None else min(whole[SCORED], chunk)
+        slices = slice_features(segments, cuts, self.flat_model.route)
+        peak = self.needs.peak_of_slices(slices, num_kept(segments, cuts), whole, int(scored))
+        return Schedule(cuts, 0, chunk, peak)
 
-    def load(self, batch: FlatBatch) -> np.ndarray:
-        """The [`load`] of a batch: the sizes by which its memory is predicted."""
+    def features(self, batch: FlatBatch) -> np.ndarray:
+        """The features of a batch by which its memory is predicted."""
         group = self.flat_model.group
-        # In a group, the load of the process with the most scored tokens: all processes must decide alike
+        # In a group, those of the process with the most scored tokens: all processes must decide alike
         scored = None if group is None else max(scored_sizes(batch, group.size))
         return memory_features(batch, self.flat_model.route, scored)
 
-    def parts(self, loads: Sequence[np.ndarray]) -> list[list[int]]:
+    def parts(self, examples: Sequence[np.ndarray]) -> list[list[int]]:
         """
-        The examples of each part of a micro-batch whose losses add up, by the [`load`] of each: as few parts as
+        The examples of each part of a micro-batch whose losses add up, by the features of each: as few parts as
         first-fit finds. One that does not fit by itself has a part of its own, which is computed in slices.
         """
         parts: list[list[int]] = []
         sums: list[np.ndarray] = []
-        for item in sorted(range(len(loads)), key=lambda i: -loads[i][TOKENS]):
+        for item in sorted(range(len(examples)), key=lambda i: -examples[i][TOKENS]):
             for i, total in enumerate(sums):
-                joined = joined_features(total, loads[item], self.flat_model.route)
+                joined = joined_features(total, examples[item], self.flat_model.route)
                 peak = 0 if self.needs is None else int(self.needs.peaks(joined).min())
                 if self._holds(joined[TOKENS], peak):
                     parts[i].append(item)
@@ -182,20 +184,20 @@ class Plan:
                     break
             else:
                 parts.append([item])
-                sums.append(loads[item])
+                sums.append(examples[item])
         return [sorted(part) for part in parts]
 
     def is_whole(self, batch: FlatBatch) -> bool:
         """Whether a batch is computed whole, and fits."""
-        decision = self.own_decision(batch)
-        return not decision.cuts and self._holds(batch.counts.computed, decision.peak)
+        schedule = self.own_schedule(batch)
+        return not schedule.cuts and self._holds(batch.counts.computed, schedule.peak)
 
     # --- what no budget can hold ------------------------------------------------------------------------------------
 
     def least_bytes(self, batch: FlatBatch) -> int:
         """The least bytes in which a batch can be computed."""
         assert self.needs is not None
-        whole, segments, tokens = self.load(batch), batch.layout.segments, batch.counts.computed
+        whole, segments, tokens = self.features(batch), batch.layout.segments, batch.counts.computed
         peaks = list[int]()
         if self.why_whole or self.limit is None or tokens <= self.limit:
             peaks.append(int(self.needs.peaks(whole).min()))
@@ -235,12 +237,12 @@ class Plan:
         """A pass ended well; `has_stepped` says whether the optimizer has its state by now."""
         if (current := self.current) is None:  # nothing that trains was computed
             return
-        tokens, decision = current.batch.counts.computed, current.decision
+        tokens, schedule = current.batch.counts.computed, current.batch.schedule
         self.micro_batches += 1
-        self.slices += decision.num_slices
-        again = decision.cuts[-2] / tokens if decision.cuts else 0.0  # all slices but the last are computed again
-        self.layers_recomputed += (decision.num_recomputed or 0) + again * len(self.flat_model.recomputable)
-        self.predicted = max(self.predicted, decision.peak)
+        self.slices += schedule.num_slices
+        again = schedule.cuts[-2] / tokens if schedule.cuts else 0.0  # all slices but the last are computed again
+        self.layers_recomputed += (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
+        self.predicted = max(self.predicted, schedule.peak)
         # Without gradients and moments, the peak would look as if activations needed next to nothing
         if has_stepped and self.corrects:
             self._correct(current)
@@ -250,8 +252,8 @@ class Plan:
         needs, group = self.needs, self.flat_model.group
         assert needs is not None
         self.observed += 1
-        uncorrected = (current.decision.peak - needs.fixed) / needs.correction
-        # Other tensors may have been allocated since the plan was made
+        uncorrected = (current.batch.schedule.peak - needs.fixed) / needs.correction
+        # Other tensors may have been allocated since the needs were counted
         held, peak = current.held, self.device_memory.peak
         if group is not None:
             held, peak = group.largest([held, peak]).tolist()
@@ -279,7 +281,7 @@ class Plan:
         }
 
     def save(self, folder: str, rank: int) -> None:
-        """Save what later decisions of the process `rank` depend on."""
+        """Save what later schedules of the process `rank` depend on."""
         state = {"asked": self.asked, **{name: vars(self)[name] for name in _SAVED}}
         if self.needs is not None:
             state |= {"correction": self.needs.correction, "fixed": self.needs.fixed}

@@ -1,17 +1,18 @@
 """Checkpoints: which are whole, which to resume from, weights under other names, and what the model card says."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import __version__
 from ..flat.counts import BatchCounts
-from ..versions import naming_versions
-from .state import FlatState
+from ..model.restored import attributes_set
 
 # What a model card says beside TRL's text
 MODEL_CARD = """
@@ -78,6 +79,29 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
     return resume_from_checkpoint
 
 
+def invalidate(output_dir: str, step: int) -> None:
+    """Mark the checkpoint of a step, if there is one from before, as not whole."""
+    (Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}" / TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> Iterator[None]:
+    """
+    Within this context, a `trainer` that finds other names in a checkpoint than in memory, as for models with images or
+    experts, loads weights by name. transformers' own warns, and goes on with the weights that the model had before.
+    """
+
+    def warn(load_result: Any) -> None:
+        if load_result.missing_keys and load_result.unexpected_keys:
+            load_by_name(checkpoint, model)
+        else:
+            original(load_result)
+
+    original = trainer._issue_warnings_after_load
+    with attributes_set([(trainer, "_issue_warnings_after_load", warn)]):
+        yield
+
+
 def load_by_name(checkpoint: str, model: Any) -> None:
     """Load the weights that a checkpoint has under other names as `from_pretrained` does; refuse if any is missing."""
     options: dict[str, Any] = {"config": deepcopy(model.config), "dtype": model.dtype, "output_loading_info": True}
@@ -88,50 +112,3 @@ def load_by_name(checkpoint: str, model: Any) -> None:
             f"of {type(model).__name__}: it is one of another model."
         )
     model.load_state_dict(loaded.state_dict())
-
-
-class ResumableTrainer(Trainer):
-    """A trainer that leaves no checkpoint half written, and resumes from a whole one, whether it pads or not."""
-
-    flat: FlatState
-    args: Any  # one of TRL's configurations
-
-    @naming_versions()
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
-
-    def _save_checkpoint(self, *args, **kwargs):
-        if self.args.should_save:  # a checkpoint that is there from before is not whole while it is written over
-            checkpoint = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        super()._save_checkpoint(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
-        if self.flat.plan is not None:
-            self.flat.plan.save(output_dir, self.args.process_index)
-        # The trainer state, written next, says that a checkpoint is whole: all processes must have written their part
-        self.accelerator.wait_for_everyone()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.flat.resumed_from = checkpoint
-            if self.flat.plan is not None:
-                self.flat.plan.restore(checkpoint, self.args.process_index)
-        super()._load_rng_state(checkpoint)
-
-    def _issue_warnings_after_load(self, load_result):
-        # Weights of models with images or experts have other names in files than in memory. transformers' trainer does
-        # not know this: it warns, and goes on with the weights that the model had before
-        if load_result.missing_keys and load_result.unexpected_keys:
-            load_by_name(*self.loading)
-        else:
-            super()._issue_warnings_after_load(load_result)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        self.loading = resume_from_checkpoint, self.model if model is None else model
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        self.loading = self.state.best_model_checkpoint, self.model
-        super()._load_best_model()

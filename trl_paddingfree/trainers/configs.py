@@ -18,7 +18,7 @@ from ..memory.device import has_accelerator
 from ..model.masks import BackendName
 
 if TYPE_CHECKING:
-    from ..trainers.base import FlatTrainer
+    from .base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 

@@ -22,7 +22,7 @@ from ..model import architecture
 from .configs import Arguments, PaddingFreeOptions, given_datasets
 
 if TYPE_CHECKING:
-    from ..trainers.base import FlatTrainer
+    from .base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 

@@ -1,0 +1,291 @@
+"""Calls, heads and adapters for which flat answers would differ: computed as before, or refused by name."""
+
+import copy
+import threading
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+
+from tests.anywhere.test_calls import TOLERANCE, assert_same_gradients, counts_of, rows
+from tests.helpers.tiny import lora, make_model
+from trl_paddingfree import FlatModel, check_packed, padding_free
+
+
+def moved(**options):
+    """A model whose embedding of padding is not zero, as in models that were trained, and a copy that computes flat."""
+    model = make_model(**options)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.randn(32, generator=torch.Generator().manual_seed(1))
+    return model, padding_free(copy.deepcopy(model))
+
+
+def said_of(model: torch.nn.Module) -> str:
+    return " ".join(FlatModel.of(model).padded.said)
+
+
+# --- padding on the left, and losses that read logits -----------------------------------------------------------------
+
+
+def all_scored(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A loss that scores all tokens of rows, those that padding predicts among them."""
+    scored = mask[:, 1:].bool()
+    return torch.nn.functional.cross_entropy(logits[:, :-1][scored], ids[:, 1:][scored])
+
+
+@pytest.mark.parametrize("of", ["logits", "hidden states"])
+def test_a_loss_that_scores_what_padding_predicts_is_that_of_padded_rows(of, caplog):
+    model, ours = moved()
+    given = rows("left")
+    del given["labels"]
+    for _ in range(2):
+        losses = []
+        for each in (model, ours):
+            logits = each(**given).logits if of == "logits" else each.lm_head(each.model(**given).last_hidden_state)
+            losses.append(all_scored(logits, *given.values()))
+            each.zero_grad()
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        assert_same_gradients(model, ours)
+    assert counts_of(ours).computed == 0
+    assert "padding on the left" in caplog.text
+
+
+def test_label_smoothing_on_rows_with_padding_on_the_left(tmp_path):
+    model, ours = moved()
+    given = rows("left")
+    examples = [{name: x[i] for name, x in given.items()} for i in range(5)]
+    for example in examples:
+        example["labels"] = example["input_ids"].masked_fill(example["attention_mask"] == 0, -100)
+    losses = []
+    for each in (model, ours):
+        options = {"max_steps": 3, "per_device_train_batch_size": 5, "label_smoothing_factor": 0.1, "logging_steps": 1}
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", **options)
+        trainer = Trainer(each, args, train_dataset=examples)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+
+
+def test_a_loss_that_reads_completions_alone_is_flat_from_its_second_step_on():
+    model, ours = moved()
+    given = rows("left")
+    del given["labels"]
+    ids, mask = given.values()
+    for step in range(3):
+        for each in (model, ours):
+            each.zero_grad()
+            scored = mask[:, 1:] * mask[:, :-1]
+            all_scored(each(**given).logits, ids, torch.nn.functional.pad(scored, (1, 0))).backward()
+        assert_same_gradients(model, ours)
+        assert counts_of(ours).padded == step * ids.numel()
+    with pytest.raises(ValueError, match="The loss scores the first token of a row with padding on its left"):
+        all_scored(ours(**given).logits, ids, mask).backward()
+    with torch.no_grad():  # no gradient would tell what is read
+        expected = model(**given, use_cache=False).logits
+        assert torch.equal(ours(**given, use_cache=False).logits, expected)
+
+
+def test_logits_that_are_kept_say_what_can_be_scored():
+    _, ours = moved()
+    given = rows("left")
+    del given["labels"]
+    shortest = int(given["attention_mask"].sum(1).min())
+    ours(**given, logits_to_keep=shortest)
+    assert counts_of(ours).computed
+    assert not said_of(ours)
+    ours(**given, logits_to_keep=shortest + 1)
+    assert "padding on the left" in said_of(ours)
+
+
+# --- masks, and heads that hand on others -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [(1.0, 0.0), (0.5, 0.0), (1.0, 0.5), (0.0, float("-inf"))])
+def test_masks_in_floating_point_are_read_as_transformers_reads_them(values):
+    model, ours = moved()
+    given = rows("right")
+    given.pop("labels")
+    given["attention_mask"] = torch.where(given["attention_mask"].bool(), *values)
+    expected, found = (each(**given).logits for each in (model, ours))
+    real = given["attention_mask"] == values[0]
+    assert torch.allclose(found[real], expected[real], atol=TOLERANCE)
+    assert bool(counts_of(ours).computed) == (values == (1.0, 0.0))
+
+
+def head_of_its_own(changed: str) -> torch.nn.Module:
+    """A model whose head hands on another mask or other positions if it is given labels."""
+    model = make_model()
+
+    class Head(type(model)):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
+            if labels is not None and changed == "mask":
+                attention_mask = attention_mask * (torch.arange(input_ids.size(1)) >= 3)
+            elif labels is not None:
+                steps = 1 if changed == "shift" else 2
+                position_ids = 3 + steps * torch.arange(input_ids.size(1)).expand_as(input_ids)
+            given = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+            return super().forward(input_ids=input_ids, **given, **kwargs)
+
+    model.__class__ = Head
+    return model
+
+
+@pytest.mark.parametrize("changed", ["mask", "shift", "stretch"])
+def test_what_a_head_hands_on_is_what_is_computed(changed):
+    model = head_of_its_own(changed)
+    ours = padding_free(copy.deepcopy(model))
+    given = rows("right")
+    losses = [each(**given).loss for each in (model, ours)]
+    assert torch.allclose(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, ours)
+
+
+def test_a_loss_that_counts_padding_is_that_of_padded_rows():
+    model = make_model()
+
+    class Head(type(model)):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            output = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+            if labels is not None:
+                output.loss = output.loss + output.logits.square().mean()
+            return output
+
+    model.__class__ = Head
+    ours = padding_free(copy.deepcopy(model))
+    given = rows("right")
+    assert torch.equal(ours(**given).loss, model(**given).loss)
+    assert "given `labels`" in said_of(ours)
+    del given["labels"]
+    ours(**given)
+    assert counts_of(ours).computed
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def adapters() -> dict[str, tuple]:
+    """Configurations of adapters that read more than each token by itself, and what their refusal names."""
+    targets = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    found = {"aLoRA": (LoraConfig(**targets, alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\]")}
+    for name in ("Velora", "Lily", "Poly"):  # not all versions of PEFT have them
+        if (kind := getattr(peft, f"{name}Config", None)) is not None:
+            if name == "Velora":
+                found[name] = (LoraConfig(**targets, velora_config=kind(num_groups=4)), "init_type='batch_average")
+            else:
+                found[name] = (kind(**targets), f"^{name}Config")
+    return found
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", adapters())
+def test_adapters_that_read_whole_batches_are_refused_by_name(name, order):
+    config, named = adapters()[name]
+    if order == "before":
+        adapted = get_peft_model(make_model(), config)
+        with pytest.raises(ValueError, match=named):
+            padding_free(adapted)
+    else:
+        adapted = get_peft_model(padding_free(make_model()), config)
+        extra = {"task_ids": torch.zeros(5, dtype=torch.long)} if name == "Poly" else {}
+        with pytest.raises(ValueError, match=named):
+            adapted(**rows("right"), **extra)
+
+
+def test_averages_of_random_projections_are_not_refused():
+    if (velora := getattr(peft, "VeloraConfig", None)) is None:
+        pytest.skip("PEFT has no VeLoRA")
+    config = lora(velora_config=velora(num_groups=4, init_type="random"), task_type="CAUSAL_LM")
+    adapted = get_peft_model(padding_free(make_model()), config)
+    adapted(**rows("right")).loss.backward()
+    assert counts_of(adapted).computed
+
+
+def test_prompt_learning_is_refused_by_name_and_computes_as_before_if_it_is_put_on_afterwards():
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="PromptTuningConfig"):
+        padding_free(get_peft_model(make_model(), config))
+    adapted = get_peft_model(padding_free(make_model()), config)
+    adapted(**rows("right")).loss.backward()
+    assert "embeddings" in said_of(adapted)
+
+
+# --- hooks, attention, threads ----------------------------------------------------------------------------------------
+
+
+def test_errors_of_what_acts_on_rows_name_a_way_out():
+    model, ours = moved()
+    given = rows("right")
+    steer = torch.randn(5, 1, 32)
+    for each in (model, ours):
+        each.model.layers[0].register_forward_hook(lambda module, args, output: output + steer.expand(-1, 20, -1))
+    with pytest.raises(RuntimeError) as error:
+        ours(**given)
+    assert "aside()" in "".join(error.value.__notes__)
+    with FlatModel.of(ours).padded.aside():
+        assert torch.equal(ours(**given).logits, model(**given).logits)
+    adapted = get_peft_model(padding_free(make_model()), lora(task_type="CAUSAL_LM")).eval()
+    with pytest.raises(ValueError, match="adapter_names") as error:
+        adapted(**rows("right"), adapter_names=["default"] * 4 + ["__base__"])
+    assert "`adapter_names`" in "".join(error.value.__notes__)
+
+
+def test_another_attention_is_refused_until_it_is_proven():
+    model, ours = moved()
+    given = rows("right")
+    for each in (model, ours):
+        each.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="'eager' since `padding_free`.*Call `padding_free` again"):
+        ours(**given)
+    padding_free(ours)
+    assert torch.allclose(ours(**given).loss, model(**given).loss)
+    assert counts_of(ours).computed
+
+
+def test_calls_from_several_threads_are_those_of_one():
+    model, ours = moved()
+    calls = [rows("right", draw) for draw in range(4)]
+    for given in calls[::2]:
+        del given["labels"]
+    expected = [model(**given).logits.masked_fill(given["attention_mask"][..., None] == 0, 0) for given in calls]
+    wrong = []
+
+    def run(number: int) -> None:
+        for _ in range(8):
+            try:
+                given = calls[number]
+                logits = ours(**given).logits.masked_fill(given["attention_mask"][..., None] == 0, 0)
+                if not torch.allclose(logits, expected[number], atol=TOLERANCE):
+                    wrong.append(number)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not FlatModel.of(ours).padded.is_off
+    assert counts_of(ours).padded == 4 * 8 * calls[0]["input_ids"].numel()
+
+
+# --- what is given in place of a model --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [padding_free, check_packed])
+def test_names_and_models_of_other_kinds_are_refused_in_one_line(function):
+    with pytest.raises(TypeError, match=rf"`model='Qwen/Qwen3-0.6B'`: `{function.__name__}` takes .*from_pretrained"):
+        function("Qwen/Qwen3-0.6B")
+    config = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder and a decoder.*not supported"):
+        function(T5ForConditionalGeneration(config))
+
+
+def test_a_call_that_returns_nothing_is_refused():
+    with pytest.raises(TypeError, match="returned None.*logits of each row"):
+        check_packed(make_model(), lambda rows: None)

@@ -1,0 +1,37 @@
+"""Adapters of PEFT that read more than each token by itself."""
+
+from collections.abc import Iterable
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PromptLearningConfig
+
+
+def why_padded(modules: Iterable[torch.nn.Module]) -> str:
+    """What an adapter of a model, one of `modules`, needs padded rows for, and what to do; empty if none does."""
+    for module in modules:
+        held = module.peft_config if isinstance(module, PeftModel) else vars(module).get("peft_config", {})
+        for config in held.values():
+            if reason := _why(config):
+                return reason
+    return ""
+
+
+def _why(config: PeftConfig) -> str:
+    name = type(config).__name__
+    if isinstance(config, PromptLearningConfig):
+        return f"{name} puts virtual tokens before every row, which a flat batch cannot hold: use LoRA"
+    if name in ("PolyConfig", "XLoraConfig"):
+        return f"{name} weighs its adapters by row, and a flat batch is one row: use LoRA"
+    if name == "LilyConfig":
+        return f"{name} weighs its adapters by an average over all tokens of a call, padding among them: use LoRA"
+    if not isinstance(config, LoraConfig):
+        return ""
+    if tokens := config.alora_invocation_tokens:
+        return f"`alora_invocation_tokens={tokens}` (aLoRA) are looked for in each row: use LoRA without them"
+    velora = vars(config).get("velora_config")  # not all versions of PEFT have it
+    if velora is not None and velora.init_type != "random":
+        return (
+            f"`velora_config` with `init_type={velora.init_type!r}` makes gradients of an average over all tokens of a "
+            "call, padding and repeated prompts among them: set `init_type='random'`"
+        )
+    return ""

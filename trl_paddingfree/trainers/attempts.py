@@ -1,0 +1,104 @@
+"""On a failed allocation, roll back the pass and retry it in slices of half the size."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from transformers.utils import logging
+
+from ..memory.planner import MemoryPlanner
+from ..model.forward import is_allocation_failure
+from ..model.restored import gradients_dropped
+
+logger = logging.get_logger(__name__)
+
+# Slices of fewer tokens are not halved
+LEAST_HALVED = 16
+
+
+class Attempt:
+    """
+    What a pass of `trainer` changes, as it was before: gradients, random states, metrics, counts, and the state of
+    TRL's loss.
+
+    No gradient is copied. A pass adds to the gradient of a parameter once, so one that a failed pass has changed is
+    complete. It is kept, and the one that the repeated pass computes is dropped.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer, device = trainer, trainer.accelerator.device
+        # PyTorch counts how often each tensor was changed
+        trained = [p for p in trainer.model.parameters() if p.requires_grad]
+        self.versions = [(p, None if p.grad is None else p.grad._version) for p in trained]
+        self.random = torch.get_rng_state()
+        self.on_device = None if device.type == "cpu" else torch.get_device_module(device)
+        self.device_random = None if self.on_device is None else self.on_device.get_rng_state(device)
+        self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self.counts = [*trainer.flat.counts.new]
+        self.attributes = {name: vars(trainer)[name] for name in (*trainer.changed_by_loss, "_total_train_tokens")}
+        self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass has changed
+        self.dropping = ExitStack()  # hooks that drop gradients of these parameters
+
+    def undo(self) -> None:
+        """A pass has failed: put back what it has changed, so that it can be repeated."""
+        metrics = self.trainer._metrics["train"]
+        metrics.clear()
+        metrics.update({name: list(values) for name, values in self.metrics.items()})  # the repeated pass may fail, too
+        self.trainer.flat.counts.new = [*self.counts]
+        vars(self.trainer).update(self.attributes)
+        torch.set_rng_state(self.random)
+        if self.on_device is not None:
+            self.on_device.set_rng_state(self.device_random, self.trainer.accelerator.device)
+            torch.accelerator.empty_cache()
+        for parameter, version in self.versions:
+            gradient = parameter.grad
+            if parameter not in self.complete and gradient is not None and gradient._version != version:
+                self.complete[parameter] = gradient
+                parameter.grad = None
+                self.dropping.enter_context(gradients_dropped([parameter]))  # at once: there may be no room for two
+
+    def finish(self) -> None:
+        """A pass has succeeded: put the gradients in place that failed ones have completed."""
+        self.dropping.close()
+        for parameter, gradient in self.complete.items():
+            parameter.grad = gradient
+
+
+def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
+    """Halve the slices of a planner if `error` says that memory ran out in its current pass; else raise it."""
+    # No pass is current while a trainer generates: the planner does not schedule that
+    if (failed := planner.current) is None or not is_allocation_failure(error):
+        raise error
+    if advice := why_not_again(planner):
+        raise type(error)(f"{error}\n{advice}") from error
+    batch, before = failed.batch, planner.limit
+    tokens = batch.counts.computed
+    size = batch.schedule.largest_slice(tokens)
+    planner.limit = size // 2
+    if planner.why_whole or size < LEAST_HALVED or planner.own_schedule(batch).largest_slice(tokens) >= size:
+        planner.limit = before
+        raise error
+    planner.has_shrunk = True
+    logger.warning(
+        f"An allocation failed in a micro-batch of {tokens} tokens, in slices of up to {size}. It is computed again, "
+        f"and from here on micro-batches of more than {planner.limit} tokens are computed in slices."
+    )
+
+
+def why_not_again(planner: MemoryPlanner) -> str:
+    """Why a pass cannot be repeated after a failed allocation; empty if it can."""
+    what = "`memory_budget`" if planner.needs else "`max_tokens_per_micro_batch`"
+    accelerator = planner.accelerator
+    if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return (
+            "One process cannot compute a micro-batch again while the others wait for its gradients. Lower "
+            f"{what}, and resume from the last checkpoint."
+        )
+    trained = [id(p) for x in planner.flat_model.recomputable for p in set(x.parameters()) if p.requires_grad]
+    if planner.is_reentrant and len(trained) != len(set(trained)):
+        return (
+            "Layers that share weights add to the same gradients several times with `use_reentrant=True`, so that "
+            f"a micro-batch cannot be computed again. Leave `use_reentrant` out, or lower {what}."
+        )
+    return ""

@@ -1,0 +1,200 @@
+"""What this package keeps for one trainer, and how its overrides stand aside while the trainer pads."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from transformers import PreTrainedConfig
+
+from .. import upstream
+from ..check.prove import UnprovenModelError
+from ..data.arrange import StepSampler
+from ..flat.batch import FlatBatch
+from ..flat.counts import TokenCounts
+from ..memory.adapters import cast_inputs_once
+from ..memory.device import PeakMemory
+from ..memory.engine import is_sharded
+from ..memory.planner import MemoryPlanner
+from ..memory.planning import make_planner
+from ..model import architecture
+from ..model.flat_model import FlatModel
+from ..model.routes import Route
+from ..model.sequence import SequenceGroup
+from .configs import PaddingFreeOptions
+from .proving import StartUpCheck
+from .refusals import warn_of_dropout
+from .steps import TrainingSteps
+
+if TYPE_CHECKING:
+    from .base import FlatTrainer
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass
+class Runtime:
+    """What this package keeps for one trainer. Only the first three are there before TRL's `__init__` has run."""
+
+    options: PaddingFreeOptions
+    pads: bool = False  # whether the trainer pads as TRL's does; then nothing but the counts is ever set
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    group: SequenceGroup | None = None  # the processes that compute shards of a batch with this one
+    check: StartUpCheck = field(init=False)
+    models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
+    trained: FlatModel = field(init=False)  # the first of `models`
+    peak_memory: PeakMemory = field(init=False)
+    planner: MemoryPlanner | None = None  # schedules passes within budgets; `None` without one, and before the weights
+    steps: TrainingSteps | None = None  # training steps within budgets
+    sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
+    is_planned: bool = False  # whether `planner` is settled: made, or not needed
+    resumed_from: str | None = None  # the checkpoint that training goes on from
+
+    @property
+    def route(self) -> Route | None:
+        """How batches are computed: the first choice, until the check has proven one. `None` without `models`."""
+        return self.trained.route if self.models else None
+
+    def start(self, trainer: "FlatTrainer") -> None:
+        """Prove the models of a `trainer`, and have them compute flat batches. Does nothing if called again."""
+        if self.models:
+            return
+        self.check = StartUpCheck(trainer.accelerator, self.options, trainer.args, trainer.images_to_try(), self.group)
+        upstream.apply_liger(trainer.model, trainer.args)
+        cast_inputs_once(trainer.model, trainer.accelerator.device.type)
+        self.models = self.check.install(trainer.flat_models())
+        self.trained = self.models[0]
+        upstream.keep_varlen_results(trainer.model)
+        warn_of_dropout(self.trained.model, trainer.args)
+
+    def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
+        """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
+        if not self.check.claims(model):
+            return
+        models = [model]
+        if trainer.flat_base(model) is self.trained.model:
+            self.check.awaits_weights = False
+            models += trainer.flat_models()[1:]
+        chosen = self.trained.route
+        proven = self.check.prove_all(models)
+        if chosen.prefix_sharing and not proven.prefix_sharing:
+            raise UnprovenModelError(
+                f"{type(self.trained.model).__name__} cannot share prefixes, which was found out after the first "
+                "batches had been laid out: set `prefix_sharing=False`."
+            )
+
+    def rotary_limits(self) -> dict[str, int]:
+        """By kind of rotary frequencies: the length from which on those of a model depend on the longest row."""
+        return architecture.rotary_limits(*self._text_configs())
+
+    def reach_of(self, batch: FlatBatch) -> int | None:
+        """The length of a batch's longest row, if rotary frequencies of a model depend on it; else `None`."""
+        return architecture.rotary_reach(batch.row_index.size(1), *self._text_configs())
+
+    def _text_configs(self) -> list[PreTrainedConfig]:
+        return [flat_model.model.config.get_text_config() for flat_model in self.models]
+
+    @property
+    def highest_peak(self) -> int:
+        """Most bytes in use so far; the most of any process of the group."""
+        highest = self.peak_memory.highest
+        return highest if self.group is None else int(self.group.largest([highest])[0])
+
+    def plan_if_placed(self, trainer: "FlatTrainer") -> None:
+        """Plan for the budgets before training, if the models have all of their weights by now."""
+        if not self.check.awaits_weights and not is_sharded(trainer.accelerator):
+            self.plan(trainer, trainer.model)
+
+    def plan(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
+        """
+        Plan for the budgets of a `trainer`, prove slices of its `model`, which has its weights, and refuse a budget
+        that an example does not fit into. Does nothing if called again.
+        """
+        if self.is_planned:
+            return
+        if not self.options.has_budget:
+            self.is_planned = True
+            return
+        if vars(trainer).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
+            raise ValueError(
+                "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
+                "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
+            )
+        planner = self._make_planner(trainer)
+        self.check.prove_slices([model, *trainer.flat_models()[1:]])
+        if self.resumed_from is not None:
+            planner.restore(self.resumed_from, trainer.args.process_index)
+        if not planner.has_shrunk:  # else its limit is smaller than the one by which the data was measured before
+            trainer.refuse_small_budget(planner)
+        # All at once, and last: after an error on the way, the next step plans again
+        self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
+
+    def _make_planner(self, trainer: "FlatTrainer") -> MemoryPlanner:
+        options, args, optimizer = self.options, trainer.args, trainer.optimizer
+        with self.check.in_precision():
+            return make_planner(
+                self.trained,
+                trainer.accelerator,
+                self.peak_memory,
+                option=options.memory_budget,
+                limit=options.max_tokens_per_micro_batch,
+                is_reentrant=bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+                models=trainer.flat_models(),
+                wrapped=trainer.model_wrapped,
+                optimizer=trainer.get_optimizer_cls_and_kwargs(args, trainer.model) if optimizer is None else optimizer,
+                head=type(trainer).head_bytes(*(flat_model.model for flat_model in self.models)),
+                images=self._images_in_memory() if options.memory_budget else (),
+                arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
+            )
+
+    def _images_in_memory(self) -> list[dict[str, Any]]:
+        """Arguments of calls with different numbers of images, from which the planner learns what one needs."""
+        images = self.check.images
+        if images is not None and not images.names:
+            raise ValueError(
+                f"`memory_budget={self.options.memory_budget}`: no example of the train data has an image in its "
+                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
+            )
+        return [] if images is None else images.to_count(self.trained.route.prefix_sharing)
+
+
+class _WhenFlat:
+    """A method that overrides one of TRL's, and stands aside while the trainer pads."""
+
+    def __init__(self, method: Callable[..., Any]):
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        method = self.method
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called = getattr(super(owner, self), name) if self.flat.pads else functools.partial(method, self)
+            return called(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+
+def when_flat(method: Method) -> Method:
+    """
+    Decorate an override of one of TRL's methods: while the trainer pads, TRL's own is called in its place.
+
+    >>> from types import SimpleNamespace
+    >>> from trl_paddingfree import when_flat
+    >>> class TRLTrainer:
+    ...     def rows(self):
+    ...         return "padded"
+    >>> class OwnTrainer(TRLTrainer):
+    ...     @when_flat
+    ...     def rows(self):
+    ...         return "flat, not " + super().rows()
+    >>> trainer = OwnTrainer()
+    >>> trainer.flat = SimpleNamespace(pads=False)  # as a trainer's `__init__` sets it
+    >>> trainer.rows()
+    'flat, not padded'
+    >>> trainer.flat.pads = True
+    >>> trainer.rows()
+    'padded'
+    """
+    return cast(Method, _WhenFlat(method))
