@@ -143,8 +143,8 @@ ELSEWHERE = {
     "cli/train.py": ("_set_params_and_buffers_to_ignore_for_model",),
     "memory/saved_bytes.py": ("_base",),
     "model/slices.py": ("_modules",),
-    "training/attempts.py": ("_version",),
-    "training/steps.py": ("_set_sync_gradients",),
+    "trainers/attempts.py": ("_version",),
+    "trainers/steps.py": ("_set_sync_gradients",),
 }
 # Methods of TRL's trainers that ours extend: each calls `super()`, or does while the trainer pads
 EXTENDED = {

@@ -28,7 +28,7 @@ from trl_paddingfree.flat.pieces import Context
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.masks import FlatMask, OtherSlices
+from trl_paddingfree.model.masks import FlatMask, OtherSlices, PassContext
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import scored_sizes, slice_of
 from trl_paddingfree.model.state_layers import state_heads
@@ -425,13 +425,13 @@ def assert_halo_brings(draw, size):
         return torch.nn.functional.conv1d(axis, weight[:, None], groups=3, padding=3)[..., : axis.size(-1)]
 
     def convolved(mask, states):
-        functions = tree_functions(mask, {"causal_conv1d_fn": convolution}, ())
+        functions = tree_functions(mask.context, {"causal_conv1d_fn": convolution}, ())
         return functions["causal_conv1d_fn"](states.T[None], weight)[0].T
 
     found = []
     for number in range(size):
         own = states[list(span_of(total, number, size))]
-        mask = FlatMask.carrying(whole, per_token=True, other_slices=Given(states, number, size))
+        mask = FlatMask.carrying(PassContext(whole, carry=Given(states, number, size)), per_token=True)
         assert mask.shape == (1, len(own))
         found.append(convolved(mask, own)[: slice_sizes(total, size)[number]])
     rows = [states[whole.segments.path(i)] for i in range(len(whole.segments.lengths))]
