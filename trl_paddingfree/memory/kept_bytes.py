@@ -62,7 +62,8 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     even = [tokens(_SHORT), tokens(_MIDDLE), [long], tokens(_SHORT, _SHORT)]
     even += [[start + row for row in tokens(_SHORT, _SHORT)] for start in (prompt, context)]
     even.append([prompt + row for row in tokens(_SHORT, _MIDDLE, _LONG)])
-    odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(_LONG + 40), tokens(*range(50, 66, 5))]
+    odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(_LONG + 40)]
+    odd.append(tokens(*range(50, 66, 5)))
     odd.append([start + row for start in tokens(*range(4, 30, 3)) for row in tokens(len(start), 5)])
     # As much padding as attention allows: of rows, of the queries of branches, and of their keys
     odd += [tokens(32, *[23] * 20), [prompt + row for row in tokens(16, 16, *[10] * 20)]]
@@ -117,10 +118,10 @@ def count_kept_bytes(
     factor = (_moments(counted, number) / np.maximum(_moments(seen @ fitted, number), 1)).max()
     kept, recomputed = fitted[:, 1 : number + 1].T, fitted[:, number + 1 : -1].T
     # The largest tensor is one of scores only in rows longer than these
-    largest = _nonnegative(np.where(np.arange(len(FEATURES)) == PAIRS, 0, used)[is_even], counted[is_even, -1])
-    largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()  # masks get no gradients
+    most = _nonnegative(np.where(np.arange(len(FEATURES)) == PAIRS, 0, used)[is_even], counted[is_even, -1])
+    most[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()  # masks get no gradients
     of_token = np.array(sum(of_keys) / max(seen[:, TOKENS].sum(), 1))
-    return KeptBytes(kept, recomputed, fitted[:, 0], largest, of_token, np.maximum(factor, 1.0))
+    return KeptBytes(kept, recomputed, fitted[:, 0], most, of_token, np.maximum(factor, 1.0))
 
 
 def _as_inputs(batch: FlatBatch) -> Inputs:
