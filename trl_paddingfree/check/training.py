@@ -31,7 +31,7 @@ _MOST = {"cpu": 2**25, "accelerator": 2**30}
 # Counts passes that failed here, and how long to wait for other processes to fail alike
 _FAILURES, _SECONDS = count(), 20.0
 # Attributes that say where a layer is in its stack or what it is doing now
-_PASSING = ("layer_idx", "training", "_parameters", "_buffers", "_modules")
+_PASSING = {"layer_idx", *(name for name in vars(torch.nn.Module()) if "hooks" not in name)}
 # How deep the others are looked into, and how many objects of one layer
 _DEPTH, _OBJECTS = 6, 10_000
 
