@@ -239,6 +239,11 @@ def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
     return None if sharded is None else sharded._get_fsdp_state()._mp_policy.param_dtype
 
 
+def gradient_hooks(tensor: torch.Tensor) -> Any:
+    """What [`torch.Tensor.register_hook`] has put on a tensor."""
+    return tensor._backward_hooks
+
+
 def process_store() -> torch.distributed.Store:
     """The store through which the processes of a run have met: it needs no collective."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel

@@ -107,7 +107,7 @@ def _kind(layer: torch.nn.Module) -> str:
             return id(x)
         seen[id(x)] = len(seen), x
         if isinstance(x, torch.Tensor):
-            return *x.shape, *within(x.dtype, x.requires_grad, x._backward_hooks, *sorted(vars(x).items()))
+            return *x.shape, *within(x.dtype, x.requires_grad, upstream.gradient_hooks(x), *sorted(vars(x).items()))
         if isinstance(x, FunctionType):
             cells = (cell.cell_contents for cell in x.__closure__ or ())
             return id(x.__code__), *within(x.__defaults__, x.__kwdefaults__, *sorted(vars(x).items()), *cells)

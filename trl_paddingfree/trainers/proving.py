@@ -150,12 +150,10 @@ class StartUpCheck:
             if not is_exact:
                 raise UnprovenModelError(
                     f"{type(base).__name__} computes slices of a flat batch differently from the whole ({result}), so "
-                    "training within a budget would be wrong. Leave `max_tokens_per_micro_batch` and `memory_budget` "
-                    "out."
+                    "training within a budget would be wrong. Leave out `max_tokens_per_micro_batch` and `memory_budget`."
                 )
             if trains and self.accelerator.is_main_process:
-                missing = result.gradients.not_compared
-                verdict = "exact as far as it was compared" if missing else "exact on this model"
+                verdict = "exact as far as it was compared" if result.gradients.not_compared else "exact on this model"
                 logger.warning(f"Slices within the budget: {verdict} ({result}).")
 
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
