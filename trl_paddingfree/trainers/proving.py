@@ -149,8 +149,8 @@ class StartUpCheck:
                     break
             if not is_exact:
                 raise UnprovenModelError(
-                    f"{type(base).__name__} computes slices of a flat batch differently from the whole ({result}), so "
-                    "training within a budget would be wrong. Leave out `max_tokens_per_micro_batch` and `memory_budget`."
+                    f"{type(base).__name__} computes slices of a flat batch differently from the whole ({result}): "
+                    "training within a budget would be wrong. Leave `max_tokens_per_micro_batch`, `memory_budget` out."
                 )
             if trains and self.accelerator.is_main_process:
                 verdict = "exact as far as it was compared" if result.gradients.not_compared else "exact on this model"
