@@ -1,8 +1,8 @@
 """Rows alone and packed by others, in evaluation and in training mode: what `check_packed` compares."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,38 +80,30 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
             found.add(torch.get_autocast_dtype(device))
 
     rows = [torch.from_numpy(row).to(model.device) for row in check_rows(model.config.get_text_config().vocab_size, 0)]
-    given: list[Any] = []
     with undisturbed(model), ExitStack() as hooks:
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(note))
-        with suppress(Exception):  # what it raises is raised again, and becomes the verdict
-            given += [call(rows), call(rows)]
-    answers: list[list[torch.Tensor]] = []
-    for returned in given:
-        answers.append([*returned] if isinstance(returned, Iterable) else [])
-        if not isinstance(returned, Iterable) or not all(map(torch.is_tensor, answers[-1])):
-            kind = "None" if returned is None else f"a {type(returned).__name__}"
+        try:
+            answers = [call(rows), call(rows)]
+        except Exception:  # it is raised again where it becomes the verdict
+            answers = []
+    for each in answers:
+        if not isinstance(each, list | tuple) or not all(map(torch.is_tensor, each)):
+            kind = "None" if each is None else f"a {type(each).__name__}"
             raise TypeError(f"`call` returned {kind}: it has to return a list with the logits of each row.")
-    is_random = False
-    if len(answers) == 2:
-        once, again = (torch.cat([x.double().flatten() for x in each]).cpu() for each in answers)
-        is_random = once.shape == again.shape and relative_error(again, once) > rounding_unit(model) ** 0.5
+    once, again = (torch.cat([torch.zeros(1), *(x.cpu().flatten() for x in each)]) for each in answers or [[], []])
+    is_random = once.shape == again.shape and relative_error(again, once) > rounding_unit(model) ** 0.5
+    failure = "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
     with torch.autocast(device, found.pop()) if found else nullcontext():
-        yield (
-            "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
-            if is_random
-            else ""
-        )
+        yield failure if is_random else ""
 
 
 def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
-    """Seconds that a model takes for a token of a row."""
+    """Seconds that a model takes for a token of a row, at best: others may use the machine, too."""
     length = min([128, *architecture.position_limits(model)])
-    row = np.arange(length) % model.config.get_text_config().vocab_size
+    inputs = row_inputs(model, [np.arange(length) % model.config.get_text_config().vocab_size])
     with undisturbed(model):
-        start = time.perf_counter()
-        called(**row_inputs(model, [row])).log_probs.sum().item()
-    return (time.perf_counter() - start) / length
+        return min(timeit.repeat(lambda: called(**inputs).log_probs.sum().item(), number=1, repeat=3)) / length
 
 
 def packed_or_alone(model: Any, call: PackedCall, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
@@ -240,8 +232,9 @@ class PackedInTraining(RowsInTraining):
 
     def _sketches(self, is_packed: bool = False, padding: int = 0) -> list[torch.Tensor]:
         """Gradients of parameters, zeros where none arrive, and of large ones their product with a vector."""
-        rng = np.random.default_rng(0)
-        totals: list[torch.Tensor] = []
+        rng, totals = np.random.default_rng(0), list[torch.Tensor]()
+        if not self.parameters:  # all are frozen
+            return []
         for rows in [self.rows] if is_packed else [[row] for row in self.rows]:
             inputs = row_inputs(self.model, rows, len(rows[0]) + padding, prefix_sharing=False if is_packed else None)
             log_probs = self.answers(inputs)[:, : len(rows[0]) - 1]
