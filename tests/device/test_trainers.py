@@ -157,19 +157,6 @@ def test_memory_that_runs_out_costs_a_warning_and_nothing_else(task, left, caplo
     assert "An allocation failed" in caplog.text
 
 
-def test_a_pass_that_is_made_again_draws_from_the_device_what_it_drew(slices_made):
-    def once(left):
-        model, dropout = make_model(num_hidden_layers=6), lora(lora_dropout=0.3)
-        made = {**arguments("sft", model=model), "peft_config": dropout, "callbacks": [Crowded(left)]}
-        with pretend_device.own_generator():
-            return train("sft", make=lambda: made, data=DATA["sft"](4, 0), memory_budget=1.0, steps=1)
-
-    expected, actual = once(10**9), once(6_300_000)
-    assert actual.log_history[0]["flat/recomputed"] > expected.log_history[0]["flat/recomputed"]
-    assert set(slices_made) <= {1}
-    assert off_by(expected, actual, TOLERANCE) == {}
-
-
 def test_slices_that_are_computed_again_draw_from_the_device_what_they_drew(monkeypatch):
     """The first slice is given no keys, by whose device it would know where numbers are drawn."""
 
