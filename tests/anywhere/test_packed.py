@@ -166,3 +166,30 @@ def test_the_command_says_so_by_its_exit_status(name, code, tmp_path, tokenizer,
     assert main(["check", str(tmp_path), "--packed", "--json"]) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["passed"], found["verdict"]) == (code == 0, "exact" if code == 0 else "LEAKS")
+
+
+def test_a_verdict_says_up_to_where_it_holds():
+    model = make_model(max_position_embeddings=4096)
+    result = check_packed(model)
+    assert (result.documents, result.longest, result.not_compared) == (8, 1280, ())
+    assert 1024 < result.length <= 2048
+    assert f"for up to 8 documents of up to 1280 tokens, {result.length} in all" in str(result)
+
+    def forgets(rows):
+        return by_positions(model, rows) if len(rows) <= 8 else forgotten_positions(model, rows)
+
+    assert check_packed(model, forgets).passed
+    assert check_packed(model, forgets, documents=9, length=256).verdict == "LEAKS"
+    for wrong in ({"documents": 1}, {"documents": 0}, {"length": 40}):
+        with pytest.raises(ValueError, match=r"`documents=\d` with `length=\d+`"):
+            check_packed(model, **wrong)
+
+
+def test_what_takes_too_long_is_left_out_and_named(monkeypatch):
+    monkeypatch.setattr("trl_paddingfree.check.packed._SECONDS", 0.0)
+    monkeypatch.setattr("trl_paddingfree.check.packed_rows.LOGITS", 3000)
+    result = check_packed(make_model(num_hidden_layers=4))
+    assert result.passed
+    assert (result.documents, result.longest) == (4, 104)
+    for named in ("embed_tokens.weight", "the first and the last layer", "give `length` and `documents`"):
+        assert named in str(result)

@@ -298,6 +298,7 @@ RIGHT: dict[str, tuple[Callable[[], Any], Forward]] = {
     "layers with state, one by one": (of("lfm2"), alone),
     "large weights": (wide, packed),
     "six layers": (deep, packed),
+    "all weights frozen": (lambda: make_model().requires_grad_(False), by_positions),
 }
 WRONG: dict[str, tuple[Callable[[], Any], Forward]] = {
     "no boundaries": (tiny(), leaky),

@@ -127,7 +127,7 @@ def check_packed(
     by = by_default if call is None else getattr(call, "__name__", type(call).__name__)
     packing = Packing("positions", implementation, prefix_sharing=False, by=by)
     packed = partial(by_positions, model) if call is None else call
-    lengths = lengths_of(base, documents or _DOCUMENTS, length or _LENGTH)
+    lengths = lengths_of(base, _DOCUMENTS if documents is None else documents, _LENGTH if length is None else length)
     # A call may train, with dropout, or turn autocast on: rows alone compute so too, and nothing drops
     with without_dropout([*model.modules()]), as_it_computes(base, packed) as failure:
         if failure:
@@ -136,7 +136,7 @@ def check_packed(
         seconds = seconds_of_a_token(base, called)
         logits = sum(lengths) * base.config.get_text_config().vocab_size
         takes_seconds = seconds * sum(lengths) * _LONG_PASSES <= _SECONDS and logits <= LOGITS
-        if not (length or documents or takes_seconds):
+        if length is None and documents is None and not takes_seconds:
             lengths = ()
         every_layer = seconds * _TRAINING_TOKENS <= _SECONDS
         for draw in range(draws_of(base)):

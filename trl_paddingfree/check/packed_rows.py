@@ -1,10 +1,8 @@
 """Rows alone and packed by others, in evaluation and in training mode: what `check_packed` compares."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
-from functools import partial
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,19 +15,21 @@ from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.restored import local_part
 from .anywhere import log_probs_of
-from .comparison import HALF_DIGITS_FACTOR, Comparison, Verdict, relative_error, root_mean_square
-from .gradients import RowsInTraining
+from .gradients import GradientResult, RowsInTraining
 from .probe import (
+    NOISE_FACTOR,
     Call,
     Rows,
     RowsAlone,
     check_rows,
     narrowed,
+    relative_error,
+    root_mean_square,
     rounding_unit,
     row_inputs,
     undisturbed,
 )
-from .training import sketch
+from .training import as_in_training
 
 # A function that takes rows, each `(n,)` int64, and returns the logits of each, `(n, vocabulary)`
 PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -43,6 +43,11 @@ _PADDING = (1, 37)
 # Units of float32 by which log-probabilities of long rows may differ beside the noise: packed rows may go on counting
 # positions, and rotary angles round the more the larger they are
 _ANGLES = 16
+# The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
+_WHOLE = 2**18
+# Errors of a gradient are relative to its norm, or to this share of the largest norm if that is more: in float32, and
+# in lower precision, where rounding may send a token to another expert
+_LEAST_NORM, _LEAST_NORM_IN_LOW_PRECISION = 0.01, 0.1
 # The most that measured noise may raise the tolerance of these errors to: a gradient that is halved is off by 0.5
 _MOST_NOISE = 0.4
 
@@ -75,38 +80,30 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
             found.add(torch.get_autocast_dtype(device))
 
     rows = [torch.from_numpy(row).to(model.device) for row in check_rows(model.config.get_text_config().vocab_size, 0)]
-    given: list[Any] = []
     with undisturbed(model), ExitStack() as hooks:
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(note))
-        with suppress(Exception):  # what it raises is raised again, and becomes the verdict
-            given += [call(rows), call(rows)]
-    answers: list[list[torch.Tensor]] = []
-    for returned in given:
-        answers.append([*returned] if isinstance(returned, Iterable) else [])
-        if not isinstance(returned, Iterable) or not all(map(torch.is_tensor, answers[-1])):
-            kind = "None" if returned is None else f"a {type(returned).__name__}"
+        try:
+            answers = [call(rows), call(rows)]
+        except Exception:  # it is raised again where it becomes the verdict
+            answers = []
+    for each in answers:
+        if not isinstance(each, list | tuple) or not all(map(torch.is_tensor, each)):
+            kind = "None" if each is None else f"a {type(each).__name__}"
             raise TypeError(f"`call` returned {kind}: it has to return a list with the logits of each row.")
-    is_random = False
-    if len(answers) == 2:
-        once, again = (torch.cat([x.double().flatten() for x in each]).cpu() for each in answers)
-        is_random = once.shape == again.shape and relative_error(again, once) > rounding_unit(model) ** 0.5
+    once, again = (torch.cat([torch.zeros(1), *(x.cpu().flatten() for x in each)]) for each in answers or [[], []])
+    is_random = once.shape == again.shape and relative_error(again, once) > rounding_unit(model) ** 0.5
+    failure = "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
     with torch.autocast(device, found.pop()) if found else nullcontext():
-        yield (
-            "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
-            if is_random
-            else ""
-        )
+        yield failure if is_random else ""
 
 
 def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
-    """Seconds that a model takes for a token of a row."""
+    """Seconds that a model takes for a token of a row, at best: others may use the machine, too."""
     length = min([128, *architecture.position_limits(model)])
-    row = np.arange(length) % model.config.get_text_config().vocab_size
+    inputs = row_inputs(model, [np.arange(length) % model.config.get_text_config().vocab_size])
     with undisturbed(model):
-        start = time.perf_counter()
-        called(**row_inputs(model, [row])).log_probs.sum().item()
-    return (time.perf_counter() - start) / length
+        return min(timeit.repeat(lambda: called(**inputs).log_probs.sum().item(), number=1, repeat=3)) / length
 
 
 def packed_or_alone(model: Any, call: PackedCall, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
@@ -195,41 +192,56 @@ class PackedInTraining(RowsInTraining):
     """
 
     def __init__(self, model: PreTrainedModel, called: Call, draw: int, every_layer: bool):
-        super().__init__(model, called, draw, everything=every_layer)
+        self.every_layer = every_layer
+        super().__init__(model, called, draw)
         named = sorted(model.named_parameters(), key=lambda entry: entry[1].numel())
         trained = [(name, p) for name, p in named if p.requires_grad and p.numel()]
         sizes = np.cumsum([p.numel() for _, p in trained])
         is_kept = [local_part(p) is p and size <= LOGITS for (_, p), size in zip(trained, sizes, strict=True)]
-        self.weights = {name: p for (name, p), kept in zip(trained, is_kept, strict=True) if kept}
+        self.parameters = [p for (_, p), kept in zip(trained, is_kept, strict=True) if kept]
         others = [name for (name, _), kept in zip(trained, is_kept, strict=True) if not kept]
         self.left_out: tuple[str, ...] = ()
         if others:
             self.left_out += (f"gradients of {', '.join(f'`{name}`' for name in others)} were not compared",)
+        if not every_layer:
+            self.left_out += ("in training mode, only the first and the last layer of each kind computed",)
 
-    def compare_parameters(self) -> Verdict:
+    def in_training(self) -> AbstractContextManager[None]:
+        return as_in_training(self.model, self.call, self.every_layer)
+
+    def compare_parameters(self) -> GradientResult:
         """How far gradients of all parameters are off, of a loss that weighs each token differently."""
         room = min([max(_PADDING), *(limit - len(self.rows[0]) for limit in architecture.position_limits(self.model))])
-        half = HALF_DIGITS_FACTOR * self.unit**0.5
         try:
             with self.in_training():
                 alone, packed = self._sketches(), self._sketches(is_packed=True)
-                padded = partial(self._sketches, padding=room)
-                verdict = Comparison(alone, packed, padded, self.unit, half, max(half, _MOST_NOISE), True).verdict()
+                error, tolerance = self._error(packed, alone), self.tolerance
+                if not error <= tolerance:
+                    noise = self._error(self._sketches(padding=room), alone)
+                    tolerance = max(tolerance, min(NOISE_FACTOR * noise, _MOST_NOISE))
         except Exception as raised:
-            return Verdict(failure=f"{type(raised).__name__}: {raised}")
-        return replace(verdict, worst="gradients of parameters", notes=self.notes)
+            return GradientResult(failure=f"{type(raised).__name__}: {raised}")
+        return GradientResult(error, "gradients of parameters", tolerance, notes=self.notes)
 
-    def _sketches(self, is_packed: bool = False, padding: int = 0) -> dict[str, torch.Tensor]:
+    def _error(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        is_low = self.unit > torch.finfo(torch.float32).eps
+        norms = [float(x.norm()) for x in expected]
+        least = (_LEAST_NORM_IN_LOW_PRECISION if is_low else _LEAST_NORM) * max(norms, default=0.0)
+        errors = [float((a - b).norm()) / max(n, least, 1e-300) for a, b, n in zip(found, expected, norms, strict=True)]
+        return float(np.max(errors, initial=0.0))
+
+    def _sketches(self, is_packed: bool = False, padding: int = 0) -> list[torch.Tensor]:
         """Gradients of parameters, zeros where none arrive, and of large ones their product with a vector."""
-        rng = np.random.default_rng(0)
-        totals: dict[str, torch.Tensor] = {}
+        rng, totals = np.random.default_rng(0), list[torch.Tensor]()
+        if not self.parameters:  # all are frozen
+            return []
         for rows in [self.rows] if is_packed else [[row] for row in self.rows]:
             inputs = row_inputs(self.model, rows, len(rows[0]) + padding, prefix_sharing=False if is_packed else None)
             log_probs = self.answers(inputs)[:, : len(rows[0]) - 1]
             weights = torch.from_numpy(rng.uniform(0.5, 1.5, log_probs.shape)).to(log_probs)
-            parameters = [*self.weights.values()]
-            found = torch.autograd.grad((log_probs * weights).sum(), parameters, materialize_grads=True)
-            totals = {name: totals.get(name, 0) + sketch(x).cpu() for name, x in zip(self.weights, found, strict=True)}
+            gradients = torch.autograd.grad((log_probs * weights).sum(), self.parameters, allow_unused=True)
+            sketches = [_sketch(p, g) for p, g in zip(self.parameters, gradients, strict=True)]
+            totals = [a + b for a, b in zip(totals, sketches, strict=True)] if totals else sketches
         return totals
 
     @contextmanager
@@ -258,3 +270,12 @@ class PackedInTraining(RowsInTraining):
 
         with embeddings.register_forward_hook(add):
             yield [added]
+
+
+def _sketch(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """A gradient, or a large one times a random vector, float64 on the CPU."""
+    gradient = torch.zeros_like(parameter) if gradient is None else gradient
+    if gradient.numel() > _WHOLE:
+        vector = np.random.default_rng(0).standard_normal(gradient.size(-1))
+        gradient = gradient.flatten(0, -2) @ torch.from_numpy(vector).to(gradient)
+    return gradient.double().cpu()
