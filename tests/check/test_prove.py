@@ -287,6 +287,16 @@ def test_a_correct_mixture_in_bfloat16_passes(model_type):
     assert prove(model, choose_route(model))[0].prefix_sharing
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("model_type", ["gemma2", "llama", "qwen3_5_text"])
+def test_what_is_exact_in_float32_is_exact_in_float64(model_type, adapters):
+    """Some layers compute in float32 in any dtype, and eager attention in float64 may make NaN of padding."""
+    model = make(model_type, attention="eager", dtype=torch.float64)
+    result, failed = prove(model, choose_route(lora(model) if adapters else model))
+    assert result.prefix_sharing
+    assert not failed
+
+
 def off_on_flat_batches(model, often):
     """A call of `model` that gets one token of its first flat batches wrong."""
     calls = 0

@@ -47,7 +47,7 @@ class FlatModel:
 
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree.model.routes import choose_route
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
     >>> add_fused_lm_head(model)
     >>> flat = FlatModel.install(model, choose_route(model))
