@@ -8,7 +8,8 @@ import pytest
 from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.pieces import Context, Pieces, cut_at_forks, tokens_before, with_context
+from trl_paddingfree.flat.pieces import Context, Pieces, cut_at_forks
+from trl_paddingfree.flat.slices import View
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -62,7 +63,7 @@ def test_each_token_has_one_slot_and_each_piece_starts_where_its_parent_ends(dra
 @pytest.mark.parametrize("draw", range(SEED, SEED + 5))
 def test_the_tokens_before_a_token_are_those_of_its_own_path(draw, size):
     layout = FlatLayout.from_segments(random_segments(draw))
-    axis, places = with_context(layout.segments, size, range(layout.segments.num_tokens))
+    axis, places = View.of(layout.segments, 0, layout.segments.num_tokens).with_context(size)
     for i, (start, length) in enumerate(zip(layout.segments.starts, layout.segments.lengths, strict=True)):
         path = [-1] * size + layout.segments.path(i).tolist()
         for k in range(length):
@@ -76,9 +77,9 @@ def test_the_axis_of_a_slice_is_its_part_of_the_axis_of_all(draw, size):
     """With the states of the tokens before the slice behind its own, wherever it begins and ends."""
     layout = FlatLayout.from_segments(random_segments(draw))
     segments, total = layout.segments, layout.segments.num_tokens
-    axis, places = with_context(segments, size, range(total))
+    axis, places = View.of(segments, 0, total).with_context(size)
     first, last = sorted(np.random.default_rng(draw).choice(total + 1, 2, replace=False).tolist())
-    span, before = range(first, last), tokens_before(segments, size, range(first, last))
+    span, before = range(first, last), View.of(segments, first, last).tokens_before(size)
     assert (np.diff(before) > 0).all()
     assert (before < first).all()
     context, tokens = Context.of(layout, size, span), np.array([*span, *before])

@@ -75,6 +75,13 @@ class Gather(torch.autograd.Function):
         return total.reshape(-1, *grad.shape[1:]), None
 
 
+def gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Cast first: fewer bytes to gather."""
+    # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
+    states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
+    return states if rows is None else Gather.apply(states, rows)
+
+
 @dataclass(frozen=True)
 class FlatLayout(HasTensors):
     """What attention needs of [`Segments`], as tensors on one device, computed once per batch."""

@@ -20,6 +20,7 @@ import torch
 
 from .layout import FlatLayout, GatherIndex, once_per_layout
 from .segments import Segments, something_to_compute
+from .slices import View, handed_on
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceSta
     """The states that slices read and keep, of all slices of a layout that is cut at these flat positions."""
     firsts, lengths, parents, _ = cut_at_forks(layout.segments)
     lasts = firsts + lengths - 1
+    spans = [something_to_compute(start, stop, layout.segments.num_tokens) for start, stop in pairwise(cuts)]
     begun, reads = [], []  # of each slice: all but what later ones read of it; what it reads
-    for begin, end in pairwise(cuts):
-        span = something_to_compute(begin, end, layout.segments.num_tokens)
+    for span in spans:
         rows: list[tuple[int, int, int, int]] = []
         number_of: dict[int, int] = {}  # of the piece that ends in a token of this slice
         before: list[int] = []  # the token of an earlier slice after which each piece goes on, or -1
@@ -123,29 +124,23 @@ def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceSta
             before.append(previous if own < 0 else -1)
             number_of[stop - 1] = len(rows)
             rows.append((start - span.start, stop - start, own, rows[own][3] + 1 if own >= 0 else 0))
-        wanted = np.unique([token for token in before if token >= 0]).astype(np.int64)
-        continued = np.where(np.array(before) >= 0, np.searchsorted(wanted, before), -1)
-        begun.append((span, begin < end, tuple(np.array(rows, dtype=np.int64).T), continued, number_of))
-        reads.append(wanted)
+        reads.append(np.unique([token for token in before if token >= 0]).astype(np.int64))
+        continued = np.where(np.array(before) >= 0, np.searchsorted(reads[-1], before), -1)
+        begun.append((tuple(np.array(rows, dtype=np.int64).T), continued, number_of))
     slices = []
-    for number, (span, is_real, pieces, continued, number_of) in enumerate(begun):
-        later = np.unique(np.concatenate([np.zeros(0, np.int64), *reads[number + 1 :]]))
-        ends = later[(later >= span.start) & (later < span.stop)] if is_real else later[:0]
+    for span, (pieces, continued, number_of), wanted, ends in zip(
+        spans, begun, reads, handed_on(reads, cuts), strict=True
+    ):
         kept = np.array([number_of[token] for token in ends.tolist()], dtype=np.int64)
-        slices.append(SliceStates(span, pieces, continued, reads[number], kept, ends))
+        slices.append(SliceStates(span, pieces, continued, wanted, kept, ends))
     return slices
 
 
 @once_per_layout
 def tails_of_slices(layout: FlatLayout, cuts: tuple[int, ...], size: int) -> list[np.ndarray]:
     """Of each slice, the flat tokens, ascending, that convolutions over `size + 1` tokens read in later slices."""
-    spans = [part.span for part in states_of_slices(layout, cuts)]
-    wanted = [tokens_before(layout.segments, size, span) for span in spans]
-    tails = []
-    for number, (begin, end) in enumerate(pairwise(cuts)):
-        later = np.unique(np.concatenate([np.zeros(0, np.int64), *wanted[number + 1 :]]))
-        tails.append(later[(later >= begin) & (later < end)])
-    return tails
+    views = (View.of(layout.segments, start, stop) for start, stop in pairwise(cuts))
+    return handed_on([view.tokens_before(size) for view in views], cuts)
 
 
 def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
@@ -169,36 +164,12 @@ def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
     return tuple(np.array(pieces, dtype=np.int64).T)
 
 
-def with_context(segments: Segments, size: int, span: range) -> tuple[np.ndarray, np.ndarray]:
-    """
-    An axis for convolutions of a slice, or of the whole flat axis: before each run (what it has of a segment) stand the
-    `size` tokens that precede it in its row. Gives the flat token in each place, or -1 where a row has none, and
-    the place of each token of the slice, `(t,)`; all int64.
-
-    >>> with_context(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)), 2, range(5, 8))
-    (array([3, 4, 5, 0, 1, 6, 7]), array([2, 5, 6]))
-    """
-    index: list[np.ndarray] = []
-    places: list[np.ndarray] = []
-    for i, (offset, start, length) in enumerate(zip(segments.offsets, segments.starts, segments.lengths, strict=False)):
-        first, last = max(span.start, offset), min(span.stop, offset + length)
-        if first < last:
-            start += first - offset
-            path = segments.path(i)[max(start - size, 0) : start + last - first]
-            index += [np.full(max(size - start, 0), -1), path]
-            places.append(np.arange(first, last) - span.start + (len(places) + 1) * size)
-    return np.concatenate(index), np.concatenate(places)
-
-
-def tokens_before(segments: Segments, size: int, span: range) -> np.ndarray:
-    """The flat tokens of earlier slices among those of [`with_context`], ascending, int64."""
-    index, _ = with_context(segments, size, span)
-    return np.unique(index[(index >= 0) & (index < span.start)])
-
-
 @dataclass(frozen=True)
 class Context:
-    """The axis of [`with_context`], taken from the states of a slice followed by those of its [`tokens_before`]."""
+    """
+    The axis of [`~trl_paddingfree.flat.slices.View.with_context`], taken from the states of a slice, and behind them
+    those of the tokens before it.
+    """
 
     rows: GatherIndex  # which of these states is in each place, or none
     places: torch.Tensor  # (t,) int64: the place of each token of the slice
@@ -207,7 +178,7 @@ class Context:
     @once_per_layout
     def of(layout: FlatLayout, size: int, span: range) -> "Context":
         """The axis of a slice on the layout's device."""
-        index, places = with_context(layout.segments, size, span)
+        index, places = View.of(layout.segments, span.start, span.stop).with_context(size)
         outside = (index >= 0) & (index < span.start)
         before = np.unique(index[outside])  # `tokens_before`
         index = np.where(outside, len(span) + np.searchsorted(before, index), index - span.start * (index >= 0))

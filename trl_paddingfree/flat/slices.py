@@ -24,6 +24,68 @@ _NEAR = 8
 
 
 @dataclass(frozen=True)
+class Run:
+    """What a span of the flat axis has of one segment."""
+
+    first: int  # its first flat token
+    length: int
+    path: np.ndarray  # the flat tokens of its row up to its last: those that precede it, and its own
+
+
+@dataclass(frozen=True)
+class View:
+    """A span of the flat axis, as a slice or a process sees it: its runs, and what they inherit from before it."""
+
+    span: range
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, segments: Segments, start: int, stop: int) -> "View":
+        """The tokens from `start` to before `stop`; if there are none, [`something_to_compute`]."""
+        span, runs = something_to_compute(start, stop, segments.num_tokens), []
+        for i, offset in enumerate(segments.offsets[:-1]):
+            first, last = max(span.start, offset), min(span.stop, offset + segments.lengths[i])
+            if first < last:
+                runs.append(Run(first, last - first, segments.path(i)[: segments.starts[i] + last - offset]))
+        return cls(span, tuple(runs))
+
+    @property
+    def inherited(self) -> np.ndarray:
+        """The flat tokens before the span, ascending, whose keys its runs read."""
+        before = np.concatenate([run.path for run in self.runs])
+        return np.unique(before[before < self.span.start])
+
+    def with_context(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """
+        An axis for convolutions: before each run stand the `size` tokens that precede it in its row. Gives the flat
+        token in each place, or -1 where a row has none, and the place of each token of the span; both int64.
+
+        >>> View.of(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)), 5, 8).with_context(2)
+        (array([3, 4, 5, 0, 1, 6, 7]), array([2, 5, 6]))
+        """
+        index: list[np.ndarray] = []
+        places: list[np.ndarray] = []
+        for number, run in enumerate(self.runs, 1):
+            before = len(run.path) - run.length
+            index += [np.full(max(size - before, 0), -1), run.path[max(before - size, 0) :]]
+            places.append(run.first - self.span.start + number * size + np.arange(run.length))
+        return np.concatenate(index), np.concatenate(places)
+
+    def tokens_before(self, size: int) -> np.ndarray:
+        """The flat tokens before the span among those of [`View.with_context`], ascending, int64."""
+        index, _ = self.with_context(size)
+        return np.unique(index[(index >= 0) & (index < self.span.start)])
+
+
+def handed_on(wanted: Sequence[np.ndarray], cuts: tuple[int, ...]) -> list[np.ndarray]:
+    """Of each slice, the flat tokens, ascending, of which later ones want something: `wanted` of earlier ones."""
+    last = np.full(cuts[-1], -1)  # the last slice that wants something of each token
+    for number, tokens in enumerate(wanted):
+        last[tokens] = number
+    return [start + np.flatnonzero(last[start:stop] > i) for i, (start, stop) in enumerate(pairwise(cuts))]
+
+
+@dataclass(frozen=True)
 class SegmentSlice(Segments):
     """
     The runs of a slice: its part of each segment. Their keys are on one axis: those that earlier slices have kept, and
@@ -80,39 +142,22 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     The slices of a layout that is cut at these flat positions, 0 and `T` among them. `with_reach`, each has one token
     more, a row of its own, at the last position of the longest row, so that rotary frequencies agree in all slices.
     """
-    segments, slices = layout.segments, []
-    later = np.searchsorted(cuts, segments.last_readers, "right")
-    blocks = layout.host_blocks
-    kept: list[np.ndarray] = []  # of each slice, the flat positions whose keys later ones read
-    for number, (cut, next_cut) in enumerate(pairwise(cuts)):
-        span = something_to_compute(cut, next_cut, segments.num_tokens)
-        runs = _runs(segments, span)
-        paths = [segments.path(i)[: segments.starts[i] + end - segments.offsets[i]] for i, _, end in runs]
-        before = np.concatenate(paths)
-        before = np.unique(before[before < span.start])
-        reads = tuple(i for i in range(number) if ((cuts[i] <= before) & (before < cuts[i + 1])).any())
-        axis = np.concatenate([*(kept[i] for i in reads), np.asarray(span)])
-        lengths = [end - begin for _, begin, end in runs]
-        starts = [segments.starts[i] + begin - segments.offsets[i] for i, begin, _ in runs]
-        places = [np.searchsorted(axis, path) for path in paths]
+    blocks, slices = layout.host_blocks, []
+    views = [View.of(layout.segments, start, stop) for start, stop in pairwise(cuts)]
+    wanted = [view.inherited for view in views]
+    kept = handed_on(wanted, cuts)
+    for number, (view, inherited) in enumerate(zip(views, wanted, strict=True)):
+        reads = tuple(np.unique(np.searchsorted(cuts, inherited, "right") - 1).tolist())
+        axis = np.concatenate([*(kept[i] for i in reads), np.asarray(view.span)])
+        lengths, paths = [run.length for run in view.runs], [np.searchsorted(axis, run.path) for run in view.runs]
         if with_reach:
-            lengths, starts, places = [*lengths, 1], [*starts, 0], [*places, np.array([len(axis)])]
-        size = len(axis) + with_reach
-        own = SegmentSlice(tuple(lengths), (-1,) * len(lengths), tuple(starts), tuple(places), size)
-        keeps = np.flatnonzero(later[cut:next_cut] > number + 1)
-        kept.append(span.start + keeps)
-        index = None if len(keeps) == own.num_tokens else torch.from_numpy(keeps)
+            lengths, paths = [*lengths, 1], [*paths, np.array([len(axis)])]
+        starts = tuple(len(path) - length for path, length in zip(paths, lengths, strict=True))
+        own = SegmentSlice(tuple(lengths), (-1,) * len(lengths), starts, tuple(paths), len(axis) + with_reach)
+        keeps = None if len(kept[number]) == own.num_tokens else torch.from_numpy(kept[number] - view.span.start)
         made = FlatLayout.from_segments(own, None if blocks is None else np.append(blocks[axis], [-1] * with_reach))
-        slices.append(Slice(span.start, span.stop, made, reads, index, next_cut - cut))
+        slices.append(Slice(view.span.start, view.span.stop, made, reads, keeps, cuts[number + 1] - cuts[number]))
     return tuple(each.to(layout.device, non_blocking=True) for each in slices)
-
-
-def _runs(segments: Segments, span: range) -> list[tuple[int, int, int]]:
-    """Of each segment with tokens in a `span` of the flat axis: its number, and where these begin and end."""
-    cut = [
-        (i, max(start, span.start), min(stop, span.stop)) for i, (start, stop) in enumerate(pairwise(segments.offsets))
-    ]
-    return [run for run in cut if run[1] < run[2]]
 
 
 def num_kept(segments: Segments, cuts: Sequence[int]) -> int:

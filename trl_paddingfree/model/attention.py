@@ -19,23 +19,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .. import upstream
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
-from ..flat.layout import Attention, FlatLayout, Gather, GatherIndex, once_per_layout
-from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, segment_mask
+from ..flat.layout import Attention, FlatLayout, Gather, gathered, once_per_layout
+from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, masks_of_calls
 
 # Of CUDA devices that PyTorch's flash attention is compiled for: Ampere's
 _LEAST_CAPABILITY = (8, 0)
 
 
-def _gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Cast first: fewer bytes to gather."""
-    # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
-    states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
-    return states if rows is None else Gather.apply(states, rows)
-
-
 def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None):
     """What varlen kernels read: queries of all tokens, and keys and values of the path of each segment."""
-    query, key, value = _gathered(query, None, dtype), *(_gathered(x, layout.kv_gather, dtype) for x in (key, value))
+    query, key, value = gathered(query, None, dtype), *(gathered(x, layout.kv_gather, dtype) for x in (key, value))
     if value.size(-1) != query.size(-1):  # MLA: the kernels want values as wide as queries
         value = pad(value, [0, query.size(-1) - value.size(-1)])
     return query, key, value
@@ -45,16 +38,16 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     """The model's own attention function, in [`AttentionCalls`] of like segments: exact on every device and dtype."""
     # Eager functions have no public name
     attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
-    window, calls = kwargs.pop("sliding_window", None), AttentionCalls.of(layout)
+    calls = AttentionCalls.of(layout)
+    # Eager functions add their mask to the scores
+    masks = masks_of_calls(layout, kwargs.pop("sliding_window", None), query.dtype if previous == "eager" else None)
     outputs = []
-    query, key, value = _gathered(query, calls.query_rows), *(_gathered(x, calls.key_rows) for x in (key, value))
+    query, key, value = gathered(query, calls.query_rows), *(gathered(x, calls.key_rows) for x in (key, value))
     numbers = list(map(len, calls.segments))
     lengths, key_lengths = (list(map(mul, numbers, longest)) for longest in (calls.queries, calls.keys))
     # The gradient of a split is one concatenation; that of each slice is as long as the flat axis
     states = zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True)
-    for segments, number, parts in zip(calls.segments, numbers, states, strict=True):
-        # Eager functions add their mask to the scores
-        mask = segment_mask(layout, segments, window, query.dtype if previous == "eager" else None)
+    for mask, number, parts in zip(masks, numbers, states, strict=True):
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
         if previous == "eager":  # `matmul` copies those of several segments: of a view, all would be kept beside
             q = q.contiguous()
@@ -167,9 +160,11 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
         if vars(module).get("attn_temperature_tuning"):  # Llama 4
             query = _scaled_gathered(query, module, context.layout)
         call = partial(attend, context.layout, previous)
-        for elsewhere in (context.watch, context.carry, context.group):  # the first next to the backend
-            if elsewhere is not None:
-                call = partial(elsewhere.attend, call, context, module)
+        if context.watch is not None:
+            call = partial(context.watch, call, context, module)
+        for others in (context.carry, context.group):  # a slice of what the group computes together
+            if others is not None:
+                call = partial(others.attend, call, context, module)
         return call(module, query, key, value, **kwargs)
     if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:  # no model makes these
         raise RuntimeError(

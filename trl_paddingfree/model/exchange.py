@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..flat.layout import FlatLayout, GatherIndex, once_per_layout
-from ..flat.pieces import tokens_before
 from ..flat.segments import something_to_compute
-from ..flat.slices import cut_by_number
+from ..flat.slices import View, cut_by_number
 
 
 def slice_sizes(total: int, size: int) -> tuple[int, ...]:
@@ -109,7 +108,7 @@ class Halo:
         """What slice `number` of `size` sends and gets, for a convolution that reads `reach` tokens back."""
         total = layout.segments.num_tokens
         ends, span = cut_by_number(total, size), span_of(total, number, size)
-        wanted = [tokens_before(layout.segments, reach, span_of(total, i, size)) for i in range(size)]
+        wanted = [View.of(layout.segments, *ends[i : i + 2]).tokens_before(reach) for i in range(size)]
         to_send = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
         received = np.diff(np.searchsorted(wanted[number], ends)).tolist()
         rows = layout.gather_index(np.concatenate(to_send), len(span))

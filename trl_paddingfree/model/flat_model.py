@@ -22,7 +22,7 @@ from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
-from .masks import ATTENTION_BACKENDS, OtherSlices, PassContext
+from .masks import ATTENTION_BACKENDS, PassContext
 from .restored import attributes_set, mark_of
 from .routes import Route, why_not_in_slices
 from .sequence import SequenceGroup
@@ -69,7 +69,7 @@ class FlatModel:
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
         self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
         self.counts = BatchCounts()  # of padded calls so far
-        self.watch: OtherSlices | None = None  # sees what attention functions are given, see [`keys_noted`]
+        self.watch: Attention | None = None  # sees what attention functions are given, see [`keys_noted`]
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model leave the trainer behind, and pending edits, whose events cannot be copied
@@ -235,10 +235,9 @@ def keys_noted(model: PreTrainedModel) -> Iterator[list[int]]:
     flat = FlatModel.of(model)
     assert flat is not None
 
-    class Watch(OtherSlices):
-        def attend(self, attend: Attention, context: PassContext, layer, module, query, key, value, **kwargs: object):
-            sizes.append(key.nbytes + value.nbytes)
-            return attend(module, query, key, value, **kwargs)
+    def note(attend: Attention, context: PassContext, layer, module, query, key, value, **kwargs: object):
+        sizes.append(key.nbytes + value.nbytes)
+        return attend(module, query, key, value, **kwargs)
 
-    with attributes_set([(flat, "watch", Watch())]):
+    with attributes_set([(flat, "watch", note)]):
         yield sizes

@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..flat.batch import Inputs
+from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, once_per_layout
 from ..flat.pieces import Context
-from ..flat.slices import Slice
+from ..flat.slices import Slice, slices_of
 from .architecture import config_value
 
 # How attention is computed over flat batches
@@ -36,7 +37,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 # of earlier slices too, over that slice. Gives outputs, and the states that later slices read
 Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # The attention mask of a backbone: one for all layers, or one for each kind
-Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
+Masks = torch.Tensor | dict[str, "Masks"] | None
 
 
 class OtherSlices(Protocol):
@@ -86,15 +87,15 @@ class PassContext:
             What earlier slices of the pass hand on, and this one does.
         part (`Slice`, *optional*):
             This slice. `layout` is its own then; layers with a state get that of the whole.
-        watch (`OtherSlices`, *optional*):
-            Sees what attention functions are given, if someone measures.
+        watch (`Callable`, *optional*):
+            Stands next to the attention function, as [`OtherSlices.attend`] does, if someone measures.
     """
 
     layout: FlatLayout
     group: OtherSlices | None = None
     carry: OtherSlices | None = None
     part: Slice | None = None
-    watch: OtherSlices | None = None
+    watch: Attention | None = None
 
     @property
     def others(self) -> OtherSlices | None:
@@ -120,7 +121,7 @@ class FlatMask(torch.Tensor):
         if per_token:
             total = context.layout.segments.num_tokens
             shape = (1, total if context.others is None else len(context.others.span(total)))
-        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.device).as_subclass(cls)
+        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.cu_seqlens_q.device).as_subclass(cls)
         mask.context = context
         return mask
 
@@ -153,11 +154,26 @@ class FlatMask(torch.Tensor):
         return result
 
 
-def map_masks(fn: Callable[[FlatMask], FlatMask], masks: Masks) -> Masks:
-    """The masks of a backbone, with each that carries a layout replaced by `fn` of it."""
+def masks_of_slice(masks: Masks, carry: OtherSlices, cuts: tuple[int, ...], number: int, with_reach: bool) -> Masks:
+    """
+    The masks of a backbone for one slice, see [`~trl_paddingfree.flat.slices.slices_of`]. Those of layers with a state
+    have the layout of the whole, and these layers ask for the rest.
+    """
     if isinstance(masks, dict):
-        return {kind: fn(mask) if isinstance(mask, FlatMask) else mask for kind, mask in masks.items()}
-    return fn(masks) if isinstance(masks, FlatMask) else masks
+        return {kind: masks_of_slice(mask, carry, cuts, number, with_reach) for kind, mask in masks.items()}
+    if not isinstance(masks, FlatMask):
+        return masks
+    context = replace(masks.context, carry=carry)
+    if masks.ndim == 2:
+        return FlatMask.carrying(context, per_token=True)
+    part = slices_of(context.layout, cuts, with_reach)[number]
+    return FlatMask.carrying(replace(context, layout=part.layout, part=part))
+
+
+@once_per_layout
+def masks_of_calls(layout: FlatLayout, window: int | None, dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+    """The [`segment_mask`] of each of the [`~trl_paddingfree.flat.calls.AttentionCalls`] of a layout."""
+    return [segment_mask(layout, segments, window, dtype) for segments in AttentionCalls.of(layout).segments]
 
 
 def segment_mask(
@@ -246,7 +262,7 @@ def backbone_mask(
     kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
     if not kinds:
         kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
-    masks: dict[str, torch.Tensor | None] = {}
+    masks: dict[str, Masks] = {}
     for kind in sorted(kinds):
         kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, context, config, dtype)
         masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}

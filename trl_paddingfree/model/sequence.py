@@ -106,7 +106,7 @@ class SequenceGroup:
         self.hosts = group
         if device.type != "cpu":
             ranks = dist.get_process_group_ranks(group)
-            self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
 
     def slice(self, batch: FlatBatch, config: PreTrainedConfig, cuts: tuple[int, ...] = ()) -> FlatBatch:
         """

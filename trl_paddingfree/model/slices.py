@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -22,11 +22,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
-from ..flat.pieces import Context, states_of_slices, tails_of_slices, tokens_before
+from ..flat.pieces import Context, states_of_slices, tails_of_slices
 from ..flat.segments import something_to_compute
-from ..flat.slices import Slice, slices_of
+from ..flat.slices import Slice, View, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_reach
-from .masks import FlatMask, PassContext, Scan, map_masks
+from .masks import PassContext, Scan, masks_of_slice
 from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
 
@@ -36,18 +36,19 @@ _DEEPSTACK = "deepstack_visual_embeds"
 NOISE = "neftune_noise_alpha"
 
 
+@dataclass(eq=False)
 class Carry:
     """
     What slice `number` gets of earlier ones, and what it keeps that later ones read, in each call of attention, a
     convolution or a scan: the [`~trl_paddingfree.model.masks.OtherSlices`] of slices in time.
     """
 
-    def __init__(self, cuts: tuple[int, ...], number: int, earlier: Sequence[Tensors]):
-        self.cuts, self.number = cuts, number
-        self.earlier = earlier  # what each earlier slice kept; of attention, keys and values `(1, heads, K, D)`
-        self.kept: list[torch.Tensor] = []
-        self.places: dict[torch.nn.Module, list[int]] = {}  # where the keys of each call of a layer are in `kept`
-        self.is_complete = False  # whether the decoder is done: layers that recompute call attention once more
+    cuts: tuple[int, ...]
+    number: int
+    earlier: Sequence[Tensors]  # what each earlier slice kept; of attention, keys and values `(1, heads, K, D)`
+    kept: list[torch.Tensor] = field(default_factory=list)
+    places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # of a layer's keys in `kept`, by call
+    is_complete: bool = False  # whether the decoder is done: layers that recompute call attention once more
 
     def attend(
         self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
@@ -72,7 +73,7 @@ class Carry:
     def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
         """The tokens that a convolution reads before the slice are those that earlier slices have kept for it."""
         span, tails = self.span(layout.segments.num_tokens), tails_of_slices(layout, self.cuts, size)
-        earlier = self._read(layout, tokens_before(layout.segments, size, span), tails)
+        earlier = self._read(layout, View.of(layout.segments, span.start, span.stop).tokens_before(size), tails)
         self.kept.append(states.index_select(0, layout.tensor(tails[self.number] - span.start)))
         return torch.cat([states, *earlier]), Context.of(layout, size, span)
 
@@ -143,7 +144,7 @@ def _decoder_in_slices(
         own = {name: _of_slice(name, value, spans[number], own_total, reach) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
-        mask = map_masks(partial(_mask_of_slice, carry, reach is not None), masks)
+        mask = masks_of_slice(masks, carry, cuts, number, reach is not None)
         # Set here, as the backward pass computes this again, when TRL may have changed it. A slice recomputes as a
         # whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
         settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
@@ -207,13 +208,6 @@ def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None)
         return own
     extra = own.narrow(dim, 0, 1)  # for the token of `with_reach`; booleans mark image tokens, and it is none
     return torch.cat([own, torch.zeros_like(extra) if own.dtype == torch.bool else extra], dim)
-
-
-def _mask_of_slice(carry: Carry, with_reach: bool, mask: FlatMask) -> FlatMask:
-    if mask.ndim == 2:  # for layers with a state: they have the layout of the whole, and ask for the rest
-        return FlatMask.carrying(replace(mask.context, carry=carry), per_token=True)
-    part = slices_of(mask.flat_layout, carry.cuts, with_reach)[carry.number]
-    return FlatMask.carrying(replace(mask.context, layout=part.layout, carry=carry, part=part))
 
 
 def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:
