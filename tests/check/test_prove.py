@@ -62,7 +62,7 @@ def test_positions_alone_keep_sequences_apart_where_nothing_goes_wrong():
 
 
 def test_all_ones_mask_is_caught(monkeypatch):
-    monkeypatch.setattr(forward, "backbone_mask", lambda backend, layout, *_: torch.ones_like(layout.seq_idx))
+    monkeypatch.setattr(forward, "backbone_mask", lambda backend, context, *_: torch.ones_like(context.layout.seq_idx))
     result = check_flat(make(), POSITIONS)
     assert not result.passed
     assert result.leak > LEAK_FRACTION * result.effect

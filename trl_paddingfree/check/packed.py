@@ -65,6 +65,11 @@ class PackedResult(CheckResult):
     left_out: tuple[str, ...] = ()
 
     @property
+    def verdict(self) -> str:
+        leaks_in_training = self.gradients is not None and " gets gradient from row " in self.gradients.failure
+        return "LEAKS" if leaks_in_training and not self.failure else super().verdict
+
+    @property
     def not_compared(self) -> tuple[str, ...]:
         return (*super().not_compared, *self.left_out)
 
@@ -163,11 +168,10 @@ def _compare(
         if has_gradients:
             result = replace(result, gradients=training().compare_parameters())
             tried, left_out = [*map(len, training().rows)], [*training().left_out]
-        draws = [(_FEW, partial(undisturbed, model))]
-        if lengths:
-            draws.append((lengths, partial(undisturbed, model)))
-        if lengths and has_gradients:  # else it draws at random in training
-            draws.append((lengths, partial(as_in_training, model, every_layer=every_layer)))
+        evaluating, as_trained = partial(undisturbed, model), partial(as_in_training, model, every_layer=every_layer)
+        draws = [(_FEW, evaluating), (lengths, evaluating), (lengths, as_trained)]
+        if not lengths or not has_gradients:  # without gradients, it draws at random in training
+            draws = draws[: 1 + bool(lengths)]
         for each, context in draws:
             if not result.passed:
                 break

@@ -40,6 +40,9 @@ LONGEST = 0.625
 LOGITS = 2**29
 # Columns of padding beside a row alone, which shows what rounds: in other widths, kernels choose other tiles
 _PADDING = (1, 37)
+# Units of float32 by which log-probabilities of long rows may differ beside the noise: packed rows may go on counting
+# positions, and rotary angles round the more the larger they are
+_ANGLES = 16
 # The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
 _WHOLE = 2**18
 # Errors of a gradient are relative to its norm, or to this share of the largest norm if that is more: in float32, and
@@ -83,19 +86,22 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
             hooks.enter_context(module.register_forward_hook(note))
         with suppress(Exception):  # what it raises is raised again, and becomes the verdict
             given += [call(rows), call(rows)]
-    answers = [[*each] if isinstance(each, Iterable) else None for each in given]
-    for each, returned in zip(answers, given, strict=True):
-        if each is None or not all(map(torch.is_tensor, each)):
+    answers: list[list[torch.Tensor]] = []
+    for returned in given:
+        answers.append([*returned] if isinstance(returned, Iterable) else [])
+        if not isinstance(returned, Iterable) or not all(map(torch.is_tensor, answers[-1])):
             kind = "None" if returned is None else f"a {type(returned).__name__}"
-            raise TypeError(
-                f"`call` returned {kind}: it has to return a list, the logits `(n, vocabulary)` of each row."
-            )
+            raise TypeError(f"`call` returned {kind}: it has to return a list with the logits of each row.")
     is_random = False
-    if len(answers) == 2 and len(set(map(len, answers))) == 1:
+    if len(answers) == 2:
         once, again = (torch.cat([x.double().flatten() for x in each]).cpu() for each in answers)
         is_random = once.shape == again.shape and relative_error(again, once) > rounding_unit(model) ** 0.5
     with torch.autocast(device, found.pop()) if found else nullcontext():
-        yield "it answers differently each time: have it draw nothing at random" if is_random else ""
+        yield (
+            "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
+            if is_random
+            else ""
+        )
 
 
 def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
@@ -150,7 +156,7 @@ class LongRows(RowsAlone):
         lengths: Sequence[int],
         context: Callable[[], AbstractContextManager[None]],
     ):
-        self.model, self.call, self.trying = model, called, context  # type: ignore[method-assign]
+        self.model, self.call, self.context = model, called, context
         self.vocab_size = model.config.get_text_config().vocab_size
         rng = np.random.default_rng(draw)
         self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
@@ -160,6 +166,12 @@ class LongRows(RowsAlone):
             moved = [np.concatenate([[(short[0] + 1 + i) % self.vocab_size], short[1:]]) for i in range(8)]
             still = self.answers([short])[0].repeat(len(moved))
             self.measure([self.answers(self.rows, more) for more in _PADDING], torch.cat(self.answers(moved)), still)
+        self.tolerance += _ANGLES * torch.finfo(torch.float32).eps * root_mean_square(torch.cat(self.alone))
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        with self.context():
+            yield
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         """Without `prefix_sharing`, each row is computed alone, with `width` columns of padding."""
@@ -215,8 +227,8 @@ class PackedInTraining(RowsInTraining):
                 if not error <= tolerance:
                     noise = self._error(self._sketches(padding=room), alone)
                     tolerance = max(tolerance, min(NOISE_FACTOR * noise, _MOST_NOISE))
-        except Exception as error:
-            return GradientResult(failure=f"{type(error).__name__}: {error}")
+        except Exception as raised:
+            return GradientResult(failure=f"{type(raised).__name__}: {raised}")
         return GradientResult(error, "gradients of parameters", tolerance, notes=self.notes)
 
     def _error(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -25,7 +25,7 @@ _ROWS = (*_MASKED, "labels", "label", *(f"KL_{name}" for name in _MASKED))
 # The name of the examples in what `torch_call` returns, for `collated_rows`
 _EXAMPLES = "examples"
 # Beside these, pixels have one entry for each image or patch, or, with a mask, for each example
-_TELLING = ("image_grid_thw", "image_position_ids", "pixel_attention_mask")
+_TELLING = ("image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
@@ -81,29 +81,13 @@ class FlatVisionCollator(FlatCollator):
         examples = rows.pop(_EXAMPLES, features)
         assert self.rules is not None
         images, numbers = of_images(rows), range(len(examples))
-        tokens = (rows["input_ids"][numbers] == self.rules.token_id).sum(1).tolist()
+        tokens = (rows["input_ids"][: len(examples)] == self.rules.token_id).sum(1).tolist()
         cuts = example_cuts(images, [len(images_of(example)) for example in examples], tokens)
         whole = CollatedImageRows(self, rows, len(examples), examples, numbers, cuts)
-        return whole.with_images(rows, examples, numbers, equal_images(images, cuts)) if cuts else whole
+        return whole.with_images(rows, examples, equal_images(images, cuts)) if cuts else whole
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"] if "labels" in rows else super().row_labels(rows)
-
-    def images(self, rows: Inputs, sources: Sequence[int]) -> RowImages | None:
-        """The images of rows, whose examples have these `sources`; `None` if there are none."""
-        rules, pixels = self.rules, rows.get("pixel_values")
-        assert rules is not None
-        if not (rows["input_ids"] == rules.token_id).any():
-            return None
-        grids = rows.get("image_grid_thw") if rules.patches else None
-        if rules.patches and pixels is not None and (grids is None or "mm_token_type_ids" not in rows):
-            raise ValueError(
-                "The model counts positions of image tokens by what this package does not know: its processor gives no "
-                "`mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
-            )
-        num_pixels = 0 if pixels is None else sum(image.numel() for image in pixels)
-        of_rows = [*sources] * (len(rows["input_ids"]) // len(sources))
-        return RowImages(rules, of_rows, grids, num_pixels=num_pixels)
 
 
 @dataclass
@@ -136,33 +120,39 @@ class CollatedImageRows(CollatedRows):
     # How many entries each source has of what belongs to images, by name; `None` if nothing tells
     cuts: Mapping[str, Sequence[int]] | None = None
 
-    def with_images(
-        self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int], keys: Sequence[int]
-    ) -> "CollatedImageRows":
-        """These `rows` of some `examples`, of which those with equal `keys` have the images of one of the `sources`."""
+    def with_images(self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int]) -> "CollatedImageRows":
+        """These `rows` of some `examples`, which have the images of these sources of this."""
         assert self.cuts is not None
-        numbers, owners = sources_of(keys)
+        numbers, owners = sources_of(sources)
         owners = [sources[owner] for owner in owners]
-        entries: Inputs = {}
-        for name, value in of_images(self.rows).items() if any(map(images_of, examples)) else ():
-            entries[name] = value[entries_of(owners, self.cuts[name])]
+        images = of_images(self.rows) if any(map(images_of, examples)) else {}
+        entries = {name: value[entries_of(owners, self.cuts[name])] for name, value in images.items()}
         cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}
         return CollatedImageRows(self.collator, {**rows, **entries}, len(examples), examples, numbers, cuts)
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
         chosen = [self.examples[i] for i in examples]
-        numbers = self.row_numbers(examples)
-        rows = {name: x[numbers] for name, x in self.rows.items() if name in _ROWS}
-        if self.cuts is None:  # only images are taken from this: a subclass may have edited the rows
-            rows |= of_images(self.collator.rows(chosen))
-            return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)))
-        sources = [self.sources[i] for i in examples]
-        return self.with_images(rows, chosen, sources, sources)
+        rows = {name: x[self.row_numbers(examples)] for name, x in self.rows.items() if name in _ROWS}
+        if self.cuts is not None:
+            return self.with_images(rows, chosen, [self.sources[i] for i in examples])
+        rows |= of_images(self.collator.rows(chosen))  # only images: a subclass may have edited the rows
+        return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)))
 
     def with_flat(self, reach: int | None = None) -> Inputs:
-        batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.sources))
+        rows, rules, images = self.rows, self.collator.rules, None
+        assert rules is not None
+        if (rows["input_ids"] == rules.token_id).any():
+            pixels = rows.get("pixel_values", ())
+            if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
+                raise ValueError(
+                    "The model counts positions of image tokens by what this package does not know: its processor "
+                    "gives no `mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
+                )
+            sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
+            images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
+        batch = self.collator.flatten(rows, reach, images)
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
-        return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
+        return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
 
 
 def of_images(rows: Inputs) -> Inputs:

@@ -53,7 +53,8 @@ def entries_of(rows: Sequence[int], cut: Sequence[int]) -> np.ndarray:
 
 def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
     """
-    For each row, the first row with equal images, which may be itself. Waits for the device twice.
+    For each row, the first row with equal images, which may be itself. Waits for the device, once more for each row
+    whose images look like those of another.
 
     Args:
         arguments (`Mapping[str, torch.Tensor]`):
@@ -65,20 +66,10 @@ def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Seque
     >>> equal_images({"pixel_values": pixels}, {"pixel_values": [1, 1, 1]})
     [0, 1, 0]
     """
-    entries = [arguments[name] for name in cuts]
-    bits = [x.reshape(len(x), -1 if len(x) else 1).contiguous().view(torch.uint8) for x in entries]
-    sums = torch.cat([x.sum(1) for x in bits]).cpu().split(list(map(len, bits)))
-
-    def by_row(values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-        return list(zip(*(x.split(list(cut)) for x, cut in zip(values, cuts.values(), strict=True)), strict=True))
-
-    firsts = _firsts([tuple(x.numpy().tobytes() for x in of_row) for of_row in by_row(sums)])
-    if pairs := [(row, first) for row, first in enumerate(firsts) if row != first]:
-        rows = by_row(bits)  # other images may have the same sums
-        same = [torch.stack([(a == b).all() for a, b in zip(rows[i], rows[j], strict=True)]).all() for i, j in pairs]
-        for (row, _), is_same in zip(pairs, torch.stack(same).tolist(), strict=True):
-            firsts[row] = firsts[row] if is_same else row
-    return firsts
+    rows = [*zip(*(arguments[name].split(list(cut)) for name, cut in cuts.items()), strict=True)]
+    sums = [torch.stack([x.contiguous().view(torch.uint8).sum() for x in row]) for row in rows]
+    firsts = _firsts(list(map(tuple, torch.stack(sums).tolist())))  # of rows with the same sums of bytes
+    return [first if all(map(torch.equal, rows[row], rows[first])) else row for row, first in enumerate(firsts)]
 
 
 def _firsts(keys: Sequence[Any]) -> list[int]:

@@ -54,14 +54,12 @@ def prompt_in_messages(example: Example) -> Example:
 
 
 def made_up_examples() -> Iterator[Example]:
-    """Conversations with and without images of noise, where the data shows none that may come."""
+    """Conversations with and without made-up images, where the data shows none that may come."""
     from PIL import Image
 
-    rng = np.random.default_rng(0)
-    for height, width in ((224, 224), (224, 448), (0, 0)):
-        picture = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        image = [{"type": "image", "image": Image.fromarray(picture)}] if height else []
-        yield {"images": [], "messages": [{"role": "user", "content": [*image, {"type": "text", "text": "What?"}]}]}
+    round_one, wide_one = Image.radial_gradient("L"), Image.linear_gradient("L").resize((448, 224))
+    for images in ([round_one.convert("RGB")], [wide_one.convert("RGB")], []):
+        yield prompt_in_messages({"prompt": [{"role": "user", "content": "What?"}], "images": images})
 
 
 def _in_columns(example: Example) -> list[Any]:
@@ -78,9 +76,9 @@ def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
     def in_part(part: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
             return part
-        given = part["image_url"] if part["type"] == "image_url" else part  # OpenAI's, or what processors read
-        names = ("image", "url", "path", "base64")
-        found = [given] if isinstance(given, str) else [given[name] for name in names if given.get(name) is not None]
+        given = part.get("image_url", part)  # OpenAI's, or what processors read
+        named = {"image": given} if isinstance(given, str) else given
+        found = [named[name] for name in ("image", "url", "path", "base64") if named.get(name) is not None]
         return {"type": "image", "image": change(found[0])} if found else part
 
     def in_message(message: Any) -> Any:
@@ -143,13 +141,16 @@ class ImageProbe:
         wanted = ("first", "first, inverted", "second", "text")
         return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
 
-    def variants(self) -> list[tuple[Sequence[str], list[int]]]:
+    def variants(self) -> list[tuple[Sequence[Any], list[int]]]:
         """The same examples with other images in some of them, and the places of those whose images stay."""
-        first, inverted, *others = self.names
-        swapped = [inverted, first, *others]
-        changed = [first, inverted, *("second, inverted" if name == "second" else name for name in others)]
-        found = [(names, [i for i, name in enumerate(names) if name == self.names[i]]) for names in (swapped, changed)]
-        return [(names, staying) for names, staying in found if 0 < len(staying) < len(names)]
+        one, other = self.names[:2]
+        found: list[tuple[Sequence[Any], list[int]]] = []
+        for changed in ({one: other, other: one}, {"second": "second, inverted"}):
+            names = [changed.get(name, name) for name in self.names]
+            staying = [i for i, name in enumerate(self.names) if name not in changed]
+            if 0 < len(staying) < len(names):
+                found.append((names, staying))
+        return found
 
     def to_count(self, prefix_sharing: bool) -> list[Inputs]:
         """Flat batches by which memory is counted: with the images of one example, and of two if these differ."""

@@ -1,9 +1,10 @@
 """Images in GRPO, RLOO and distillation: TRL gives those of all rows to a pass, which calls the model in chunks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
 
@@ -39,14 +40,9 @@ class GeneratedImages:
         self.num_taken += num_rows
         sources, owners = sources_of([self.firsts[row] for row in rows])
         owners = [rows[owner] for owner in owners if self.num_images[rows[owner]]]
-        places = {name: entries_of(owners, cut) for name, cut in self.cuts.items()}
-        kept: dict[str, np.ndarray] = {}
-        for name, entries in places.items():
-            cut = self.cuts[name]
-            if len(entries) < sum(cut[row] for row in rows) or not len(entries):
-                kept[name] = entries - sum(cut[: rows.start])
-        has_grids = rules.patches and self.grids is not None and len(places["image_grid_thw"])
-        grids = self.grids[places["image_grid_thw"]] if has_grids else None  # type: ignore[index]
+        places = {name: torch.from_numpy(entries_of(owners, cut)) for name, cut in self.cuts.items()}
+        grids = None if self.grids is None else self.grids[places["image_grid_thw"]]
+        kept = tuple((name, entries - sum(self.cuts[name][: rows.start])) for name, entries in places.items())
         return RowImages(rules, sources, grids, kept, len(places["pixel_values"]) * self.pixels_per_entry)
 
 
@@ -60,23 +56,20 @@ def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]
     [[[1], [1]], [[2], [2]]]
     """
-    split = list(map(split_by_row, batches))
-    whole = {name: _joined([batch[name] for batch in split]) for name in split[0]}
-    images = GeneratedImages.of(unsplit_pixel_values_by_grid(whole))
-    prompts = [row.tobytes() for row in whole["prompt_ids"].cpu().numpy()]
-    keys = [*zip(prompts, [0] * len(prompts) if images is None else images.firsts, strict=True)]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-
-    def ordered(value):
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value[order]
-        return [value[row] for row in order] if isinstance(value, list) else value
-
-    parts: Any = split_tensor_dict({name: ordered(value) for name, value in whole.items()}, len(batches))
-    return list(map(unsplit_pixel_values_by_grid, parts))
+    size = len(batches[0]["prompt_ids"])
+    rows = [row for batch in batches for row in split_tensor_dict(split_by_row(batch), size)]
+    whole = _joined(rows)
+    images, prompts = GeneratedImages.of(whole), whole["prompt_ids"].cpu().numpy()
+    firsts = [0] * len(rows) if images is None else images.firsts
+    keys = [(prompt.tobytes(), first) for prompt, first in zip(prompts, firsts, strict=True)]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    return [_joined([rows[row] for row in order[i : i + size]]) for i in range(0, len(rows), size)]
 
 
-def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor) and values[0].ndim:
-        return torch.cat(values)
-    return [entry for value in values for entry in value] if isinstance(values[0], list) else values[0]
+def _joined(rows: Sequence[Inputs]) -> Inputs:
+    def join(values: list[Any]) -> Any:
+        if isinstance(values[0], torch.Tensor) and values[0].ndim:
+            return torch.cat(values)
+        return [*chain(*values)] if isinstance(values[0], list) else values[0]
+
+    return unsplit_pixel_values_by_grid({name: join([row[name] for row in rows]) for name in rows[0]})

@@ -28,7 +28,7 @@ def vision_rules(model: PreTrainedModel) -> VisionRules:
     longest = config.get_text_config().sliding_window if config.model_type == "gemma4_unified" else None
     patches = 0
     if hasattr(model.base_model, "get_rope_index"):  # Qwen's backbones have it, without a common class
-        patches = (config_value(config.vision_config, "spatial_merge_size") or 1) ** 2
+        patches = (config_value(config_value(config, "vision_config"), "spatial_merge_size") or 1) ** 2
     return VisionRules(config.image_token_id, sees_both_ways(model), longest, patches)
 
 

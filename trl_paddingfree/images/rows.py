@@ -9,7 +9,7 @@ tower. Shape legend: see `segments`; in addition
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,14 @@ from ..model.restored import attributes_set
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
-def mismatch(found: str, token_id: int) -> ValueError:
+def mismatch(found: str) -> ValueError:
     """The error for rows whose placeholders and images differ in number."""
     # Begins with transformers' words: where an error has them, TRL's trainers add that `max_length` may cut an image
     return ValueError(
         f"Image features and image tokens do not match, {found}. Padded TRL fails on these rows, too. Either "
-        f"`max_length` cuts an image or, in trainers that generate, a completion has image tokens (id {token_id}) "
-        "beside those of its images: TRL keeps it from sampling them, unless `generation_kwargs` or vLLM decide."
+        "`max_length` cuts an image or, in trainers that generate, a completion has image tokens "
+        "(`config.image_token_id`) beside those of its images: TRL keeps it from sampling them, unless "
+        "`generation_kwargs` or vLLM decide."
     )
 
 
@@ -56,9 +57,9 @@ class RowImages:
 
     rules: VisionRules
     sources: Sequence[int]  # the source of each row, numbered from 0 in the order of the rows
-    grids: torch.Tensor | None = None  # (images, 3) int64, on the CPU: of all sources, if positions are counted by them
-    # For arguments of the model that have entries of other images, too: which of their entries are those of the sources
-    kept: Mapping[str, np.ndarray] = field(default_factory=dict)
+    grids: torch.Tensor | None = None  # (images, 3) int64, on the CPU: of all sources, if images have any
+    # Of arguments of the model that may have entries of other images, too: which entries are those of the sources
+    kept: tuple[tuple[str, torch.Tensor], ...] = ()
     num_pixels: int = 0  # how many numbers the vision tower gets for the sources
 
     def features(self, rows: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -70,7 +71,7 @@ class RowImages:
         counts = [int(mask.sum()) for mask in masks]
         of_source = dict(zip(self.sources, counts, strict=True))
         if counts != [of_source[source] for source in self.sources]:
-            raise mismatch(f"tokens of rows, of which some have the same images: {counts}", self.rules.token_id)
+            raise mismatch(f"tokens of rows, of which some have the same images: {counts}")
         firsts = np.cumsum([0, *of_source.values()])
         of_rows = zip(masks, firsts[list(self.sources)], strict=True)
         return [np.where(mask, first + np.cumsum(mask) - 1, -1) for mask, first in of_rows], firsts
@@ -83,11 +84,11 @@ class RowImages:
 
     def counted(self, rows: Sequence[np.ndarray], firsts: np.ndarray) -> dict[str, torch.Tensor]:
         """Arguments of `get_rope_index`, with which a model counts positions: right-padded rows, and their grids."""
-        if self.grids is None:
+        if self.grids is None or not self.rules.patches:
             return {}
         ends = np.cumsum([0, *(self.grids.prod(1) // self.rules.patches).tolist()])
         if firsts[-1] != ends[-1] or not np.isin(firsts, ends).all():
-            raise mismatch(f"tokens: {firsts[-1]}, images end after: {ends[1:].tolist()}", self.rules.token_id)
+            raise mismatch(f"tokens: {firsts[-1]}, images end after: {ends[1:].tolist()}")
         cuts = np.searchsorted(ends, firsts)
         lengths = np.array([len(row) for row in rows])
         mask = np.arange(lengths.max()) < lengths[:, None]
@@ -104,15 +105,15 @@ class RowImages:
         flat, longest = np.full(size, -1), self.rules.longest_block
         for row, path in zip(rows, paths, strict=True):
             inside = row == self.rules.token_id
-            begins = inside & ~np.concatenate([[False], inside[:-1]])
-            firsts = np.maximum.accumulate(np.where(begins, np.arange(len(path)), 0))
-            lengths = np.unique(firsts[inside], return_counts=True)[1]
-            if longest is not None and lengths.max(initial=0) > longest:
+            begins = inside & np.diff(inside, prepend=False)
+            numbers = np.cumsum(begins)[inside] - 1  # the block of each of these tokens
+            most = np.bincount(numbers, minlength=1).max()
+            if longest is not None and most > longest:
                 raise ValueError(
-                    f"An image has {lengths.max()} tokens, and in layers with `sliding_window={longest}` all of them "
-                    "see one another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
+                    f"An image has {most} tokens, and in layers with `sliding_window={longest}` all of them see one "
+                    "another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
                 )
-            flat[path[inside]] = path[firsts[inside]]  # the place of its first token: the same in rows that share it
+            flat[path[inside]] = path[begins][numbers]  # the place of its first token: the same in rows that share it
         return flat
 
     def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> "FlatImages":
@@ -123,12 +124,11 @@ class RowImages:
         index = wanted[wanted >= 0]
         in_order = len(index) == firsts[-1] and bool((index == np.arange(len(index))).all())
         return FlatImages(
-            token_id=self.rules.token_id,
             num_features=int(firsts[-1]),
             feature_index=None if in_order else torch.from_numpy(index),
             grids=self.counted(rows, firsts),
             places=np.concatenate(paths),
-            kept=tuple((name, torch.from_numpy(places)) for name, places in self.kept.items()),
+            kept=self.kept,
             num_pixels=self.num_pixels,
         )
 
@@ -137,7 +137,6 @@ class RowImages:
 class FlatImages(HasTensors):
     """The images of a flat batch."""
 
-    token_id: int  # the placeholder
     num_features: int  # `F`, by the placeholders of the sources: the vision tower must give as many
     feature_index: torch.Tensor | None  # (I,) int64: the feature at each placeholder; `None` if it is 0, 1, 2, ...
     grids: Mapping[str, torch.Tensor]  # see [`RowImages.counted`]; they stay on the CPU, where positions are counted
@@ -147,12 +146,13 @@ class FlatImages(HasTensors):
 
     def arguments(self, of_all: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the model with the images of the sources only, and without images if there are none."""
-        kept = dict(self.kept)
-        return {
-            name: x.index_select(0, kept[name].to(x.device)) if name in kept else x
-            for name, x in of_all.items()
-            if name not in kept or len(kept[name])
-        }
+        arguments = dict(of_all)
+        for name, entries in self.kept:
+            if name in of_all and len(entries) < len(of_all[name]):
+                arguments[name] = of_all[name].index_select(0, entries.to(of_all[name].device))
+            if not len(entries):
+                arguments.pop(name, None)
+        return arguments
 
     def features_in_order(self, model: Any) -> AbstractContextManager[None]:
         """Within this context, a model's features of images come in the order of the flat row's placeholders."""
@@ -173,7 +173,7 @@ class FlatImages(HasTensors):
         parts = features if isinstance(features, list | tuple) else [features]
         flat = torch.cat([part.reshape(-1, part.size(-1)) for part in parts])
         if len(flat) != self.num_features:
-            raise mismatch(f"tokens: {self.num_features}, features: {len(flat)}", self.token_id)
+            raise mismatch(f"tokens: {self.num_features}, features: {len(flat)}")
         if self.feature_index is None:
             return features
         flat = flat.index_select(0, self.feature_index.to(flat.device))

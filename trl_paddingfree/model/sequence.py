@@ -28,7 +28,7 @@ from ..flat.pieces import Context
 from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
-from .masks import Scan
+from .masks import PassContext, Scan
 from .restored import random_state_restored
 
 # Arguments of attention with an entry per token, which it does not need: it has the layout
@@ -134,20 +134,21 @@ class SequenceGroup:
             "`sequence_parallel_size=1`."
         )
 
-    # --- what slices exchange: see `AroundAttention` and `OtherSlices` ------------------------------------------------
+    # --- what slices exchange: see [`OtherSlices`] ------------------------------------------------
 
     def span(self, num_tokens: int) -> range:
         return span_of(num_tokens, self.rank, self.size)
 
     def attend(
-        self, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object
-    ) -> tuple[torch.Tensor, None]:
+        self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """
         Attention `(1, t, H, D)` of a slice, whose query, key and value are `(1, heads, t, D)`. The function `attend`
         computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
         num_heads, states = query.size(1), [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-        whole, (heads, keys, _) = self._to_heads(states, layout.segments.num_tokens)
+        whole, (heads, keys, _) = self._to_heads(states, context.layout.segments.num_tokens)
         own_module, kwargs = self._with_heads(module, heads, len(keys), num_heads, kwargs)
         output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
