@@ -78,10 +78,6 @@ PRIVATE = {
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
-    "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
-        "module",
-        "params_and_buffers_to_ignore",
-    ),
     "trl:DPOTrainer._name": None,
     "trl:SFTTrainer._name": None,
     "trl:DPOTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
@@ -137,11 +133,12 @@ SET_ELSEWHERE = {
     "_gradient_checkpointing_func": "transformers.modeling_utils",
     "_modules": "torch.nn.modules.module",
     "_actions": "argparse",
+    "_ddp_params_and_buffers_to_ignore": "torch.nn.parallel.distributed",
     "_mp_policy": "torch.distributed.fsdp._fully_shard._fsdp_state",
 }
 # Names of PyTorch, accelerate and Python that are used outside of `upstream.py`, by module
 ELSEWHERE = {
-    "cli/train.py": ("_actions", "_set_params_and_buffers_to_ignore_for_model"),
+    "cli/train.py": ("_actions", "_ddp_params_and_buffers_to_ignore"),
     "memory/saved_bytes.py": ("_base",),
     "model/slices.py": ("_modules",),
     "trainers/attempts.py": ("_version",),
@@ -157,7 +154,6 @@ EXTENDED = {
     "_get_num_items_in_batch",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
-    "_issue_warnings_after_load",
     "_load_best_model",
     "_load_from_checkpoint",
     "_precompute_ref_logps",
