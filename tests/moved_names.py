@@ -38,15 +38,11 @@ def build(name: str, **options):
 
 
 def import_trainer():
-    from trl_paddingfree import PaddingFreeKTOTrainer  # noqa: F401
+    from trl_paddingfree.trainers.registry import TRAINERS  # noqa: F401 (no module imports all of them otherwise)
 
 
 def import_collator():
     from trl_paddingfree import PreferenceCollator  # noqa: F401
-
-
-def import_core():
-    from trl_paddingfree.trainers.online import OnlineTrainer  # noqa: F401
 
 
 def train_dpo():

@@ -28,7 +28,7 @@ MOVED = {
     "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.trainers.configs"),
     "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.data.collate"),
     "_prepare_dataset": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
-    "_precompute_ref_logps": ("import_core", "DPOTrainer", "PaddingFreeDPOTrainer"),
+    "_precompute_ref_logps": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
     **{name: ("import_trainer", f"{by}Trainer", f"PaddingFree{by}Trainer") for name, by in METHODS.items()},
     "shift_labels": ("train_dpo", "trl.trainer.utils.add_fused_lm_head", "FlatModel"),
     "_metrics": ("train_within_a_budget", "DPOTrainer", "PaddingFreeDPOTrainer"),

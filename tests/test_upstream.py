@@ -80,10 +80,6 @@ PRIVATE = {
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
-    "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": (
-        "module",
-        "params_and_buffers_to_ignore",
-    ),
     "trl:DPOTrainer._name": None,
     "trl:SFTTrainer._name": None,
     "trl:DPOTrainer._prepare_dataset": ("dataset", "processing_class", "args", "dataset_name"),
@@ -138,11 +134,13 @@ SET_ELSEWHERE = {
     "_is_sac_wrapped": "trl.models.selective_activation_checkpointing",
     "_gradient_checkpointing_func": "transformers.modeling_utils",
     "_modules": "torch.nn.modules.module",
+    "_actions": "argparse",
+    "_ddp_params_and_buffers_to_ignore": "torch.nn.parallel.distributed",
     "_mp_policy": "torch.distributed.fsdp._fully_shard._fsdp_state",
 }
-# Names of PyTorch and accelerate that are used outside of `upstream.py`, by module
+# Names of PyTorch, accelerate and Python that are used outside of `upstream.py`, by module
 ELSEWHERE = {
-    "cli/train.py": ("_set_params_and_buffers_to_ignore_for_model",),
+    "cli/train.py": ("_actions", "_ddp_params_and_buffers_to_ignore"),
     "memory/saved_bytes.py": ("_base",),
     "model/slices.py": ("_modules",),
     "trainers/attempts.py": ("_version",),
@@ -158,7 +156,6 @@ EXTENDED = {
     "_get_num_items_in_batch",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
-    "_issue_warnings_after_load",
     "_load_best_model",
     "_load_from_checkpoint",
     "_precompute_ref_logps",
@@ -189,19 +186,18 @@ def find(place: str):
     return found
 
 
-@pytest.mark.parametrize(("place", "parameters"), PRIVATE.items(), ids=PRIVATE)
-def test_private_name_is_where_we_look_for_it(place, parameters):
-    found = find(place)
-    found = getattr(found, "__func__", found)
-    if parameters is not None:
-        missing = set(parameters) - inspect.signature(found).parameters.keys()
-        assert not missing
+def test_private_names_are_where_we_look_for_them():
+    for place, parameters in PRIVATE.items():
+        found = find(place)
+        found = getattr(found, "__func__", found)
+        missing = () if parameters is None else set(parameters) - inspect.signature(found).parameters.keys()
+        assert not missing, place
 
 
-@pytest.mark.parametrize("place", sorted(INSTANCE))
-def test_private_attribute_is_set_by_its_class(place):
-    owner, _, name = place.rpartition(".")
-    assert any(f"self.{name} " in inspect.getsource(cls) for cls in find(owner).__mro__[:-1])
+def test_private_attributes_are_set_by_their_classes():
+    for place in sorted(INSTANCE):
+        owner, _, name = place.rpartition(".")
+        assert any(f"self.{name} " in inspect.getsource(cls) for cls in find(owner).__mro__[:-1]), place
 
 
 def test_every_private_name_that_the_package_touches_is_listed_here():
@@ -245,9 +241,9 @@ def test_private_names_of_transformers_and_trl_are_in_one_module_but_for_inherit
             assert names_in(path) & private - inherited - {*ELSEWHERE.get(name, ())} == set(), name
 
 
-@pytest.mark.parametrize(("name", "module"), SET_ELSEWHERE.items())
-def test_private_attribute_is_written_where_we_take_it_from(name, module):
-    assert name in inspect.getsource(importlib.import_module(module))
+def test_private_attributes_are_written_where_we_take_them_from():
+    for name, module in SET_ELSEWHERE.items():
+        assert name in inspect.getsource(importlib.import_module(module)), name
 
 
 def extended_methods():

@@ -40,11 +40,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize("config_class", [PaddingFreeDPOConfig, PaddingFreeSFTConfig, PaddingFreeOptions])
-@pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=lambda x: None if "mean" in str(x) else str(x)[:20])
-def test_wrong_values_are_refused_with_what_to_write(config_class, name, value, message):
+def test_wrong_values_are_refused_with_what_to_write(config_class):
     common = {} if config_class is PaddingFreeOptions else COMMON
-    with pytest.raises(ValueError, match=re.escape(f"`{name}={value!r}` must be ") + ".*" + re.escape(message)):
-        config_class(**common, **{name: value})
+    for name, value, message in WRONG:
+        with pytest.raises(ValueError, match=re.escape(f"`{name}={value!r}` must be ") + ".*" + re.escape(message)):
+            config_class(**common, **{name: value})
 
 
 def test_every_option_has_a_type_that_is_checked():
@@ -86,25 +86,24 @@ def test_the_command_line_and_yaml_files_give_the_types(tmp_path):
         parser.parse_args_and_config(["--config", str(file)])
 
 
-@pytest.mark.parametrize("size", ["per_device_train_batch_size", "gradient_accumulation_steps"])
-def test_steps_of_nothing_are_refused_before_anything_is_loaded(size):
-    with pytest.raises(ValueError, match=f"`{size}=0` must be at least 1"):
-        PaddingFreeDPOConfig(**COMMON, **{size: 0})
+def test_steps_of_nothing_are_refused_before_anything_is_loaded():
+    for size in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        with pytest.raises(ValueError, match=f"`{size}=0` must be at least 1"):
+            PaddingFreeDPOConfig(**COMMON, **{size: 0})
 
 
-@pytest.mark.parametrize("task", TRAINERS)
 @pytest.mark.parametrize(("found", "is_there"), [(None, False), ("mps", False), ("cuda", True)])
 def test_without_an_accelerator_training_is_on_the_cpu_unless_something_else_was_asked_for(
-    monkeypatch, task, found, is_there, tmp_path
+    monkeypatch, found, is_there, tmp_path
 ):
     device = None if found is None else torch.device(found)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: device)
     chosen = SimpleNamespace(bf16=None, fp16=False, use_cpu=False)
     train_where_one_can(chosen)
     assert (chosen.use_cpu, chosen.bf16) == ((False, None) if is_there else (True, False))
-    config_class = TRAINERS[task].config_class
-    if not is_there:
-        config = config_class(str(tmp_path))
-        assert (config.use_cpu, config.bf16) == (True, False)
-    asked = config_class(str(tmp_path), use_cpu=True)
-    assert (asked.use_cpu, asked.bf16) == (True, True)  # as TRL has it
+    for trainer in TRAINERS.values():
+        if not is_there:
+            config = trainer.config_class(str(tmp_path))
+            assert (config.use_cpu, config.bf16) == (True, False)
+        asked = trainer.config_class(str(tmp_path), use_cpu=True)
+        assert (asked.use_cpu, asked.bf16) == (True, True)  # as TRL has it
