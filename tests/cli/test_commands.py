@@ -312,7 +312,7 @@ def test_launch_options_go_to_accelerate_and_all_to_the_script(launched, tmp_pat
     (args,) = launched
     assert (args.num_processes, args.num_machines, args.mixed_precision) == (2, 1, "bf16")
     assert args.module
-    assert args.training_script == "trl_paddingfree.cli.train"
+    assert args.training_script == "trl_paddingfree.cli.launched"
     assert args.training_script_args[0] == script
     assert sorted(args.training_script_args) == sorted([script, *options])
     assert args.training_script_args[-2:] == ["--config", str(config)]  # where TRL looks for it

@@ -39,13 +39,17 @@ def test_ctrl_c_says_so_in_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "trl-paddingfree: interrupted\n"
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_a_training_script_says_nothing_twice():
+@pytest.mark.parametrize("during", ["trl.TrlParser.parse_args_and_config", "builtins.__import__"])
+def test_ctrl_c_in_a_training_script_says_nothing_twice(during):
+    """While it trains, and while it imports."""
     code = (
-        "import runpy, sys, trl; sys.argv = ['train', 'sft']\n"
-        "def interrupt(*args, **kwargs): raise KeyboardInterrupt\n"
-        "trl.TrlParser.parse_args_and_config = interrupt\n"
-        "runpy.run_module('trl_paddingfree.cli.train', run_name='__main__')"
+        "import builtins, pkgutil, runpy, sys; sys.argv = ['train', 'sft']\n"
+        "def interrupt(name, *args, importing=builtins.__import__, **kwargs):\n"
+        "    if not isinstance(name, str) or name == 'torch': raise KeyboardInterrupt\n"
+        "    return importing(name, *args, **kwargs)\n"
+        f"*path, name = {during!r}.split('.')\n"
+        "setattr(pkgutil.resolve_name('.'.join(path)), name, interrupt)\n"
+        "runpy.run_module('trl_paddingfree.cli.launched', run_name='__main__')"
     )
     script = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert script.returncode == 130

@@ -142,6 +142,13 @@ def test_a_folder_of_its_own_is_ignored_by_git_and_one_of_yours_is_not(tmp_path,
     assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_trained(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "train_all", lambda *_: pytest.fail("trained"))
+    (tmp_path / "file").write_text("")
+    assert main(["quickstart", "--model", "org/name", "--output_dir", str(tmp_path / "file")]) == 2
+    assert "is not a folder that can be written to" in capsys.readouterr().err
+
+
 def test_memory_is_that_of_the_peak_above_the_start():
     size = 2**28
     with watch_memory() as memory:

@@ -69,10 +69,10 @@ def print_json(value: Mapping[str, object]) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """`trl-paddingfree inspect`."""
     at_least(1, args, "batch_size", "num_generations", "max_completion_length")
-    at_least(0, args, "max_length", "sample")
+    at_least(0, args, "max_length", "sample", "seed")
     refuse_missing(args.dataset, NAME_THE_DATA)
     if args.model is None and args.memory_gib is not None:
-        raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`: it says what of that model fits.")
+        raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, the model that is to fit into it.")
 
     from rich.console import Console
     from rich.progress import track
@@ -189,6 +189,7 @@ def env(args: argparse.Namespace) -> int:
 def quickstart(args: argparse.Namespace) -> int:
     """`trl-paddingfree quickstart`."""
     at_least(1, args, "steps", "sft_steps", "batch_size", "max_length")
+    at_least(0, args, "seed")
     for name in filter(None, (args.model, args.dataset_name)):
         refuse_missing(name, "")
 
@@ -213,6 +214,7 @@ def train(task: str, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
+    from . import launched
     from . import train as script
 
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
@@ -225,8 +227,8 @@ def train(task: str, argv: Sequence[str]) -> int:
     launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
     # The script gets all arguments, and leaves those to the launcher that it does not know
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
-    args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *argv])
-    if args.training_script != script.__name__:
+    args = launcher.parse_args([*launch_args, "--module", launched.__name__, task, *argv])
+    if args.training_script != launched.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
     script.say_where(training_args)
     # accelerate warns of its own defaults for options that were left out

@@ -116,9 +116,9 @@ class ScriptParser(OneLineParser, TrlParser):
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         name = options.get("dest") or names[0].removeprefix("--")
-        if name == "loss_type":  # only their help says which there are; TRL itself looks when it computes a loss
+        if name == "loss_type" and "choices" not in options:  # TRL would only look when it computes the loss
             words = re.findall(r"'(\w+)'", options["help"].partition("values are")[2].partition(".")[0])
-            options = {"choices": words or None, "metavar": "LOSS_TYPE", **options}
+            options |= {"choices": words or None, "metavar": "LOSS_TYPE"}
         if name not in _OURS:
             return super().add_argument(*names, **options)
         self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")
@@ -257,10 +257,3 @@ def train(trainer: FlatTrainer, script_args: ScriptArguments, training_args: Tra
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.accelerator.end_training()
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1], sys.argv[2:], launched=True)
-    except KeyboardInterrupt:  # the command that launched this process says so
-        sys.exit(130)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -12,7 +13,6 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from rich.console import Console
-from rich.table import Column, Table
 from transformers.utils import logging
 from trl import extract_prompt
 
@@ -20,6 +20,7 @@ from ...data.load import load_rows
 from ...data.task import task_of
 from ...memory.device import has_accelerator
 from ...trainers.registry import TRAINERS
+from ..tables import right, table
 from .charts import drawn, plot_runs
 from .model import instruction_data, make_model, make_tokenizer, preference_data
 from .side_by_side import Trajectory, train_watched
@@ -157,8 +158,7 @@ def faster(padded: float, ours: float) -> str:
 def print_summary(summary: dict[str, Any], console: Console) -> None:
     """The comparison as a table."""
     title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
-    heads = (Column(label, justify="right") for label in LABELS.values())
-    table = Table("", *heads, "", title=title, title_justify="left")
+    rows = []
     for name, key, form, remark in (
         ("first loss", "first_loss", "{:.5f}", ""),
         ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
@@ -169,8 +169,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     ):
         if summary[key]:  # GPU time is not counted on cores
             both = summary[key].values()
-            table.add_row(name, *map(form.format, both), remark(*both) if callable(remark) else remark)
-    console.print(table)
+            rows.append([name, *map(form.format, both), remark(*both) if callable(remark) else remark])
+    console.print(table(title, ["", *right(*LABELS.values()), ""], rows))
     console.print(
         f"How: {summary['method']}. Of the tokens that padded TRL computes, {summary['saved_by_padding_free']:.0%} are "
         f"padding, and {summary['saved_by_sharing']:.0%} are computed in another row of the batch already."
@@ -198,6 +198,8 @@ def run(args: argparse.Namespace) -> int:
     if not folder.exists():
         folder.mkdir(parents=True)
         (folder / ".gitignore").write_text("*\n")
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):  # before anything is trained for it
+        raise ValueError(f"`--output_dir {folder}` is not a folder that can be written to: name another.")
     task, runs = train_all(args, console)
     summary, chart = summarize(task, runs), folder / "chart.png"
     result = json.dumps(summary, indent=2) + "\n"
