@@ -21,8 +21,8 @@ from transformers import set_seed  # noqa: E402
 import trl_paddingfree  # noqa: E402
 from scripts.benchmark.flops import flop_counter  # noqa: E402
 from tests.helpers.pages import ROOT, blocks, short_and_local  # noqa: E402
-from trl_paddingfree.quickstart.compare import texts  # noqa: E402
-from trl_paddingfree.quickstart.model import instruction_data, make_model, make_tokenizer, preference_data  # noqa: E402
+from trl_paddingfree.cli.quickstart.compare import texts  # noqa: E402
+from trl_paddingfree.cli.quickstart.model import instruction_data, make_model, make_tokenizer, preference_data  # noqa: E402
 
 PAGE = ROOT / "docs" / "any_trainer.md"
 MODEL, STEPS, BATCH = "Qwen/Qwen3-0.6B", 4, 8

@@ -22,8 +22,9 @@ It computes rows packed as transformers packs them by itself, one row whose `pos
 same document alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is
 one of these:
 
-- **exact**: log-probabilities and gradients are those of each document alone, up to rounding.
-- **LEAKS**: A document moves when another one changes.
+- **exact**: log-probabilities and gradients are those of each document alone, up to rounding and [up to the sizes that
+  were tried](#up-to-where-a-verdict-holds).
+- **LEAKS**: A document moves when another one changes, or its gradients reach another one.
 - **INEXACT**: No document sees another, but positions, context or gradients are wrong.
 - **failed**: The model raises an error on packed rows. The result has it.
 
@@ -54,9 +55,33 @@ assert result.verdict == "LEAKS"
 assert check_packed(model).verdict == "exact"  # transformers itself
 ```
 
-A test of a framework needs one line: `assert check_packed(model, call).passed`. Gradients are compared at the input
-embeddings of the model, which the function has to compute with, and at its small parameters. What the check does not
-see: losses that a framework computes itself, and whether it counts each document once.
+A test of a framework needs one line: `assert check_packed(model, call).passed`. The function has to compute with the
+model and its input embeddings, and to give the same answers each time. It may call `train()`, as dropout is off during
+the check, turn autocast on, in which each document alone is then computed too, or have a window of its own.
+
+## Up to where a verdict holds
+
+The result names its sizes: `documents`, the tokens of the `longest` one, and `length`, those of all. It holds up to
+these, and says so in words. By default, the check compares:
+
+| what | documents | tokens |
+|-|-|-|
+| log-probabilities, and which documents move when others change, in evaluation mode | 4, and 3 | up to 16 each |
+| gradients at the embeddings and of all parameters, in training mode, all layers | 4 | 104 each |
+| log-probabilities and leaks again, in evaluation and in training mode | 8 | 2,048 in all, 1,280 in the longest |
+
+The last line, and layers between the first and the last of their kind in training mode, are left out if they would
+take more than ten seconds each. `check_packed(model, call, length=8192, documents=32)` tries other sizes, however long
+that takes. Gradients of weights with more than 262,144 entries are compared along a random direction.
+`result.not_compared` lists what was left out, each with its reason.
+
+A verdict says nothing of more documents or longer ones: a forward that leaks only above 4,096 tokens is found with
+`length=4097` or more. Nor does it say anything of losses that a framework computes itself, of whether it counts each
+document once, and of numbers of processes.
+
+A window of the model that is shorter than the longest document is tried as it is. A longer one is narrowed during the
+check, which a function with a window of its own does not see: the verdict is INEXACT then, and names the `length` that
+reaches the window.
 
 ## All models of transformers {version}
 

@@ -19,8 +19,9 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from trl_paddingfree.quickstart import side_by_side
-from trl_paddingfree.quickstart.side_by_side import ON_CPU, Trajectory, classes_of, difference, differences
+from scripts.benchmark.differences import difference, differences
+from trl_paddingfree.cli.quickstart import side_by_side
+from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU, Trajectory, classes_of
 
 # float32 on CPU. One step differs by a few units of rounding (eps = 1.2e-7) of sums over at most a few thousand terms;
 # Adam then divides gradients by their own size, which lets such differences grow over the steps of a test. Trajectories

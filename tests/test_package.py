@@ -92,11 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"flat"},
     "images": {"flat", "model", "check", "data"},
     "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
-    "quickstart": {"data", "memory", "trainers"},
-    "cli": {
-        *("flat", "upstream", "versions", "model", "memory", "check", "data", "images", "trainers"),
-        "quickstart",
-    },
+    "cli": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images", "trainers"},
     "__main__": {"cli"},
     "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
 }

@@ -135,7 +135,16 @@ INSTANCE = {
 SET_ELSEWHERE = {
     "_is_sac_wrapped": "trl.models.selective_activation_checkpointing",
     "_gradient_checkpointing_func": "transformers.modeling_utils",
+    "_modules": "torch.nn.modules.module",
     "_mp_policy": "torch.distributed.fsdp._fully_shard._fsdp_state",
+}
+# Names of PyTorch and accelerate that are used outside of `upstream.py`, by module
+ELSEWHERE = {
+    "cli/train.py": ("_set_params_and_buffers_to_ignore_for_model",),
+    "memory/saved_bytes.py": ("_base",),
+    "model/slices.py": ("_modules",),
+    "trainers/attempts.py": ("_version",),
+    "trainers/steps.py": ("_set_sync_gradients",),
 }
 # Methods of TRL's trainers that ours extend: each calls `super()`, or does while the trainer pads
 EXTENDED = {
@@ -207,6 +216,31 @@ def test_every_private_name_that_the_package_touches_is_listed_here():
                 own.add(node.target.id)
     listed = {place.rpartition(".")[2].rpartition(":")[2] for place in [*PRIVATE, *INSTANCE]}
     assert touched - own - listed - SET_ELSEWHERE.keys() - {"__version__"} == set()
+
+
+def names_in(path: Path) -> set[str]:
+    """Names of others in a module: attributes, also those that are asked for by a string, and imports."""
+    found, own = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            own.add(node.name)
+    return found - own
+
+
+def test_private_names_of_transformers_and_trl_are_in_one_module_but_for_inherited_ones():
+    listed = [versions.CLASS_NAMES, versions.INSTANCE_NAMES]
+    inherited = {name for names in listed for value in names.values() for name in value.split()}
+    private = {place.rpartition(".")[2].rpartition(":")[2] for place in PRIVATE} | SET_ELSEWHERE.keys()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name != "upstream.py":
+            assert names_in(path) & private - inherited - {*ELSEWHERE.get(name, ())} == set(), name
 
 
 @pytest.mark.parametrize(("name", "module"), SET_ELSEWHERE.items())

@@ -11,7 +11,7 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
-from tests.runs import assert_same, run
+from tests.runs import assert_same, make_trainer, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
 from trl_paddingfree.trainers.collated import CollatedTrainer
@@ -139,17 +139,19 @@ def test_predicted_tokens_of_three_answers_are_those_of_the_batch(own, mode, pre
         assert predicted == computed if mode == "keep_start" or not prefix_sharing else predicted >= computed
 
 
-def build(own, tokenizer, tmp_path, trainer: str, **options):
-    args = own["PaddingFreeTPOConfig"](str(tmp_path), bf16=False, use_cpu=True, report_to="none", **options)
-    return own[trainer](make_model(), args=args, train_dataset=triples(4), processing_class=tokenizer)
+def test_what_the_own_trainer_cannot_do_is_refused_by_its_names(own, tokenizer):
+    def build(**options):
+        given = {"model": make_model(), "train_dataset": triples(4), "processing_class": tokenizer}
+        make_trainer("dpo", "ours", **own_classes(own, "PaddingFreeTPO"), **given, **options)
 
-
-def test_options_that_the_own_loss_rules_out_are_refused(own, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"`arrange_micro_batches='tokens'` changes .* `tpo_alpha=1.0`"):
-        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", arrange_micro_batches="tokens")
-    unsliced = {"max_tokens_per_micro_batch": 1, "flat_attention": "mask"}
+        build(arrange_micro_batches="tokens")
     with pytest.raises(ValueError, match="is less than example"):
-        build(own, tokenizer, tmp_path, "PaddingFreeTPOTrainer", **unsliced, tpo_alpha=0.0)
+        build(max_tokens_per_micro_batch=1, flat_attention="mask", tpo_alpha=0.0)
+    with pytest.raises(ValueError, match="pass a `own_trainer.TripleCollator` or a subclass"):
+        build(data_collator=list)
+    with pytest.raises(ValueError, match="The task 'tpo' has no `prepare`"):
+        measure(triples(4), tokenizer, own["TPO"], [2])
 
 
 def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, tokenizer, passes):
@@ -162,16 +164,3 @@ def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, tokeni
 
     assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
     assert all(each.schedule.num_slices > 1 for each in passes)
-
-
-def test_predictions_from_raw_data_ask_for_a_preparation(own, tokenizer):
-    with pytest.raises(ValueError, match="The task 'tpo' has no `prepare`"):
-        measure(triples(4), tokenizer, own["TPO"], [2])
-
-
-def test_another_collator_is_refused_by_the_name_of_the_own(own, tokenizer, tmp_path):
-    args = own["PaddingFreeTPOConfig"](str(tmp_path), bf16=False, use_cpu=True, report_to="none")
-    with pytest.raises(ValueError, match="pass a `own_trainer.TripleCollator` or a subclass"):
-        own["PaddingFreeTPOTrainer"](
-            make_model(), args=args, train_dataset=triples(4), processing_class=tokenizer, data_collator=list
-        )

@@ -1,7 +1,7 @@
-"""All uses of private names of transformers, TRL and PyTorch, but for those that our trainers inherit, and why.
+"""All uses of private names of transformers and TRL, but for those that our trainers inherit, and why.
 
-`tests/test_upstream.py` lists these names, with the inherited ones, and fails by name when an upgrade moves one. Public
-names are mostly imported where they are used.
+`tests/test_upstream.py` lists these names, the inherited ones, and those of PyTorch and accelerate by the module that
+uses them. It fails by name when an upgrade moves one.
 """
 
 import inspect
@@ -41,6 +41,11 @@ def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
 def takes_attention_function(model: PreTrainedModel) -> bool:
     """Whether all attention goes through `AttentionInterface`: Falcon and others look it up in a dict of their own."""
     return all(module._can_set_attn_implementation() for module in text_models(model))
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether transformers says of a model that its layers hand states on from token to token."""
+    return model._is_stateful
 
 
 def attn_implementation(model: PreTrainedModel) -> str:

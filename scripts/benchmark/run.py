@@ -14,9 +14,9 @@ from accelerate.utils.memory import clear_device_cache
 from transformers.utils import logging
 
 from trl_paddingfree.model.routes import describe
-from trl_paddingfree.quickstart.side_by_side import differences
 
 from .baseline import WITHOUT_PADDING, baseline_attention, describe_attention
+from .differences import differences
 from .environment import environment, provenance
 from .flops import StepCost, Work
 from .measure import Runner, Step, interleave, matmul_rate

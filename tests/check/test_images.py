@@ -38,7 +38,7 @@ def make(kind, task="dpo"):
 @pytest.mark.parametrize("kind", ["gemma3", qwen])
 def test_a_model_that_does_all_right_passes(kind, task):
     model, probe = make(kind, task)
-    assert probe.names == ("first", "inverted", "second", "text")
+    assert probe.names == ("first", "first, inverted", "second", "text")
     result = check_images(model, SHARED, ImagesAlone(model, probe))
     assert result.passed, result
     assert result.effect > LARGE

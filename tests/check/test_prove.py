@@ -62,7 +62,7 @@ def test_positions_alone_keep_sequences_apart_where_nothing_goes_wrong():
 
 
 def test_all_ones_mask_is_caught(monkeypatch):
-    monkeypatch.setattr(forward, "backbone_mask", lambda backend, layout, *_: torch.ones_like(layout.seq_idx))
+    monkeypatch.setattr(forward, "backbone_mask", lambda backend, context, *_: torch.ones_like(context.layout.seq_idx))
     result = check_flat(make(), POSITIONS)
     assert not result.passed
     assert result.leak > LEAK_FRACTION * result.effect
@@ -285,6 +285,16 @@ def test_tolerance_follows_the_model_and_its_dtype():
 def test_a_correct_mixture_in_bfloat16_passes(model_type):
     model = make(model_type, attention=None, dtype=torch.bfloat16)
     assert prove(model, choose_route(model))[0].prefix_sharing
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("model_type", ["gemma2", "llama", "qwen3_5_text"])
+def test_what_is_exact_in_float32_is_exact_in_float64(model_type, adapters):
+    """Some layers compute in float32 in any dtype, and eager attention in float64 may make NaN of padding."""
+    model = make(model_type, attention="eager", dtype=torch.float64)
+    result, failed = prove(model, choose_route(lora(model) if adapters else model))
+    assert result.prefix_sharing
+    assert not failed
 
 
 def off_on_flat_batches(model, often):

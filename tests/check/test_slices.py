@@ -40,7 +40,7 @@ def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monk
     model = flat_model(make_model(model_type, dtype=dtype))
     found = check_slices(model, draw=SEED)
     assert found.passed, found
-    attend = slices.KeptKeys.attend
+    attend = slices.Carry.attend
 
     def attend_wrongly(keys, *args, **kwargs):
         right = keys.earlier
@@ -50,7 +50,7 @@ def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monk
         finally:
             keys.earlier = right
 
-    monkeypatch.setattr(slices.KeptKeys, "attend", attend_wrongly)
+    monkeypatch.setattr(slices.Carry, "attend", attend_wrongly)
     found = check_slices(model, draw=SEED)
     assert not found.passed, found
     if dtype == torch.float32:  # answers that detached keys give are right, and bfloat16 rounds more than others move
@@ -64,7 +64,7 @@ def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch
     model = flat_model(tiny_model(model_type, seed=SEED))
     found = check_slices(model, draw=SEED)
     assert found.passed, found
-    of_kind, states_before = getattr(slices.KeptStates, read), slices.KeptStates._read
+    of_kind, states_before = getattr(slices.Carry, read), slices.Carry._read
 
     def read_wrongly(states, *args):
         change = torch.zeros_like if wrong == "dropped" else torch.Tensor.detach
@@ -72,23 +72,23 @@ def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch
 
     def wrongly(*args):
         with monkeypatch.context() as within:
-            within.setattr(slices.KeptStates, "_read", read_wrongly)
+            within.setattr(slices.Carry, "_read", read_wrongly)
             return of_kind(*args)
 
-    monkeypatch.setattr(slices.KeptStates, read, wrongly)
+    monkeypatch.setattr(slices.Carry, read, wrongly)
     found = check_slices(model, draw=SEED)
     assert not found.passed, found
 
 
 def test_gradients_in_other_tokens_are_found_however_small_they_are(monkeypatch):
     model = flat_model(make_model())
-    attend = slices.KeptKeys.attend
+    attend = slices.Carry.attend
 
     def leaky(keys, *args, **kwargs):
         output, weights = attend(keys, *args, **kwargs)
         return output + 1e-12 * sum(x.mean() for each in keys.earlier for x in each), weights
 
-    monkeypatch.setattr(slices.KeptKeys, "attend", leaky)
+    monkeypatch.setattr(slices.Carry, "attend", leaky)
     found = check_slices(model, draw=SEED)
     assert not found.has_same_tokens
     assert not found.passed

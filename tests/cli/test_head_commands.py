@@ -59,7 +59,7 @@ def test_check_tries_a_reward_model(capsys, tmp_path):
     ("options", "message"),
     [
         ([], "Name what rewards completions"),
-        (["--reward_funcs", "no_reward"], "`--reward_funcs no_reward` is no"),
+        (["--reward_funcs", "no_reward"], "`--reward_funcs no_reward` is not"),
     ],
 )
 def test_rewards_that_cannot_be_found_are_named_in_one_line(capsys, model_dir, task, options, message):

@@ -16,8 +16,8 @@ from datasets import Dataset
 
 import trl_paddingfree
 from tests.helpers.tiny import preference_data
-from trl_paddingfree.cli.options import refuse_unknown
-from trl_paddingfree.cli.train import _load_function, make_parser
+from trl_paddingfree.cli.options import answer_at_once, spelled
+from trl_paddingfree.cli.train import _load_reward, make_parser
 from trl_paddingfree.cli.train import main as run_script
 from trl_paddingfree.data.validate import refuse_unread_instructions
 from trl_paddingfree.trainers.registry import TRAINERS
@@ -79,12 +79,22 @@ def test_an_empty_file_is_named(capsys, tmp_path, model_dir, name):
 
 # What is written to a file, the arguments that name it, and what is said; WHERE is the file
 BROKEN = {
-    "config": ("beta: [1\nb: }", ["--config", "WHERE"], "`--config` is no YAML: ", "line 2, column 2"),
+    "config": ("beta: [1\nb: }", ["--config", "WHERE"], "not valid YAML: ", "WHERE", "line 2, column 2"),
     "a list": ("- a", ["--config", "WHERE"], "Config file WHERE must contain a YAML mapping", ""),
     "no config": (None, ["--config", "WHERE"], "No such file or directory: 'WHERE'", ""),
-    "option": (None, ["--model_init_kwargs", '{"a":}'], '{"a":} is no JSON: line 1, column 6: Expecting value.', ""),
-    "other quotes": (None, ["--lr-scheduler-kwargs={'a': 1}"], "{'a': 1} is no JSON: line 1, column 2", ""),
-    "in config": ("model_init_kwargs: '{\"a\":}'", ["--config", "WHERE"], '{"a":} is no JSON: line 1, column 6', ""),
+    "option": (
+        None,
+        ["--model_init_kwargs", '{"a":}'],
+        '{"a":} is not valid JSON: line 1, column 6: Expecting value.',
+        "",
+    ),
+    "other quotes": (None, ["--lr-scheduler-kwargs={'a': 1}"], "{'a': 1} is not valid JSON: line 1, column 2", ""),
+    "in config": (
+        "model_init_kwargs: '{\"a\":}'",
+        ["--config", "WHERE"],
+        '{"a":} is not valid JSON: line 1, column 6',
+        "",
+    ),
 }
 
 
@@ -94,7 +104,8 @@ def test_what_is_no_json_or_yaml_is_named_with_the_line(capsys, tmp_path, case):
     file = str(tmp_path / "broken")
     argv = [argument.replace("WHERE", file) for argument in argv]
     if written is not None:
-        Path(argv[-1]).write_text(written)
+        Path(file).write_text(written)
+    argv += ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
     assert cli.main(["dpo", *argv]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trl-paddingfree dpo: ")
@@ -111,9 +122,15 @@ def test_no_option_of_a_command_is_taken_for_a_misspelt_one(task, capsys):
     options = [name for action in actions for name in action.option_strings if name.startswith("--")]
     assert len(options) > 300
     assert "--no_python" in options
-    refuse_unknown(task, [*options, "--accelerate_config", "--config", "x", "--learning_rat", "-1", "words"])
+    named = ["--model_name_or_path", "--dataset_name", "--teacher_model_name_or_path", "--reward_funcs"]
+    without = {*named, "--help", "--datasets", "--reward_model_name_or_path"}
+    others = [name for name in options if spelled([name])[0] not in without]
+    given = [f"{name}=org/name" for name in named if name in options]
+    argv = [*others, "--learning_rat", "-1", "words", *given]
+    kept = answer_at_once(task, argv)
+    assert kept == [*spelled(argv[: -len(given)]), *(word for name in given for word in name.split("="))]
     with pytest.raises(SystemExit):
-        refuse_unknown(task, ["--learning_rats=1"])
+        answer_at_once(task, ["--learning_rats=1"])
     assert "--learning_rats=1. Did you mean `--learning_rate`?" in capsys.readouterr().err
 
 
@@ -161,7 +178,7 @@ MISSPELT = {
     ),
     "word": (["check", "model", "--dtype", "float31"], "argument --dtype: invalid choice: 'float31'", "`float32`"),
     "script's": (["dpo", "--bata", "0.2"], "trl-paddingfree dpo: unrecognized arguments: --bata.", "`--beta`"),
-    "ours": (["sft", "--padding-fee=true"], "unrecognized arguments: --padding-fee=true.", "`--padding_free`"),
+    "ours": (["sft", "--padding-fee=true"], "unrecognized arguments: --padding_fee=true.", "`--padding_free`"),
     "accelerate's": (["dpo", "--num_proceses", "2"], "unrecognized arguments: --num_proceses", "`--num_processes`"),
     "script's word": (["dpo", "--lr_scheduler_type", "cosin"], "invalid choice: 'cosin'", "`cosine`"),
 }
@@ -180,6 +197,22 @@ def test_what_is_misspelt_is_answered_in_one_line_with_what_was_meant(capsys, ca
     assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
+@pytest.mark.parametrize(("task", "wrong", "meant"), [("dpo", "sigmoi", "sigmoid"), ("grpo", "dapoo", "dapo")])
+@pytest.mark.parametrize("where", ["command line", "file"])
+def test_a_loss_that_trl_does_not_have_is_refused_before_anything_is_loaded(
+    capsys, tmp_path, task, wrong, meant, where
+):
+    named = ["--model_name_or_path", "org/model", "--dataset_name", "org/data", "--reward_funcs", "a.b"]
+    given = ["--loss_type", wrong]
+    if where == "file":
+        (tmp_path / "options.yaml").write_text(f"loss_type: {wrong}")
+        given = ["--config", str(tmp_path / "options.yaml")]
+    with pytest.raises(SystemExit):
+        cli.main([task, *named[: 6 if task == "grpo" else 4], *given])
+    assert f"invalid choice: '{wrong}' (choose from " in (error := capsys.readouterr().err)
+    assert error.endswith(f" Did you mean `{meant}`?\n")
+
+
 def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys, model_dir):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["dpo", "word", "--model_name_or_path", model_dir, "--dataset_name", "org/data"])
@@ -193,7 +226,11 @@ def test_a_script_that_is_not_launched_knows_its_own_options_only(capsys):
     with pytest.raises(SystemExit) as stopped:
         run_script("dpo", ["--max_stepps", "8"])
     assert stopped.value.code == 2
-    assert "unrecognized arguments: --max_stepps 8. Did you mean `--max_steps`?" in capsys.readouterr().err
+    assert "unrecognized arguments: --max_stepps. Did you mean `--max_steps`?" in capsys.readouterr().err
+    named = ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
+    with pytest.raises(SystemExit):
+        run_script("dpo", [*named, "--num_processes", "8"])
+    assert "unrecognized arguments: --num_processes 8." in capsys.readouterr().err
 
 
 # Answers that need nothing but the arguments
@@ -209,6 +246,13 @@ AT_ONCE = [
     ["env", "--nonsense"],
     ["dpo", "--config"],
     ["sft", "--max_lenght", "8"],
+    ["sft", "--config", "wrong.yaml"],
+    ["sft", "--config=broken.yaml"],
+    ["dpo", "--model_name_or_path", "a"],
+    ["dpo", "--model-name-or-path=./a", "--dataset_name", "b"],
+    ["grpo", "--model_name_or_path", "a", "--dataset_name", "b"],
+    ["rloo", "--config", "named.yaml"],
+    ["distillation", "--config", "named.yaml"],
 ]
 IMPORTED = """
 import json, sys
@@ -224,6 +268,9 @@ print(json.dumps([code, sorted(found)]))
 
 @pytest.mark.parametrize("argv", AT_ONCE, ids=" ".join)
 def test_what_can_be_answered_at_once_imports_nothing_large(tmp_path, argv):
+    (tmp_path / "wrong.yaml").write_text("max_lenght: 8")
+    (tmp_path / "broken.yaml").write_text("beta: [")
+    (tmp_path / "named.yaml").write_text("model_name_or_path: a\ndatasets: [{path: b}]")
     command = [sys.executable, "-c", IMPORTED, json.dumps(argv)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, check=True)
     code, imported = json.loads(result.stdout.splitlines()[-1])
@@ -295,8 +342,8 @@ def test_a_shape_that_is_misspelt_is_not_looked_for_on_the_hub(capsys, tmp_path,
 
 
 def test_a_reward_that_cannot_be_imported_is_named_with_its_option():
-    with pytest.raises(ValueError, match=r"`--reward_funcs my_lib\.f` is no import path .*No module named 'my_lib'"):
-        _load_function("my_lib.f")
+    with pytest.raises(ValueError, match=r"`--reward_funcs my_lib\.f` is not the import path .*No module named"):
+        _load_reward("my_lib.f")
 
 
 def test_sft_on_pairs_names_all_that_it_reads(capsys, tmp_path):
@@ -318,7 +365,7 @@ def test_images_need_a_model_that_sees_them(capsys, tmp_path, model_dir):
     file.write_text('{"image": "a.png", "prompt": "a", "completion": "b"}\n')
     assert cli.main(["inspect", str(file), "--tokenizer", model_dir]) == 2
     error = capsys.readouterr().err
-    assert f"The data has images, and {model_dir!r} is no model that reads them" in error
+    assert f"The data has images, and {model_dir!r} is not a model that reads them" in error
 
 
 def test_every_head_of_the_table_fits_into_a_terminal(capsys, monkeypatch, tmp_path, model_dir):

@@ -65,7 +65,10 @@ def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_fi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--assistant_only_loss", "true"], "`--assistant_only_loss true` beside `--one_sample_per_turn`"),
+        (
+            ["--assistant_only_loss", "true"],
+            "`--assistant_only_loss true` cannot be combined with",
+        ),
         (
             ["--train_sampling_strategy", "group_by_length"],
             "`--train_sampling_strategy group_by_length` takes the turns",

@@ -12,6 +12,7 @@ from tests.helpers.thinking import TAG, TEMPLATE, thinking_conversations
 from tests.helpers.tiny import conversations, make_model, make_tokenizer
 from tests.runs import TOLERANCE, assert_same, compare, run
 from trl_paddingfree import split_turns
+from trl_paddingfree.data.load import refuse_missing
 from trl_paddingfree.trainers.sft import SFT
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -231,3 +232,16 @@ def test_turns_train_as_whole_conversations_under_assistant_only_loss(model_dir,
         assert counts.computed <= (distinct + len(turns)) * steps
     else:
         assert counts.computed == counts.real
+
+
+def test_the_name_of_a_data_set_is_no_data_set():
+    with pytest.raises(ValueError, match="'trl-lib/Capybara' is no data set: load it with `datasets.load_dataset`"):
+        split_turns("trl-lib/Capybara")
+
+
+@pytest.mark.parametrize("name", ["my/own/data", "data folder", "./data", "rows.jsonl"])
+def test_a_folder_that_does_not_exist_is_no_name_on_the_hub(name):
+    with pytest.raises(ValueError, match="is no file or folder here: is it misspelt?"):
+        refuse_missing(name, "")
+    for on_hub in ("trl-lib/Capybara", "imdb", "a_b/c.d-e"):
+        refuse_missing(on_hub, "")

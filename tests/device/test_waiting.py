@@ -65,16 +65,13 @@ OPTIONS = {
     "in memory": {"memory_budget": 0.02},
     "bfloat16": {"bf16": True},
 }
+LAYERS = ["qwen3_next", "lfm2", "qwen3_moe", "gpt_oss", "gemma2"]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_step_with_options_waits_nowhere(name):
-    assert places(waits_of_a_step("dpo", "shared", **OPTIONS[name])) == {}
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "qwen3_moe", "gpt_oss", "gemma2"])
-def test_layers_of_another_kind_wait_nowhere(name):
-    assert places(waits_of_a_step("dpo", "shared", tiny_model(name, pad_token_id=0))) == {}
+@pytest.mark.parametrize("name", [*OPTIONS, *LAYERS])
+def test_a_step_with_options_or_layers_of_another_kind_waits_nowhere(name):
+    model = tiny_model(name, pad_token_id=0) if name in LAYERS else None
+    assert places(waits_of_a_step("dpo", "shared", model, **OPTIONS.get(name, {}))) == {}
 
 
 def test_images_wait_nowhere():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trl_paddingfree.flat.batch import IGNORE_INDEX, FlatBatch
-from trl_paddingfree.images.rows import RowImages, VisionRules, equal_images
+from trl_paddingfree.images.cuts import equal_images
+from trl_paddingfree.images.rows import RowImages, VisionRules
 from trl_paddingfree.model.masks import dense_mask, segment_mask
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -35,21 +36,21 @@ def random_rows(seed):
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("draw", range(8))
-def test_every_row_gets_its_own_features_in_order(draw, sharing):
-    rows, sources = random_rows(SEED + draw)
-    batch = flat(rows, sources, sharing=sharing)
-    assert batch.to_rows() == rows
-    # What the model does: write the next feature at each placeholder of the flat row
-    index = batch.images.feature_index
-    index = torch.arange(batch.images.num_features) if index is None else index
-    written = torch.full((batch.input_ids.size(1),), -1)
-    written[batch.input_ids[0] == IMAGE] = index
-    firsts = np.cumsum([0, *(rows[source].count(IMAGE) for source in range(4))])
-    assert batch.images.num_features == firsts[-1]
-    for r, row in enumerate(rows):
-        got = [int(x) for x in written[batch.row_index[r, : len(row)]] if x >= 0]
-        assert got == [int(firsts[sources[r]]) + k for k in range(row.count(IMAGE))]
+def test_every_row_gets_its_own_features_in_order(sharing):
+    for draw in range(8):
+        rows, sources = random_rows(SEED + draw)
+        batch = flat(rows, sources, sharing=sharing)
+        assert batch.to_rows() == rows
+        # What the model does: write the next feature at each placeholder of the flat row
+        index = batch.images.feature_index
+        index = torch.arange(batch.images.num_features) if index is None else index
+        written = torch.full((batch.input_ids.size(1),), -1)
+        written[batch.input_ids[0] == IMAGE] = index
+        firsts = np.cumsum([0, *(rows[source].count(IMAGE) for source in range(4))])
+        assert batch.images.num_features == firsts[-1]
+        for row, source, places in zip(rows, sources, batch.row_index, strict=True):
+            got = [int(x) for x in written[places[: len(row)]] if x >= 0]
+            assert got == [int(firsts[source]) + k for k in range(row.count(IMAGE))]
 
 
 def test_rows_share_equal_images_and_no_others():
@@ -70,7 +71,7 @@ def test_grids_are_given_for_each_row():
     """Grids of one, three and two tokens, of four patches each."""
     grids = torch.tensor([[1, 2, 2], [1, 2, 6], [1, 4, 2]])
     rows = [[1, IMAGE, *[IMAGE] * 3], [IMAGE, IMAGE, 7], [2, *[IMAGE] * 4], [3]]
-    images = RowImages(VisionRules(IMAGE, counts_grids=True), [0, 1, 0, 2], grids)
+    images = RowImages(VisionRules(IMAGE, patches=4), [0, 1, 0, 2], grids)
     batch = FlatBatch.from_rows(rows, rows, images=images, width=8)
     found = batch.images.grids
     assert found["image_grid_thw"].tolist() == grids[[0, 1, 2, 0, 1]].tolist()
@@ -98,19 +99,17 @@ def test_blocks_that_a_window_does_not_cut_are_refused_beyond_it(limit):
 # --- which rows have equal images -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("draw", range(4))
-def test_rows_with_equal_images_are_found(draw, dtype):
+def test_rows_with_equal_images_are_found():
     """Several entries per row, or none, and arguments that only together tell images apart."""
-    rng = np.random.default_rng(SEED + draw)
-    known = [(rng.normal(size=(n, 3, 2)), rng.integers(0, 2, (1, 2))) for n in (0, 1, 2, 2)]
-    known.append((known[2][0], known[2][1] + 1))
-    drawn = rng.integers(0, len(known), 12)
-    pixels, sizes = (torch.from_numpy(np.concatenate([known[i][part] for i in drawn])) for part in range(2))
-    pixels = (100 * pixels).to(dtype)
-    cuts = {"pixel_values": [len(known[i][0]) for i in drawn], "image_sizes": [1] * len(drawn)}
-    found = equal_images({"pixel_values": pixels, "image_sizes": sizes}, cuts)
-    assert found == [drawn.tolist().index(i) for i in drawn]
+    for draw, dtype in enumerate([torch.float32, torch.bfloat16, torch.int64] * 3):
+        rng = np.random.default_rng(SEED + draw)
+        known = [(rng.normal(size=(n, 3, 2)), rng.integers(0, 2, (1, 2))) for n in (0, 1, 2, 2)]
+        known.append((known[2][0], known[2][1] + 1))
+        drawn = rng.integers(0, len(known), 12)
+        pixels, sizes = (torch.from_numpy(np.concatenate([known[i][part] for i in drawn])) for part in range(2))
+        cuts = {"pixel_values": [len(known[i][0]) for i in drawn], "image_sizes": [1] * len(drawn)}
+        found = equal_images({"pixel_values": (100 * pixels).to(dtype), "image_sizes": sizes}, cuts)
+        assert found == [drawn.tolist().index(i) for i in drawn]
 
 
 def test_images_with_equal_sums_are_told_apart():
@@ -129,19 +128,17 @@ def test_images_travel_with_the_batch():
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("draw", range(4))
-def test_tokens_of_a_block_see_each_other_in_every_row(draw, window):
-    rows, sources = random_rows(SEED + draw)
-    batch = flat(rows, sources, has_blocks=True)
-    whole = dense_mask(batch.layout, window, torch.float32)[0, 0] == 0
-    for row, path in zip(rows, batch.row_index, strict=True):
-        path, length, inside = path[: len(row)], len(row), np.array(row) == IMAGE
-        runs = np.cumsum(np.diff(inside, prepend=False))
-        for q in range(length):
-            for k in range(length):
-                same = inside[q] and inside[k] and runs[q] == runs[k]
-                expected = (k <= q or same) and (window is None or k > q - window)
-                assert bool(whole[path[q], path[k]]) == expected
+def test_tokens_of_a_block_see_each_other_in_every_row(window):
+    for draw in range(4):
+        rows, sources = random_rows(SEED + draw)
+        batch = flat(rows, sources, has_blocks=True)
+        whole = dense_mask(batch.layout, window, torch.float32)[0, 0] == 0
+        for row, path in zip(rows, batch.row_index, strict=True):
+            path, inside = path[: len(row)], np.array(row) == IMAGE
+            runs, (q, k) = np.cumsum(np.diff(inside, prepend=False)), np.indices((len(row), len(row)))
+            same = inside[q] & inside[k] & (runs[q] == runs[k])
+            expected = ((k <= q) | same) & (window is None or k > q - window)
+            assert (whole[path[:, None], path].numpy() == expected).all()
 
 
 def test_segments_of_equal_shape_have_masks_of_their_own_where_blocks_differ():

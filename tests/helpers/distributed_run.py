@@ -26,7 +26,7 @@ from trl_paddingfree.trainers.registry import TRAINERS
 TIMEOUT = 120  # seconds for importing, and for each run
 # Options of these runs, beside those of trainers: what they train on, and what happens to it
 OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
-OWN += ("on_disk", "unscored", "streams", "differs")
+OWN += ("on_disk", "unscored", "streams", "differs", "leaks")
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -92,6 +92,9 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
         return TRAINERS[task](args=args, **arguments)
 
     trainer = make_trainer(task, "ours", trainer_class=build, output_dir=str(output.parent), **{**given, **settings})
+    if own.leaks:
+        last = trainer.flat_base(trainer.model).get_decoder().layers[-1]
+        last.register_forward_hook(lambda layer, given, hidden: hidden + hidden.roll(1, dims=1))
     args = trainer.args
     if args.process_index == own.fail_on_rank:  # in the second step
         outcomes = [mock.DEFAULT, RuntimeError("this process fails on purpose")]

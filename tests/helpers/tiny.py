@@ -118,6 +118,11 @@ def preference_data(n: int, seed: int, conversational: bool = True) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def different_pairs(n: int, seed: int) -> Dataset:
+    """The same without identical ones: rounding decides which of two such sequences is rewarded more."""
+    return preference_data(n, seed).filter(lambda row: row["chosen"] != row["rejected"])
+
+
 def conversations(n: int, seed: int) -> Dataset:
     """Conversations of one to four turns."""
     rng, rows = random.Random(seed), []

@@ -248,13 +248,13 @@ def test_dropout_is_recomputed_as_it_was_drawn(monkeypatch):
 def test_passes_without_gradients_free_the_keys_that_no_later_slice_reads(monkeypatch):
     """Rows that share nothing: no slice reads what another has kept, unless a row is cut."""
     flat, held = flat_model(make_model(vocab_size=96)), []
-    attend = slices.KeptKeys.attend
+    attend = slices.Carry.attend
 
     def watch(keys, *args, **kwargs):
         held.append(sum(map(len, keys.earlier)))
         return attend(keys, *args, **kwargs)
 
-    monkeypatch.setattr(slices.KeptKeys, "attend", watch)
+    monkeypatch.setattr(slices.Carry, "attend", watch)
     batch, layers = batch_of([[*range(1, 9)]] * 4, sharing=False), flat.model.config.num_hidden_layers
     for is_training in (False, True):
         held.clear()

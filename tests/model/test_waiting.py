@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
@@ -15,6 +16,7 @@ from trl_paddingfree import FlatBatch
 from trl_paddingfree.model import edits
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.model.sequence import SequenceGroup
 
 # model types and what is special: windows, soft-capping, sinks, chunks, experts, compressed keys, layers with a state
 MODELS = {
@@ -65,3 +67,25 @@ def test_nothing_inside_the_flat_model_needs_a_value(comparison, name, prefix_sh
     comparison.assert_called_once()
     assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"meta"}
     assert logits.shape == (len(ROWS), 20, model.config.vocab_size)
+
+
+def test_processes_of_a_group_compare_their_batches_on_the_host():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group, batch = SequenceGroup(dist.group.WORLD, torch.device("meta")), FlatBatch.from_rows(ROWS, ROWS)
+        own = group.slice(batch.to("meta"), tiny_model("llama").config)
+        assert own.input_ids.shape == batch.input_ids.shape
+        group.largest = lambda values: [1, 0]  # another process has another batch
+        with pytest.raises(ValueError, match="have been given different batches"):
+            group.slice(FlatBatch.from_rows(ROWS, ROWS), tiny_model("llama").config)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_batches_that_differ_anywhere_have_different_checksums():
+    unscored = [[-100] * len(row) for row in ROWS]
+    others = [[*ROWS[:-1], [11] * 19 + [12]], [*ROWS[:-1], [11] * 19], [*reversed(ROWS)]]
+    batches = [FlatBatch.from_rows(rows, rows) for rows in (ROWS, *others)]
+    batches += [FlatBatch.from_rows(ROWS, ROWS, width=21), FlatBatch.from_rows(ROWS, unscored)]
+    assert len({batch.checksum for batch in batches}) == len(batches)
+    assert FlatBatch.from_rows(ROWS, ROWS).checksum == batches[0].checksum

@@ -11,12 +11,14 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import BitsAndBytesConfig
 
+from tests.helpers.random_draws import LOSSES, WITH_DIVERGENCE
 from tests.helpers.tiny import (
     CHAT_TEMPLATE,
     DATA,
     SEED,
     arguments,
     conversations,
+    different_pairs,
     following_rotary,
     lora,
     make_model,
@@ -26,19 +28,15 @@ from tests.helpers.tiny import (
     prompts,
     reward_model,
 )
-from tests.runs import LAYOUTS, ROUNDED, assert_same, compare, run
+from tests.runs import LAYOUTS, PER_MICRO_BATCH, ROUNDED, assert_same, compare, run
 
-LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"]
-LOSSES += ["apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
-# Those that TRL allows beside another divergence than the reverse KL
-DIVERGENT = ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"]
+DIVERGENT = sorted(WITH_DIVERGENCE)
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 RECOMPUTED, REENTRANT = (
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": x}} for x in (False, True)
 )
-# bitsandbytes keeps QLoRA's adapters in bfloat16: an update may fall to either side of a rounding boundary
-QLORA = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)}
-QLORA |= {"tolerance": 2**-7, "make": lambda folder: {"model": folder, "peft_config": lora()}}
+MOVED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "steps": 4}
+MOVED |= {"ignored": (*ROUNDED, *PER_MICRO_BATCH)}
 TOOL = {"type": "function", "function": {"name": "w3", "description": "w4 w5", "parameters": {}}}
 
 
@@ -72,6 +70,14 @@ def adapted(**options):
     return lambda folder: {**arguments("sft"), "peft_config": lora(**options)}
 
 
+def quantized(folder):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    return {"model": folder, "peft_config": lora(), "quantization_config": config}
+
+
+# It keeps adapters in bfloat16: an update may fall to either side of a rounding boundary
+QLORA = {"make": quantized, "tolerance": 2**-7}
 EMBEDDINGS = {"make": adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])}
 
 
@@ -88,11 +94,6 @@ def padded_with_eos(folder):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
-def different_pairs(n, seed):
-    # Rounding decides which of two identical sequences padded TRL rewards more
-    return preference_data(n, seed).filter(lambda row: row["chosen"] != row["rejected"])
 
 
 def twice(n, seed):
@@ -170,6 +171,10 @@ CASES = {
         "mixtral": {"make": model("dpo", "mixtral", **EXPERTS), "router_aux_loss_coef": 0.5},
         "qwen3_moe": {"make": model("dpo", "qwen3_moe", **EXPERTS), "router_aux_loss_coef": 0.5},
         "qlora": QLORA,
+        "moved": {"ours": {"arrange_micro_batches": "tokens"}, **MOVED},
+        "moved by prefix": {"ours": {"arrange_micro_batches": "prefix"}, **MOVED},
+        "parts": {"ours": {"max_tokens_per_micro_batch": 130}, "per_device_train_batch_size": 6},
+        "stream, slices": {"data": streamed("dpo"), "ours": {"max_tokens_per_micro_batch": 10}},
         **{loss: {"loss_type": loss, "label_smoothing": 0.1} for loss in LOSSES},
         "several losses": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.5]},
         "all losses": {"loss_type": LOSSES, "label_smoothing": 0.3},
@@ -216,6 +221,15 @@ CASES = {
         "recomputed": RECOMPUTED,
         "reentrant": REENTRANT,
         "by process": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 3},
+        "moved": {"ours": {"arrange_micro_batches": "tokens"}, **MOVED},
+        "moved by prefix": {"ours": {"arrange_micro_batches": "prefix"}, **MOVED},
+        "moved by length": {
+            "ours": {"arrange_micro_batches": "tokens"},
+            "train_sampling_strategy": "group_by_length",
+            "accelerator_config": {"use_seedable_sampler": False},
+            **MOVED,
+        },
+        "parts": {"ours": {"max_tokens_per_micro_batch": 100}, "per_device_train_batch_size": 8},
         "qlora": QLORA,
         "embeddings": EMBEDDINGS,
         "tokens": {"make": adapted(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2]})},
@@ -295,8 +309,6 @@ def test_training_follows_padded_trl(task, name, model_dir):
     given = {**DEFAULTS[task], **CASES[task][name]}
     data, adapters = given.pop("data"), given.pop("adapters", True)
     make = given.pop("make", lambda folder: arguments(task, adapters))
-    if "quantization_config" in given:
-        pytest.importorskip("bitsandbytes")
     compared = compare(task, lambda: make(model_dir), data(16, SEED), **given)
     if name == "turns":
         counts = compared.ours.trainer.total_counts()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, launch
+from tests.helpers.tiny import saved
 from trl_paddingfree.trainers.checkpoints import checkpoint_to_resume, is_whole
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -25,8 +26,12 @@ def start(*args):
     return subprocess.Popen(command(*args), cwd=ROOT, **silent)
 
 
-def kill(process):
-    """`kill -9`, of the launcher and of the processes that it started."""
+def stop(process, with_saving):
+    """`kill -9`, of the launcher and of the processes that it started, or SIGTERM, which leaves time for saving."""
+    if with_saving:
+        process.terminate()
+        assert process.wait(TIMEOUT) == 0
+        return
     for running in [*psutil.Process(process.pid).children(recursive=True), process]:
         with suppress(psutil.NoSuchProcess):  # gone with the one before
             running.kill()
@@ -42,18 +47,21 @@ def wait_for(checkpoint, process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "seed"), [(1, SEED), (2, SEED + 1)])
-def test_a_killed_run_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_path, ranks, seed):
-    """On as many processes as it was killed on, and on another number."""
+@pytest.mark.parametrize(("ranks", "with_saving"), [(1, False), (2, False), (1, True)])
+def test_a_run_that_is_stopped_resumes_to_the_uninterrupted_trajectory(model_dir, tmp_path, ranks, with_saving):
+    """On as many processes as it ran on, and on another number; killed, or with `enable_jit_checkpoint`."""
     options = {"gradient_accumulation_steps": 2, "arrange_micro_batches": "tokens", "lr_scheduler_type": "constant"}
-    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 1_000_000}
-    killed = tmp_path / "killed"
-    process = start(ranks, ("dpo", model_dir, killed, {**options, **saving, "per_device_train_batch_size": 4 // ranks}))
-    wait_for(killed / f"checkpoint-{2 + seed % 3}", process)
-    kill(process)
-    checkpoint = checkpoint_to_resume(True, str(killed))
-    options["max_steps"] = int(checkpoint.split("-")[-1]) + 3
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "enable_jit_checkpoint": with_saving}
+    stopped, size = tmp_path / "stopped", {"per_device_train_batch_size": 4 // ranks}
+    process = start(ranks, ("dpo", model_dir, stopped, {**options, **saving, **size, "max_steps": 1_000_000}))
+    wait_for(stopped / f"checkpoint-{2 + (SEED + ranks) % 3}", process)
+    stop(process, with_saving)
+    checkpoint = checkpoint_to_resume(True, str(stopped))
+    step = int(checkpoint.split("-")[-1])
+    options["max_steps"] = step + 3
     whole = alone("dpo", model_dir, tmp_path / "whole", {**options, "per_device_train_batch_size": 4})
+    if with_saving:  # before the log of its step
+        whole["log"] = [entry for entry in whole["log"] if entry["step"] > step]
     for n in (1, 2):
         resumed = {**options, "per_device_train_batch_size": 4 // n, "resume": checkpoint}
         run = "dpo", model_dir, tmp_path / f"resumed on {n}", resumed
@@ -85,11 +93,9 @@ def test_a_run_on_images_resumes_to_the_uninterrupted_trajectory(vision_dir, tmp
 
 def test_the_best_model_and_a_resumed_one_have_their_weights_where_files_name_them_otherwise(tokenizer, tmp_path):
     """Mixtral has one tensor for all experts of a layer in memory, and one for each in files."""
-    tiny_model("mixtral", pad_token_id=0).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    folder = saved(tmp_path / "model", tiny_model("mixtral", pad_token_id=0), tokenizer)
     options = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
     options |= {"eval_strategy": "steps", "eval_steps": 1, "evaluate": 4}
-    folder = str(tmp_path / "model")
     whole = alone("sft", folder, tmp_path / "whole", options)
     resumed = {**options, "resume": str(tmp_path / "whole" / "checkpoint-2")}
     assert_same_run(whole, alone("sft", folder, tmp_path / "resumed", resumed), ignore=RESTARTED)
@@ -103,36 +109,12 @@ def test_the_best_model_and_a_resumed_one_have_their_weights_where_files_name_th
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_dir, tokenizer, tmp_path):
-    tiny_model("gpt2", pad_token_id=0).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    folder = saved(tmp_path / "model", tiny_model("gpt2", pad_token_id=0), tokenizer)
     options = {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
-    alone("sft", str(tmp_path / "model"), tmp_path / "gpt2", options)
+    alone("sft", folder, tmp_path / "gpt2", options)
     resumed = {**options, "max_steps": 2, "resume": str(tmp_path / "gpt2" / "checkpoint-1")}
     with pytest.raises(ValueError, match=r"checkpoint-1' has no weights for .* of LlamaForCausalLM"):
         alone("sft", model_dir, tmp_path / "llama", resumed)
-
-
-@pytest.mark.slow
-def test_a_terminated_run_saves_and_resumes(model_dir, tmp_path):
-    """SIGTERM, with transformers' `enable_jit_checkpoint`."""
-    options = {
-        "arrange_micro_batches": "tokens",
-        "per_device_train_batch_size": 2,
-        "lr_scheduler_type": "constant",
-    }
-    stopped = tmp_path / "stopped"
-    saving = {"enable_jit_checkpoint": True, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-    process = start(1, ("dpo", model_dir, stopped, {**options, **saving, "max_steps": 1_000_000}))
-    wait_for(stopped / "checkpoint-2", process)
-    process.terminate()
-    assert process.wait(TIMEOUT) == 0
-    checkpoint = checkpoint_to_resume(True, str(stopped))
-    step = int(checkpoint.split("-")[-1])
-    end = {"max_steps": step + 2}
-    whole = alone("dpo", model_dir, tmp_path / "whole", {**options, **end})
-    resumed = alone("dpo", model_dir, tmp_path / "resumed", {**options, **end, "resume": checkpoint})
-    after = {"log": [entry for entry in whole["log"] if entry["step"] > step]}
-    assert_same_run(after, resumed, tmp_path / "whole", tmp_path / "resumed", ignore=RESTARTED)
 
 
 def test_a_full_disk_while_saving_leaves_the_checkpoint_before(model_dir, tmp_path):

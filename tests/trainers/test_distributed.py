@@ -170,6 +170,20 @@ def test_fsdp2_may_leave_weights_whole_after_a_pass(tokenizer, tmp_path):
     assert run["log"][0]["flat/saved_by_sharing"] > 0
 
 
+@pytest.mark.slow
+def test_a_leak_is_found_where_fsdp2_has_sharded_the_weights(model_dir, tmp_path):
+    """The check runs once they are, on all processes alike: the same model without the leak passes it, and trains."""
+    options = {"max_steps": 1, "per_device_train_batch_size": 2}
+    settings = {"right": options, "leak": {**options, "leaks": True, "refused": True}}
+    right, _ = launch(2, *(("dpo", model_dir, tmp_path / n, given) for n, given in settings.items()), engine="fsdp")
+    assert right["engine"] == "FSDP"
+    assert right["log"][0]["flat/saved_by_sharing"] > 0
+    for rank in range(2):
+        said = json.loads((tmp_path / f"leak/result.json.{rank}").read_text())
+        assert said is not None
+        assert "so training it without padding would be wrong" in said
+
+
 # What a memory budget holds, in tokens: with fewer, micro-batches do not fit with all layers recomputed
 IN_MEMORY = {"layers": 180, "layers of parts": 60, "slices": 40}
 

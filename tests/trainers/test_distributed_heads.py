@@ -2,13 +2,14 @@
 
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from tests.helpers.launching import TIMEOUT, finished, torchrun
 from tests.helpers.memory import in_tokens
-from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, prompts, reward_model, score, unpaired
+from tests.helpers.tiny import arguments, make_model, preference_data, prompts, unpaired
 from tests.runs import assert_same, run
 from trl_paddingfree.memory import planner as memory_planner
 from trl_paddingfree.trainers import runtime as of_trainers
@@ -21,36 +22,21 @@ PAIRS = PAIRS.remove_columns("length")
 ORDERED = unpaired(24, 4).sort("label")
 
 
-def rewarded():
-    return {"model": reward_model(), "processing_class": make_tokenizer()}
-
-
-def adapted():
-    return {"model": make_model(), "processing_class": make_tokenizer(), "peft_config": lora()}
-
-
-def generating():
-    return {**adapted(), "reward_funcs": score}
-
-
-def taught():
-    return {**adapted(), "teacher_model": make_model("qwen3", seed=1)}
-
-
+# A teacher of another architecture
+made = partial(arguments, make=lambda seed: make_model("qwen3", seed=seed))
 RUNS = [
-    ("reward", rewarded, PAIRS, {}, {"max_tokens_per_micro_batch": 60}),
-    ("kto", adapted, unpaired(24, 4), {}, {}),
+    ("reward", PAIRS, {}, {"max_tokens_per_micro_batch": 60}),
+    ("kto", unpaired(24, 4), {}, {}),
     (
         "kto",
-        adapted,
         ORDERED,
         {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2},
         {"max_tokens_per_micro_batch": 40},
     ),
-    ("grpo", generating, prompts(16, 5), {"beta": 0.1, "num_iterations": 2}, {"memory_budget": 8}),
-    ("grpo", generating, prompts(16, 5), {}, {"max_tokens_per_micro_batch": 15}),
-    ("distillation", taught, prompts(16, 6), {"beta": 0.5, "gradient_accumulation_steps": 2}, {"memory_budget": 8}),
-    ("distillation", taught, prompts(16, 6), {"beta": 0.0}, {}),
+    ("grpo", prompts(16, 5), {"beta": 0.1, "num_iterations": 2}, {"memory_budget": 8}),
+    ("grpo", prompts(16, 5), {}, {"max_tokens_per_micro_batch": 15}),
+    ("distillation", prompts(16, 6), {"beta": 0.5, "gradient_accumulation_steps": 2}, {"memory_budget": 8}),
+    ("distillation", prompts(16, 6), {"beta": 0.0}, {}),
 ]
 
 
@@ -69,10 +55,10 @@ def main() -> None:
         return made if given["option"] is None else in_tokens(made, number)
 
     of_trainers.make_planner = planned  # type: ignore[attr-defined]
-    for task, make, data, options, ours in RUNS:
+    for task, data, options, ours in RUNS:
         options = {**options, "per_device_train_batch_size": 4}
-        padded = run(task, "padded", **make(), train_dataset=data, **options)
-        flat = run(task, "shared", **make(), train_dataset=data, **options, **ours)
+        padded = run(task, "padded", **made(task, task != "reward"), train_dataset=data, **options)
+        flat = run(task, "shared", **made(task, task != "reward"), train_dataset=data, **options, **ours)
         assert flat.trainer.accelerator.num_processes == 2
         assert_same(padded, flat)
     torch.distributed.barrier()

@@ -12,12 +12,12 @@ from transformers import TrainerCallback
 from trl import DPOTrainer
 from trl.experimental import bema_for_ref_model
 
+from scripts.benchmark.differences import difference
 from tests.helpers.offloading import offloading_on_cpu
-from tests.helpers.tiny import DATA, arguments, lora, make_model, preference_data
+from tests.helpers.tiny import DATA, arguments, different_pairs, lora, make_model, preference_data
 from tests.runs import LAYOUTS, TOLERANCE, assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.flat import calls
-from trl_paddingfree.quickstart.side_by_side import difference
 
 SEED = 40417
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -48,7 +48,7 @@ def test_a_reference_that_bema_updates_trains_the_same_with_trls_trainer_for_it(
 
 def test_accuracies_are_those_of_padded_trl():
     """`assert_same` leaves them out, for rounding decides them where a pair is identical: here, none is."""
-    pairs = preference_data(24, SEED).filter(lambda pair: pair["chosen"] != pair["rejected"])
+    pairs = different_pairs(24, SEED)
     padded, *ours = (
         [entry.get("rewards/accuracies") for entry in run("dpo", x, **given, train_dataset=pairs).log_history]
         for x, given in zip(("padded", *LAYOUTS), (arguments("dpo", adapters=False) for _ in range(3)), strict=True)

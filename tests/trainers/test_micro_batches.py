@@ -65,8 +65,6 @@ def test_a_trainer_knows_how_long_rows_are_after_truncation(mode, model_dir, tmp
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 @pytest.mark.parametrize("prefix_sharing", [True, False])
 def test_predicted_tokens_are_those_of_the_batch(mode, prefix_sharing):
-    from trl_paddingfree import PreferenceCollator
-
     rng = np.random.default_rng(SEED)
     collator = PreferenceCollator(0, 20, mode, padding_free=True, prefix_sharing=prefix_sharing)
     for lengths in rng.integers(2, 20, (40, 3)):
@@ -78,15 +76,14 @@ def test_predicted_tokens_are_those_of_the_batch(mode, prefix_sharing):
         assert batch["flat_batch"].counts.computed == predicted
 
 
-def test_an_incomplete_last_step_stays_as_it_is():
-    sampler = StepSampler(list(range(10)), 4, arrange=lambda step: step[::-1])
-    assert list(sampler) == [3, 2, 1, 0, 7, 6, 5, 4, 8, 9]
-    assert len(sampler) == 10
+def test_an_incomplete_last_step_stays_as_it_is_and_the_first_where_it_fills_the_last():
+    def arranged(number, **options):
+        return [*StepSampler(range(number), 4, arrange=lambda step: step[::-1], **options)]
 
-
-@pytest.mark.parametrize(("number", "expected"), [(10, [0, 1, 2, 3, 7, 6, 5, 4, 8, 9]), (8, [3, 2, 1, 0, 7, 6, 5, 4])])
-def test_the_first_step_stays_where_the_last_is_filled_with_it(number, expected):
-    assert [*StepSampler(range(number), 4, arrange=lambda step: step[::-1], keeps_first=True)] == expected
+    assert arranged(10) == [3, 2, 1, 0, 7, 6, 5, 4, 8, 9]
+    assert arranged(10, keeps_first=True) == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9]
+    assert arranged(8, keeps_first=True) == [3, 2, 1, 0, 7, 6, 5, 4]
+    assert len(StepSampler(range(10), 4, arrange=sorted)) == 10
 
 
 def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_dir):
@@ -103,32 +100,6 @@ def test_balancing_lowers_the_waiting_of_eight_processes():
     assert imbalance(work[order], 4, 8) < 1 + 0.5 * (imbalance(work, 4, 8) - 1)
 
 
-@pytest.mark.parametrize("seed", [SEED], ids=lambda s: f"seed{s}")
-@pytest.mark.parametrize("arrange", ["tokens", "prefix"])
-def test_rearranged_dpo_steps_train_the_same(model_dir, arrange, seed):
-    common = {"model": model_dir, "train_dataset": preference_data(32, seed)}
-    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_train_epochs": 2, "steps": 6}
-    plain = run("dpo", "ours", **common, **options)
-    arranged = run("dpo", "ours", **common, **options, arrange_micro_batches=arrange)
-    assert_same(plain, arranged, ignored=PER_MICRO_BATCH)
-    assert isinstance(arranged.trainer._get_train_sampler(), StepSampler)
-
-
-@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
-def test_rearranged_steps_have_the_examples_that_the_users_own_sampler_draws(model_dir, strategy):
-    options = {
-        "accelerator_config": {"use_seedable_sampler": False},
-        "train_sampling_strategy": strategy,
-        "gradient_accumulation_steps": 4,
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 2,
-        "steps": 6,
-    }
-    options |= {"model": model_dir, "train_dataset": conversations(32, SEED)}
-    arranged = run("sft", "ours", **options, arrange_micro_batches="tokens")
-    assert_same(run("sft", "padded", **options), arranged, ignored=PER_MICRO_BATCH)
-
-
 def test_a_rearranged_order_has_the_generator_of_the_users_sampler():
     """accelerate looks for it, and gives all processes the same one."""
     with_one, without = (StepSampler(sampler, 2, sorted) for sampler in (RandomSampler(range(9)), [1, 2]))
@@ -137,41 +108,6 @@ def test_a_rearranged_order_has_the_generator_of_the_users_sampler():
     with_one.generator.manual_seed(SEED)
     assert [list(with_one), list(with_one)] == orders
     assert not hasattr(without, "generator")
-
-
-@pytest.mark.parametrize("arrange", ["tokens", "prefix"])
-def test_rearranged_sft_steps_train_the_same(model_dir, arrange):
-    common = {"model": model_dir, "train_dataset": conversations(32, SEED), "prefix_sharing": True, "max_length": 64}
-    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "steps": 4}
-    plain = run("sft", "ours", **common, **options)
-    assert_same(plain, run("sft", "ours", **common, **options, arrange_micro_batches=arrange), ignored=PER_MICRO_BATCH)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_token_budget_trains_the_same_as_padded_trl(model_dir, accumulation):
-    common = {"model": model_dir, "train_dataset": preference_data(32, SEED)}
-    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation, "steps": 3}
-    padded = run("dpo", "padded", **common, **options)
-    seen = []
-
-    class Watched(PaddingFreeDPOTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            seen.append(inputs["flat_batch"].counts.computed)
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    ours = run("dpo", "ours", trainer_class=Watched, **common, **options, max_tokens_per_micro_batch=130)
-    assert_same(padded, ours, ignored=())
-    assert max(seen) <= 130
-    assert len(seen) > 3 * accumulation
-
-
-def test_a_token_budget_for_sft_trains_the_same(model_dir):
-    common = {"model": model_dir, "train_dataset": conversations(32, SEED), "max_length": 64}
-    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps": 2}
-    plain = run("sft", "ours", **common, **options)
-    ours = run("sft", "ours", **common, **options, max_tokens_per_micro_batch=100)
-    assert_same(plain, ours, ignored=())
-    assert ours.trainer.total_counts() == plain.trainer.total_counts()  # nothing is shared, and no part is repeated
 
 
 def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model_dir):
@@ -193,12 +129,6 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
         trainer.refuse_options()
 
 
-def test_what_neither_collator_nor_configuration_has_is_left_out(model_dir):
-    trainer = make_trainer("dpo", "ours", model=model_dir, train_dataset=preference_data(8, SEED))
-    assert trainer.collated_by("max_length") == trainer.args.max_length
-    assert trainer.collated_by("nothing of this name") is None
-
-
 def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_dir, passes):
     common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
     common["per_device_train_batch_size"] = 8
@@ -215,12 +145,15 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
     [
         ({"loss_type": ["aot"]}, "loss_type='aot'"),
         ({"loss_type": ["sigmoid", "sft"]}, "loss_type='sft'"),
+        ({"train_dataset": preference_data(8, SEED).to_iterable_dataset()}, "needs a data set of known length"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "both decide which examples share a micro-batch"),
     ],
+    ids=["sorted", "mean over tokens", "stream", "sampler"],
 )
-def test_losses_that_couple_examples_refuse_to_have_them_moved(model_dir, options, reason):
-    common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
+def test_what_couples_examples_or_draws_them_refuses_to_have_them_moved(model_dir, options, reason):
+    given = {"train_dataset": preference_data(8, SEED), "arrange_micro_batches": "tokens", **options}
     with pytest.raises(ValueError, match=reason):
-        run("dpo", "ours", **common, **options, arrange_micro_batches="tokens")
+        make_trainer("dpo", "ours", model=model_dir, **given)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -265,18 +198,6 @@ def test_frequencies_of_a_reference_follow_the_longest_row_of_the_whole_micro_ba
         trained("ours", arrange_micro_batches="tokens")
 
 
-def test_a_streaming_data_set_cannot_be_arranged(model_dir):
-    stream = preference_data(8, SEED).to_iterable_dataset()
-    with pytest.raises(ValueError, match="needs a data set of known length"):
-        run("dpo", "ours", model=model_dir, train_dataset=stream, arrange_micro_batches="tokens")
-
-
-def test_a_streamed_example_above_the_limit_runs_in_slices(model_dir):
-    common = {"model": model_dir, "train_dataset": preference_data(8, SEED).to_iterable_dataset(), "steps": 2}
-    plain = run("dpo", "ours", **common)
-    assert_same(plain, run("dpo", "ours", **common, max_tokens_per_micro_batch=10), ignored=PER_MICRO_BATCH)
-
-
 def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_dir):
     """DeepSpeed drops the gradients of each pass but the last there, unless it accumulates by itself."""
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -289,12 +210,6 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
             trainer.refuse_options()
         trainer.args.gradient_accumulation_steps = 2
         trainer.refuse_options()
-
-
-def test_two_ways_to_arrange_at_once_are_refused(model_dir):
-    options = {"train_sampling_strategy": "batch_rebalance", "arrange_micro_batches": "tokens"}
-    with pytest.raises(ValueError, match="both decide which examples share a micro-batch"):
-        run("sft", "ours", model=model_dir, train_dataset=conversations(8, SEED), **options)
 
 
 def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):

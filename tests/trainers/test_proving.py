@@ -65,11 +65,14 @@ def with_infinite_gradients(model):
     model.get_decoder().norm.register_forward_hook(overflow)
 
 
-# Name: the kind of model, what is done to it, and why its gradients were not compared
+UNREACHED = {"window_size": 300, "max_position_embeddings": 4096}
+# The kind of model, its options, what is done to it, and what was not compared
 NOT_COMPARED = {
-    "draws": ("phimoe", None, "it draws at random in training"),
-    "raises": ("llama", raising_in_training, "a row alone raises RuntimeError: no kernel for training"),
-    "infinite": ("llama", with_infinite_gradients, "those of a row alone are not finite"),
+    "draws": ("phimoe", {}, None, "gradients were not compared, because it draws at random in training"),
+    "raises": ("llama", {}, raising_in_training, "because a row alone raises RuntimeError: no kernel for training"),
+    "infinite": ("llama", {}, with_infinite_gradients, "because those of a row alone are not finite"),
+    "engine": ("llama", {}, None, "because FSDP1 computes whole backward passes only"),
+    "window": ("gpt_neo", UNREACHED, None, "`window_size=300` is longer than the rows that were tried"),
 }
 
 
@@ -90,27 +93,16 @@ def test_a_model_whose_gradients_were_compared_is_called_exact(caplog):
 
 
 @pytest.mark.parametrize("case", NOT_COMPARED)
-def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog):
-    model_type, spoil, reason = NOT_COMPARED[case]
-    model = tiny_model(model_type)
+def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog, monkeypatch):
+    model_type, options, spoil, reason = NOT_COMPARED[case]
+    model = tiny_model(model_type, **options)
     if spoil is not None:
         spoil(model)
+    if case == "engine":
+        monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+        monkeypatch.setattr(Accelerator, "is_fsdp2", False)
     line = proven(model, caplog)
-    assert f"gradients were not compared, because {reason}" in line
-    assert "exact as far as it was compared: " in line
-
-
-def test_an_engine_that_gives_no_gradients_is_named_in_the_log(caplog, monkeypatch):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setattr(Accelerator, "is_fsdp2", False)
-    line = proven(tiny_model("llama"), caplog)
-    assert "gradients were not compared, because FSDP1 computes whole backward passes only" in line
-    assert "exact as far as it was compared: " in line
-
-
-def test_what_limits_how_far_a_token_sees_and_was_out_of_reach_stands_in_the_log(caplog):
-    line = proven(tiny_model("gpt_neo", window_size=300, max_position_embeddings=4096), caplog)
-    assert "`window_size=300` is longer than the rows that were tried" in line
+    assert reason in line
     assert "exact as far as it was compared: " in line
 
 

@@ -9,7 +9,7 @@ from datasets import Dataset, load_dataset
 
 from tests.runs import assert_same, compare, run
 from trl_paddingfree import split_turns
-from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
 
 DATA = Path(os.environ.get("TRL_PADDINGFREE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])

@@ -1,8 +1,10 @@
 """Bad input stops before anything is computed and says what to change, or is counted and said."""
 
+import inspect
 import logging
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, fields
 
 import peft
 import pytest
@@ -11,6 +13,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -577,6 +580,75 @@ def test_inputs_of_the_wrong_kind_are_refused(name, task, untouched, tokenizer, 
     arguments = {"train_dataset": data, "processing_class": tokenizer, **changed}
     with pytest.raises((ValueError, TypeError), match=message):
         trainer(model=untouched, args=config(output_dir=str(tmp_path), **COMMON), **arguments)
+
+
+def no_prompt(tmp_path):
+    rows = {"question": [user("w1")], "chosen": [assistant("w2")], "rejected": [assistant("w3")]}
+    return "dpo", {"train_dataset": Dataset.from_dict(rows)}
+
+
+def roles(task, *names):
+    messages = [{"role": role, "content": "w1"} for role in names]
+    return lambda tmp_path: (task, {"train_dataset": Dataset.from_dict({"messages": [messages], "id": [1]})})
+
+
+def config(make, **options):
+    return lambda tmp_path: ("dpo", {"args": make(str(tmp_path), **{**COMMON, **options})})
+
+
+STUMBLES = {
+    "a prompt by another name": (
+        no_prompt,
+        r"The train data has no `prompt`, only \['question', .* begin with different messages",
+    ),
+    "conversations of roles": (
+        lambda tmp_path: ("sft", {"train_dataset": Dataset.from_dict({"conversations": [user("w1")], "id": [1]})}),
+        "`conversations` of the train data have no `from` and `value`.* Rename the column",
+    ),
+    "a misspelt role": (roles("sft", "user", "assitant"), "with the role 'assitant'. Did you mean `assistant`?"),
+    "another task's configuration": (
+        config(SFTConfig),
+        "`args` is a SFTConfig, and PaddingFreeDPOTrainer takes a PaddingFreeDPOConfig, or TRL's DPOConfig",
+    ),
+    "transformers' configuration": (
+        lambda tmp_path: ("sft", {"args": TrainingArguments(str(tmp_path), use_cpu=True)}),
+        "`args` is a TrainingArguments",
+    ),
+    "a dict": (lambda tmp_path: ("dpo", {"args": {"output_dir": str(tmp_path)}}), "`args` is a dict"),
+    "rows of one token": (config(DPOConfig, max_length=1), "`max_length=1` must be at least 2"),
+    "a misspelt option of checkpoints": (
+        config(DPOConfig, gradient_checkpointing_kwargs={"use_reentant": False}),
+        "has `use_reentant`, which checkpoints do not know. Did you mean `use_reentrant`?",
+    ),
+    "a loss that is none": (config(DPOConfig, loss_type=["sigmod"]), "`loss_type='sigmod'` is no loss that TRL's DPO"),
+}
+
+
+@pytest.mark.parametrize("name", STUMBLES)
+def test_what_new_users_stumble_over_is_one_line_before_anything_is_computed(name, untouched, tokenizer, tmp_path):
+    make, message = STUMBLES[name]
+    task, changed = make(tmp_path)
+    data = preference_data(4, SEED) if task == "dpo" else conversations(4, SEED)
+    args = TRAINERS[task].config_class(str(tmp_path), **COMMON)
+    arguments = {"train_dataset": data, "args": args, "processing_class": tokenizer, **changed}
+    with pytest.raises(ValueError, match=message) as error:
+        TRAINERS[task](untouched, **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("role", ["assistant", "critic", "user2", "ipython"])
+def test_roles_that_are_not_misspelt_are_left_to_the_template(role, tokenizer, tmp_path):
+    args = PaddingFreeSFTConfig(str(tmp_path), **COMMON)
+    _, changed = roles("sft", "user", role)(tmp_path)
+    PaddingFreeSFTTrainer(make_model(), args, processing_class=tokenizer, **changed)
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+def test_every_loss_that_trl_names_is_one(task):
+    config_class = TRAINERS[task].trl_config
+    text = {field.name: str(field.metadata.get("help")) for field in fields(config_class)}.get("loss_type", "")
+    source = inspect.getsource(sys.modules[TRAINERS[task].trl_trainer.__module__])
+    assert [name for name in re.findall(r"'(\w+)'", text) if f'"{name}"' not in source and name != "chunked_nll"] == []
 
 
 def test_an_output_folder_that_is_a_file_is_refused_before_anything_is_trained(untouched, tokenizer, tmp_path):

@@ -2,19 +2,16 @@
 
 import os
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.tiny import arguments, preference_data, reward_model
+from tests.helpers.tiny import arguments, different_pairs, preference_data, reward_model
 from tests.runs import assert_same, compare, run
 from trl_paddingfree import FlatBatch, RewardCollator
 from trl_paddingfree.check.prove import check_flat
-from trl_paddingfree.model import edits
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
@@ -23,8 +20,7 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 @pytest.fixture(scope="module")
 def data():
-    # Rounding decides which of two identical sequences padded TRL rewards more
-    return preference_data(25, SEED).filter(lambda row: row["chosen"] != row["rejected"])
+    return different_pairs(25, SEED)
 
 
 plain = partial(arguments, "reward", adapters=False)
@@ -78,24 +74,6 @@ def test_a_reward_is_read_within_its_row_whatever_pads_it(end):
         input_ids = torch.tensor([[5, 6, 7, 4], [8, end, padding, padding]])
         rewards = model(input_ids=input_ids, flat_batch=batch).logits
         torch.testing.assert_close(rewards[1:], alone)
-
-
-def test_the_host_reads_nothing_that_a_device_computes(monkeypatch):
-    class Read(TorchDispatchMode):
-        seen: ClassVar[list[str]] = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    model = reward_model()
-    FlatModel.install(model, choose_route(model))
-    monkeypatch.setattr(edits.EditsFound, "ask", lambda *args: None)  # on a GPU it does not wait
-    batch = FlatBatch.from_rows([[5, 6, 7], [5, 6]], [[-100] * 3, [-100] * 2])
-    with Read():
-        model(input_ids=torch.tensor([[5, 6, 7], [5, 6, 0]]), flat_batch=batch)
-    assert "aten.argmax.default" in Read.seen
-    assert [name for name in Read.seen if "_local_scalar" in name or "nonzero" in name] == []
 
 
 def test_a_head_that_sees_other_rows_is_caught(monkeypatch):

@@ -5,13 +5,14 @@ import os
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, TIMEOUT, alone, assert_same_run, finished, launch, torchrun
-from tests.helpers.tiny import following_rotary, make_model, preference_data, prompt_completions, saved
+from tests.helpers.tiny import following_rotary, make_model, preference_data, saved
 from tests.helpers.trees import random_segments
 from trl_paddingfree import (
     PaddingFreeDPOConfig,
@@ -27,7 +28,7 @@ from trl_paddingfree.flat.pieces import Context
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.masks import FlatMask, OtherSlices
+from trl_paddingfree.model.masks import FlatMask, OtherSlices, PassContext
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import scored_sizes, slice_of
 from trl_paddingfree.model.state_layers import state_heads
@@ -194,28 +195,32 @@ def test_a_group_of_two_trains_what_padded_trl_trains(folder_of, tmp_path):
     assert any(recomputed for _, (_, recomputed) in decided[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
-def test_a_group_of_two_trains_what_padded_trl_trains_in_all_ways(folder_of, tmp_path, half):
-    assert_as_padded(folder_of, tmp_path, 2, 2, [name for name in CASES if name not in DEFAULT][half::2])
-
-
-@pytest.mark.slow
-def test_a_group_of_four_trains_what_padded_trl_trains(folder_of, tmp_path):
-    assert_as_padded(folder_of, tmp_path, 4, 4, OF_FOUR)
-
-
-@pytest.mark.slow
-def test_a_group_of_three_trains_layers_with_a_state_as_padded_trl(folder_of, tmp_path):
-    """Heads and tokens do not divide."""
-    assert_as_padded(folder_of, tmp_path, 3, 3, STATES)
-
-
-@pytest.mark.slow
-def test_two_groups_of_two_train_what_padded_trl_trains(folder_of, tmp_path):
+def in_two_groups():
     left_out = (*NOT_IN_TWO_GROUPS, *IN_ONE_GROUP)
-    names = [name for name in CASES if not any(part in name for part in left_out)]
-    assert_as_padded(folder_of, tmp_path, 4, 2, names)
+    return [name for name in CASES if not any(part in name for part in left_out)]
+
+
+# Processes, those of a group, the engine, and cases. Of three, heads and tokens do not divide
+GROUPS = {
+    "all ways": (2, 2, None, [name for name in CASES if name not in DEFAULT][::2]),
+    "other ways": (2, 2, None, [name for name in CASES if name not in DEFAULT][1::2]),
+    "four": (4, 4, None, OF_FOUR),
+    "three": (3, 3, None, STATES),
+    "two of two": (4, 2, None, in_two_groups()),
+    "fsdp": (2, 2, "fsdp", ["all weights", "sft", "parts", "memory budget"]),
+    "fsdp, two of two": (4, 2, "fsdp", ["all weights", "parts"]),
+    "fsdp, delta rule": (2, 2, "fsdp-qwen3_5", STATES[:4]),
+    "fsdp, delta rule, two of two": (4, 2, "fsdp-qwen3_5", STATES[:2]),
+    "fsdp, convolution": (2, 2, "fsdp-lfm2", ["short convolution"]),
+    "fsdp, convolution, two of two": (4, 2, "fsdp-lfm2", ["short convolution"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_train_what_padded_trl_trains(folder_of, tmp_path, name):
+    world, size, engine, names = GROUPS[name]
+    assert_as_padded(folder_of, tmp_path, world, size, names, engine)
 
 
 @pytest.mark.slow
@@ -233,20 +238,6 @@ def test_two_groups_of_two_train_what_padded_trl_trains_in_two_processes(folder_
     for name, one, other in zip(names, launch(2, *padded), launch(4, *ours), strict=True):
         folders = tmp_path / f"{name} padded", tmp_path / f"{name} ours"
         assert_same_run(one, other, *folders, ignore=("accuracies",) if name == "precomputed" else ())
-
-
-@pytest.mark.slow
-def test_groups_of_fsdp2_train_what_padded_trl_trains(folder_of, tmp_path):
-    assert_as_padded(folder_of, tmp_path, 2, 2, ["all weights", "sft", "parts", "memory budget"], engine="fsdp")
-    assert_as_padded(folder_of, tmp_path, 4, 2, ["all weights", "parts"], engine="fsdp")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_groups_of_fsdp2_train_layers_with_a_state_as_padded_trl(folder_of, tmp_path, world):
-    names = ["delta rule", "delta rule, checkpointing", "delta rule, parts", "delta rule, memory budget"]
-    assert_as_padded(folder_of, tmp_path, world, 2, names[: 4 if world == 2 else 2], engine="fsdp-qwen3_5")
-    assert_as_padded(folder_of, tmp_path, world, 2, ["short convolution"], engine="fsdp-lfm2")
 
 
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
@@ -340,35 +331,33 @@ def test_layers_that_see_rows_are_refused_by_name(model_type):
         refuse_unsliceable(model, choose_route(model), 2)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "heads"),
-    [("qwen3_5_text", 4), ("kimi_linear", 4), ("falcon_h1", 4), ("mamba2", 4), ("lfm2", None), ("jamba", None)],
-)
-def test_more_processes_than_heads_of_a_state_are_refused_by_name(model_type, heads):
-    of_attention = {} if model_type == "mamba2" else {"num_attention_heads": 8}
-    of_kimi = {"linear_num_heads": 4} if model_type == "kimi_linear" else {}
-    model = tiny_model(model_type, **of_attention, **of_kimi)
-    assert state_heads(model) == heads
-    route = choose_route(model)
-    refuse_unsliceable(model, route, heads or 8)
-    if heads:
-        with pytest.raises(ValueError, match=f"layers that carry state have {heads} heads, of which each process"):
-            refuse_unsliceable(model, route, heads + 1)
+def test_more_processes_than_heads_of_a_state_are_refused_by_name():
+    eight = {"num_attention_heads": 8}
+    families = {
+        "qwen3_5_text": eight,
+        "kimi_linear": {**eight, "linear_num_heads": 4},
+        "falcon_h1": eight,
+        "mamba2": {},
+    }
+    for model_type, options in families.items():
+        model = tiny_model(model_type, **options)
+        refuse_unsliceable(model, choose_route(model), 4)
+        with pytest.raises(ValueError, match="layers that carry state have 4 heads, of which each process"):
+            refuse_unsliceable(model, choose_route(model), 5)
+    for model_type in ("lfm2", "jamba"):
+        model = tiny_model(model_type, **eight)
+        assert state_heads(model) is None
+        refuse_unsliceable(model, choose_route(model), 8)
 
 
 # --- without processes ------------------------------------------------------------------------------------------------
 
 
-def rows(seed):
-    data = prompt_completions(6, seed)
-    return [[int(word[1:]) for word in (row["prompt"] + row["completion"]).split()] for row in data]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_slices_are_the_batch(size):
-    given = rows(0)
-    labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in given]
-    batch = FlatBatch.from_rows(given, labels)
+    rng = np.random.default_rng(SEED)
+    rows = [rng.integers(5, 60, length).tolist() for length in rng.integers(2, 40, 6)]
+    batch = FlatBatch.from_rows(rows, [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in rows])
     total, slices = batch.input_ids.size(1), [slice_of(batch, i, size) for i in range(size)]
     assert sum(slice_sizes(total, size)) == total
     sizes = slice_sizes(total, size)
@@ -386,16 +375,15 @@ def test_slices_are_the_batch(size):
         assert scored or each.shift_labels.tolist() == [[-100]]
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 3), (9, 3), (12, 4), (14, 2)])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
-def test_every_query_head_reads_its_key_head(heads, size):
-    num_heads, num_keys = heads
-    shares = head_shares(num_heads, num_keys, size)
-    assert [head for queries, _ in shares for head in queries] == list(range(num_heads))
-    for queries, keys in shares:
-        assert len(queries) % len(keys) == 0
-        repeated = [key for key in keys for _ in range(len(queries) // len(keys))]
-        assert repeated == [head // (num_heads // num_keys) for head in queries]
+def test_every_query_head_reads_its_key_head():
+    for num_heads, num_keys in ((8, 8), (8, 2), (8, 1), (6, 3), (9, 3), (12, 4), (14, 2)):
+        for size in range(1, 7):
+            shares = head_shares(num_heads, num_keys, size)
+            assert [head for queries, _ in shares for head in queries] == list(range(num_heads))
+            for queries, keys in shares:
+                assert len(queries) % len(keys) == 0
+                repeated = [key for key in keys for _ in range(len(queries) // len(keys))]
+                assert repeated == [head // (num_heads // num_keys) for head in queries]
 
 
 class Given(OtherSlices):
@@ -421,9 +409,13 @@ class Given(OtherSlices):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
-@pytest.mark.parametrize("draw", range(SEED, SEED + 8))
-def test_a_halo_brings_each_slice_what_its_convolution_reaches(draw, size):
-    """Slices of a convolution along a random tree, of one that sums up what it reaches with weights of its own."""
+def test_a_halo_brings_each_slice_what_its_convolution_reaches(size):
+    """Slices of a convolution along random trees, of one that sums up what it reaches with weights of its own."""
+    for draw in range(SEED, SEED + 8):
+        assert_halo_brings(draw, size)
+
+
+def assert_halo_brings(draw, size):
     whole = FlatLayout.from_segments(random_segments(draw))
     total = whole.segments.num_tokens
     states = torch.randn(total, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(draw))
@@ -433,13 +425,13 @@ def test_a_halo_brings_each_slice_what_its_convolution_reaches(draw, size):
         return torch.nn.functional.conv1d(axis, weight[:, None], groups=3, padding=3)[..., : axis.size(-1)]
 
     def convolved(mask, states):
-        functions = tree_functions(mask, {"causal_conv1d_fn": convolution}, ())
+        functions = tree_functions(mask.context, {"causal_conv1d_fn": convolution}, ())
         return functions["causal_conv1d_fn"](states.T[None], weight)[0].T
 
     found = []
     for number in range(size):
         own = states[list(span_of(total, number, size))]
-        mask = FlatMask.carrying(whole, per_token=True, other_slices=Given(states, number, size))
+        mask = FlatMask.carrying(PassContext(whole, carry=Given(states, number, size)), per_token=True)
         assert mask.shape == (1, len(own))
         found.append(convolved(mask, own)[: slice_sizes(total, size)[number]])
     rows = [states[whole.segments.path(i)] for i in range(len(whole.segments.lengths))]
@@ -460,22 +452,16 @@ def counted(world, module="sequence_counts", *arguments):
     finished(torchrun(world, "-m", f"tests.trainers.{module}", *arguments), 3 * TIMEOUT)
 
 
-def test_work_memory_and_messages_of_two_processes():
-    counted(2)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_work_memory_and_messages(world):
+    counted(world)
 
 
-@pytest.mark.slow
-def test_work_memory_and_messages_of_four_processes():
-    counted(4)
-
-
-@pytest.mark.parametrize("draw", [SEED])
-def test_layers_with_a_state_answer_in_two_slices_as_whole(draw):
-    counted(2, "sequence_states", str(draw), "qwen3_5_text", "lfm2", "bamba", "mamba")
+def test_layers_with_a_state_answer_in_two_slices_as_whole():
+    counted(2, "sequence_states", str(SEED), "qwen3_5_text", "lfm2", "bamba", "mamba")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("draw", [SEED])
-def test_all_layers_with_a_state_answer_in_slices_as_whole(draw, world):
-    counted(world, "sequence_states", str(draw))
+def test_all_layers_with_a_state_answer_in_slices_as_whole(world):
+    counted(world, "sequence_states", str(SEED))

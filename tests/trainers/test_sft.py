@@ -11,16 +11,13 @@ from tests import runs
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.tiny import conversations, make_model, prompt_completions, saved
 from tests.runs import TOLERANCE, run
+from tests.trainers.test_as_padded import language_modeling
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.data.collate import LanguageModelingCollator
 from trl_paddingfree.memory.device import GIB
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 MAX_LENGTH = 24
-
-
-def language_modeling(n, seed):
-    return Dataset.from_list([{"text": row["prompt"] + row["completion"]} for row in prompt_completions(n, seed)])
 
 
 def compare(model, dataset, layout="flat", **options):

@@ -30,6 +30,7 @@ def assert_in_slices(passes, most=9):
     assert most_slices(passes) > 1
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("task", TASKS)
 def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
@@ -51,6 +52,7 @@ def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold
     assert_in_slices(passes, 20)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("task", "options"),
     [
@@ -110,6 +112,7 @@ def test_metrics_and_losses_of_ones_own(passes):
     assert_in_slices(passes)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "internvl"])
 @pytest.mark.parametrize(("task", "data"), [("dpo", vision_pairs), ("sft", vision_completions)], ids=["dpo", "sft"])
 def test_images(kind, task, data, passes):

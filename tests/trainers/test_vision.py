@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import random
 import warnings
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -12,33 +11,33 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from torch.utils.data._utils.pin_memory import pin_memory
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
 from tests.helpers.launching import alone, assert_same_run, launch
+from tests.helpers.pages import ROOT
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
     BUILDABLE,
     SAMPLE,
     make_vision,
     on_images,
-    picture,
     vision_completions,
     vision_labelled,
     vision_messages,
     vision_pairs,
 )
 from tests.runs import assert_same, compare, make_trainer, run
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
-from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, image_cuts, of_images, taken
+from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, example_cuts, of_images
 from trl_paddingfree.images.examples import first_with_images, images_of, inverted
 from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
 from trl_paddingfree.model.edits import EditedRowsError
-from trl_paddingfree.trainers.registry import TRAINERS, collated
+from trl_paddingfree.trainers import collated
+from trl_paddingfree.trainers.registry import TRAINERS
 from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -183,29 +182,28 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
         parts = [whole.take(examples).with_flat() for examples in ([0, 3], [1, 2, 4], [5])]
     assert len(images) == sum(len(row["images"]) for row in rows)  # cut, and not processed again
     assert sum(len(part["input_ids"]) for part in parts) == 2 * len(rows)
-    owners = [0, 3, 2]
-    cut = taken(of_images(whole.rows), whole._cuts(), [whole.sources[i] for i in owners])
-    for name, values in cut.items():
-        alone = torch.as_tensor(collator.rows([rows[i] for i in owners])[name])
-        if alone.shape == values.shape:  # else the others are larger, and it is padded to their size
-            assert torch.equal(alone, values)
+    owners = [4, 0, 2]  # of different images
+    cut = whole.take(owners).rows
+    for name, expected in of_images(collator.rows([rows[i] for i in owners])).items():
+        if expected.shape == cut[name].shape:  # else the others are larger, and it is padded to their size
+            assert torch.equal(expected, cut[name])
 
 
-def test_images_of_which_nothing_tells_whose_they_are_are_processed_again():
+def test_images_are_processed_again_where_nothing_tells_whose_they_are():
     images = {"pixel_values": torch.arange(2.0)[:, None]}
-    assert image_cuts(images, [1, 1], [4, 4]) == {"pixel_values": [1, 1]}
-    assert image_cuts(images, [2, 0], [8, 0]) is None  # two images, or two examples
-    assert image_cuts(images, [0, 0], [4, 4]) is None  # images that are not found in the examples
-    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1])
-    assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
-
-
-def test_tiles_are_no_examples_where_there_are_as_many():
-    """Two images of three tiles and one, and two rows without."""
+    assert example_cuts(images, [1, 1], [4, 4]) == {"pixel_values": [1, 1]}
+    assert example_cuts(images, [2, 0], [8, 0]) is None  # two images, or two examples
+    assert example_cuts(images, [0, 0], [4, 4]) == {"pixel_values": [1, 1]}  # are in the examples where none is found
+    assert example_cuts(images, [0, 0, 0], [4, 4, 0]) is None
+    # Two images of three tiles and one, and two rows without
     tiles = {"pixel_values": torch.arange(4.0).view(4, 1, 1, 1)}
-    assert image_cuts(tiles, [1, 1, 0, 0], [12, 4, 0, 0]) == {"pixel_values": [3, 1, 0, 0]}
-    assert image_cuts(tiles, [1, 1, 0, 0], [11, 4, 0, 0]) is None
-    assert image_cuts({"pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [1, 1, 0, 0], [4] * 4) == {"pixel_values": [1] * 4}
+    assert example_cuts(tiles, [1, 1, 0, 0], [12, 4, 0, 0]) == {"pixel_values": [3, 1, 0, 0]}
+    assert example_cuts(tiles, [1, 1, 0, 0], [11, 4, 0, 0]) is None
+    assert example_cuts({"pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [1, 1, 0, 0], [4] * 4) == {
+        "pixel_values": [1] * 4
+    }
+    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1], {})
+    assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
 
 
 def test_images_are_found_where_trl_reads_them():
@@ -219,16 +217,13 @@ def test_images_are_found_where_trl_reads_them():
 
 
 def test_images_in_files_train_as_those_in_memory(tmp_path):
-    def to_file(row, index):
-        paths = [str(tmp_path / f"{index} {i}.png") for i in range(len(row["images"]))]
+    rows = []
+    for row in vision_completions(8, SEED):
+        paths = [str(tmp_path / f"{len(rows)} {i}.png") for i in range(len(row["images"]))]
         for path, image in zip(paths, row["images"], strict=True):
             image.save(path)
-        return {"images": paths}
-
-    data = vision_completions(8, SEED)
-    rows = [{**row, **to_file(row, i)} for i, row in enumerate(data)]
-    files = Dataset.from_list(rows)
-    compare("sft", partial(on_images, "llava", "sft"), files, ("shared",))
+        rows.append({**row, "images": paths})
+    compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), ("shared",))
 
 
 def test_workers_send_no_processor():
@@ -306,10 +301,10 @@ def test_edits_of_a_collator_are_trained_on(edits, limit):
         {"data_collator": editing(collator, processor, **edits)}
         for collator in (DataCollatorForVisionPreference, VisionPreferenceCollator)
     ]
-    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit}
-    padded = run("dpo", "padded", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED), **kwargs[0])
-    kwargs[1] |= {"train_dataset": vision_pairs(8, SEED), **parts}
-    assert_same(padded, run("dpo", "shared", **on_images("llava", "dpo"), **kwargs[1]))
+    data = {"train_dataset": vision_pairs(8, SEED)}
+    padded = run("dpo", "padded", **on_images("llava", "dpo"), **data, **kwargs[0])
+    ours = run("dpo", "shared", **on_images("llava", "dpo"), **data, **kwargs[1], max_tokens_per_micro_batch=limit)
+    assert_same(padded, ours)
 
 
 @pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
@@ -318,42 +313,40 @@ def test_later_edits_are_refused(limit):
         def training_step(self, model, inputs, *args):
             return super().training_step(model, more_scored(inputs), *args)
 
-    parts = {} if limit is None else {"max_tokens_per_micro_batch": limit}
-    arguments = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED), **parts}
+    arguments = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED), "trainer_class": Stepping}
     with pytest.raises(EditedRowsError, match="more or other tokens to score"):
-        run("dpo", "shared", **arguments, trainer_class=Stepping)
+        run("dpo", "shared", **arguments, max_tokens_per_micro_batch=limit)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def refused(task="dpo", kind="llava", dataset=None, **options):
-    model, processor = make_vision(kind, seed=SEED)
-    trainer = TRAINERS[task]
-    config = trainer.config_class
-    data = dataset or {"dpo": vision_pairs, "sft": vision_completions}[task](4, SEED)
-    args = config("unused", bf16=False, use_cpu=True, report_to="none", max_length=None, **options)
-    return trainer(
-        model=model,
-        args=args,
-        train_dataset=data,
-        processing_class=processor,
-        peft_config=LoraConfig(target_modules="all-linear"),
-    )
+ON_TEXT = {"model": make_model(), "processing_class": make_tokenizer(), "ref_model": None}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("task", "options", "message"),
     [
-        ({"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all examples"),
-        ({"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision datasets"),
-        ({"task": "sft", "packing": True}, "Packing is not supported for vision datasets"),
+        ("dpo", {"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all"),
+        ("reward", {}, "The data has a column `images`, and this trainer trains on text only"),
+        # In TRL's words
+        ("dpo", {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision data"),
+        ("kto", {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision data"),
+        ("dpo", {"truncation_mode": "keep_end", "max_length": 9}, "truncation_mode='keep_end' is not supported for v"),
+        ("dpo", {"pad_to_multiple_of": 8}, "Padding to a multiple of a value is not yet implemented"),
+        ("sft", {"packing": True}, "Packing is not supported for vision datasets"),
+        ("dpo", ON_TEXT, "appears to be vision-related"),
+        ("kto", ON_TEXT, "appears to be vision-related"),
     ],
-    ids=["arranging", "precomputed", "packing"],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else x if isinstance(x, str) and len(x) < 9 else "",
 )
-def test_options_that_images_rule_out(options, message):
-    with pytest.raises(ValueError, match=message):
-        refused(**options)
+def test_what_images_rule_out(task, options, message):
+    arguments = {**on_images("llava", "dpo" if task == "reward" else task), **options}
+    if task == "reward":
+        del arguments["ref_model"]
+    data = {"kto": vision_labelled, "sft": vision_completions}.get(task, vision_pairs)(4, SEED)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        make_trainer(task, "ours", **arguments, train_dataset=data)
 
 
 def test_statistics_over_all_images_are_refused():
@@ -367,7 +360,7 @@ def test_statistics_over_all_images_are_refused():
 
 def test_positions_that_are_counted_by_something_unknown_are_refused():
     model, processor = make_vision("llava", seed=SEED)
-    rules = replace(vision_rules(model), counts_grids=True)
+    rules = replace(vision_rules(model), patches=4)
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=rules)
     with pytest.raises(ValueError, match="The model counts positions of image tokens by what this package does not"):
         collator([row for row in vision_pairs(8, SEED) if row["images"]])
@@ -376,64 +369,33 @@ def test_positions_that_are_counted_by_something_unknown_are_refused():
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_the_first_example_with_images_is_found(column):
     pictures = [row["images"] for row in vision_pairs(8, SEED) if row["images"]][:2]
-    filled = pictures if column == "images" else [images[0] for images in pictures]
-    empty = [] if column == "images" else None
-    rows = [{column: value, "prompt": "w1"} for value in [empty] * 120 + filled]
-    data = Dataset.from_list(rows)
-    assert first_with_images(data) == 120
-    assert first_with_images(data.select(range(120, 122))) == 0
-    assert first_with_images(data.select(range(3))) == 0
+    filled, empty = (pictures, []) if column == "images" else ([images[0] for images in pictures], None)
+    data = Dataset.from_list([{column: value, "prompt": "w1"} for value in [empty] * 120 + filled])
+    assert [first_with_images(each) for each in (data, data.select([120, 121]), data.select(range(3)))] == [120, 0, 0]
 
 
 def test_images_as_arrays_are_inverted_within_their_own_range():
     pixels = np.array([[[255, 10, 20]]], dtype=np.uint8)
     with warnings.catch_warnings(action="error"):  # the sum of the largest and the smallest overflows
-        assert inverted({"image": pixels})["image"].tolist() == [[[10, 255, 245]]]
+        assert inverted(pixels).tolist() == [[[10, 255, 245]]]
 
 
-def test_keep_end_is_refused_in_trls_words():
-    model, processor = make_vision("llava", seed=SEED)
-    args = PaddingFreeDPOConfig("unused", bf16=False, use_cpu=True, report_to="none", truncation_mode="keep_end")
-    with pytest.raises(ValueError, match="truncation_mode='keep_end' is not supported for vision-language models"):
-        PaddingFreeDPOTrainer(model, args=args, train_dataset=vision_pairs(4, SEED), processing_class=processor)
-
-
-def test_padding_to_a_multiple_is_refused_in_trls_words():
-    with pytest.raises(NotImplementedError, match="Padding to a multiple of a value is not yet implemented"):
-        refused(pad_to_multiple_of=8)
+def test_another_collator_is_refused_and_the_page_says_where_ours_is():
+    page = (ROOT / "docs" / "vision.md").read_text()
+    for task in ("sft", "dpo", "kto"):
+        collator = TRAINERS[task].task.vision_collator
+        assert f"`{collator.__name__}`" in page
+        assert f"`{collator.__module__}`" in page
+    with pytest.raises(ValueError, match=f"pass a `{VisionPreferenceCollator.__module__}.VisionPreferenceCollator`"):
+        make_trainer(
+            "dpo", "ours", **on_images("llava", "dpo"), train_dataset=vision_pairs(4, SEED), data_collator=dict
+        )
 
 
 def test_a_cut_image_is_laid_to_max_length():
     dataset = vision_completions(4, SEED, most_images=1)
     with pytest.raises(ValueError, match="`max_length=3` cuts an image"):
         run("sft", "shared", **{**on_images("llava", "sft"), "max_length": 3}, train_dataset=dataset)
-
-
-def test_images_for_a_text_model_are_refused_in_trls_words(tmp_path):
-    dataset = Dataset.from_list([{"image": picture(random.Random(SEED)), "prompt": "w1", "completion": "w2"}] * 4)
-    args = PaddingFreeSFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
-    with pytest.raises(ValueError, match="appears to be vision-related"):
-        PaddingFreeSFTTrainer(make_model(), args=args, train_dataset=dataset, processing_class=make_tokenizer())
-
-
-def build_other(task, model, processor, **options):
-    trainer, arguments, data = TRAINERS[task], {}, vision_pairs(4, SEED)
-    if task == "kto":
-        arguments["ref_model"], data = make_vision("llava", seed=SEED)[0], vision_labelled(4, SEED)
-    args = trainer.config_class("unused", bf16=False, use_cpu=True, report_to="none", **options)
-    return trainer(model=model, args=args, train_dataset=data, processing_class=processor, **arguments)
-
-
-def test_reward_models_refuse_images():
-    with pytest.raises(ValueError, match="The data has a column `images`, and this trainer trains on text only"):
-        build_other("reward", *make_vision("llava", seed=SEED))
-
-
-def test_what_trl_refuses_of_images_in_kto_is_refused_in_its_words():
-    with pytest.raises(ValueError, match="appears to be vision-related"):
-        build_other("kto", make_model(), make_tokenizer())
-    with pytest.raises(ValueError, match="`precompute_ref_log_probs=True` is not supported for vision datasets"):
-        build_other("kto", *make_vision("llava", seed=SEED), precompute_ref_log_probs=True)
 
 
 def test_videos_are_refused():

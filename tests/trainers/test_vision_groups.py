@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
+from trl import GRPOTrainer
 
 from tests.helpers.tiny import make_model, make_tokenizer, score
 from tests.helpers.vision import (
@@ -68,12 +69,12 @@ def test_every_architecture_trains_as_with_padding(kind):
     assert_architecture(kind)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", STACKED)
-@pytest.mark.parametrize("task", ["grpo", "rloo"])
-def test_chunks_iterations_and_references_follow_padded_trl(task, kind):
+def test_chunks_iterations_and_references_follow_padded_trl(kind):
     options = {**CHUNKS, "beta": 0.1, "gradient_checkpointing": True}
-    compare(task, partial(on_images, kind, task, lora=True), vision_prompts(8, SEED), **options)
+    for task in ("grpo", "rloo"):
+        compare(task, partial(on_images, kind, task, lora=True), vision_prompts(8, SEED), **options)
 
 
 def test_evaluation_padding_to_a_multiple_and_checkpoints_follow_padded_trl(tmp_path):
@@ -126,15 +127,16 @@ def test_mismatched_rows_have_the_images_of_their_prompts(loss_type):
     compare("kto", partial(on_images, "gemma3", "kto", lora=True), vision_labelled(8, SEED), **options)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", STACKED)
 @pytest.mark.parametrize("task", ["grpo", "rloo", "distillation", "kto"])
-@pytest.mark.parametrize("budget", [{"max_tokens_per_micro_batch": 24}, {"memory_budget": 8}], ids=lambda x: [*x][0])
-def test_budgets_follow_padded_trl(task, kind, budget):
+def test_budgets_follow_padded_trl(task, kind):
     """Most rows are longer than the first budget: the decoder runs in slices, and the tower once before them."""
-    options = {} if task in ("kto", "distillation") else {"num_iterations": 2}
-    make = partial(on_images, kind, task, lora=True)
-    compare(task, make, DATA[task](8, SEED), ("shared",), ours=budget, gradient_accumulation_steps=2, **options)
+    options = {"gradient_accumulation_steps": 2, "train_dataset": DATA[task](8, SEED)}
+    options |= {} if task in ("kto", "distillation") else {"num_iterations": 2}
+    padded = run(task, "padded", **on_images(kind, task, lora=True), **options)
+    for budget in ({"max_tokens_per_micro_batch": 24}, {"memory_budget": 8}):
+        assert_same(padded, run(task, "shared", **on_images(kind, task, lora=True), **options, **budget))
 
 
 # --- each image once -------------------------------------------------------------------------------------------------
@@ -172,9 +174,10 @@ def test_rows_of_a_call_take_their_own_entries():
     pixels[2:4] = pixels[:2]
     images = GeneratedImages.of({"pixel_values": pixels, "num_images": [1, 0, 1, 1, 1], "num_tiles": [2, 0, 2, 1, 1]})
     first, second = images.next(3, VisionRules(9)), images.next(2, VisionRules(9))
-    assert list(first.sources) == [0, 1, 0]
-    assert {name: places.tolist() for name, places in first.kept.items()} == {"pixel_values": [0, 1]}
-    assert (list(second.sources), dict(second.kept)) == ([0, 1], {})
+    assert (list(first.sources), list(second.sources)) == ([0, 1, 0], [0, 1])
+    assert [[(name, places.tolist()) for name, places in x.kept] for x in (first, second)] == [
+        [("pixel_values", [0, 1])]
+    ] * 2
     with pytest.raises(ValueError, match="`pixel_values` has 2 entries, and nothing tells to which of the 5 rows"):
         GeneratedImages.of({"pixel_values": pixels[:2], "num_images": [1, 0, 1, 1, 1]})
 
@@ -190,6 +193,11 @@ def look(where: str) -> list:
         where: Where it is.
     """
     return []
+
+
+def any_template_may_call_tools():
+    asked = ("supports_tool_calling", "is_chat_template_prefix_preserving", "add_response_schema")
+    return mock.patch.multiple("trl.trainer.grpo_trainer", **dict.fromkeys(asked, lambda processor: processor))
 
 
 def with_tools(trainer):
@@ -222,8 +230,8 @@ def with_tools(trainer):
 def test_images_that_tools_return_follow_padded_trl(has_column, caplog):
     data = vision_prompts(8, SEED, most_images=1)
     data = data if has_column else data.remove_columns("images")
-    trusted, runs = ("supports_tool_calling", "is_chat_template_prefix_preserving", "add_response_schema"), {}
-    with mock.patch.multiple("trl.trainer.grpo_trainer", **dict.fromkeys(trusted, lambda processor: processor)):
+    runs = {}
+    with any_template_may_call_tools():
         for layout in ("padded", "shared"):
             arguments = {**on_images("qwen2_5_vl", "grpo", lora=True), "tools": [look], "max_completion_length": 16}
             runs[layout] = train(with_tools(make_trainer("grpo", layout, train_dataset=data, **arguments)))
@@ -277,19 +285,36 @@ def test_a_model_that_does_not_look_at_its_images_is_refused(monkeypatch):
         make_trainer("grpo", "shared", **arguments, train_dataset=vision_prompts(4, SEED))
 
 
-def test_a_sampled_image_token_is_named(monkeypatch):
-    """Which TRL suppresses, unless one sets `generation_kwargs`; padded TRL fails in the model."""
-    trainer = make_trainer("grpo", "shared", **on_images("llava", "grpo"), train_dataset=vision_prompts(4, SEED))
-    tokenize = trainer._tokenize_prompts
+def saying(monkeypatch, image_tokens):
+    """Has each completion say image tokens in front, as many as `image_tokens` has for the row, again and again."""
+    generate = GRPOTrainer._generate_single_turn
 
-    def _generate(prompts):
-        ids, images, _ = tokenize(prompts)
-        said = [[40 + i, *([IMAGE_ID] if i == 1 else [])] for i in range(len(prompts))]
-        return ids, said, None, [[{"role": "assistant", "content": "w1"}]] * len(prompts), None, {}, images, []
+    def _generate_single_turn(self, *args, **kwargs):
+        said, others = generate(self, *args, **kwargs)
+        return [[IMAGE_ID] * image_tokens[i % len(image_tokens)] + ids for i, ids in enumerate(said)], others
 
-    trainer._generate = _generate
-    with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens of the rows"):
-        trainer.train()
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", _generate_single_turn)
+
+
+@pytest.mark.parametrize("image_tokens", [[0, 1, 0, 0], [1], [12]], ids=["one row", "all rows", "images more"])
+@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_5_vl", marks=needs_torchvision)])
+def test_sampled_image_tokens_are_named_where_padded_trl_fails(kind, image_tokens, monkeypatch):
+    """TRL suppresses them, unless `generation_kwargs` or vLLM do otherwise."""
+    saying(monkeypatch, image_tokens)
+    small = [{**row, "images": [image.resize((16, 16)) for image in row["images"]]} for row in vision_prompts(4, SEED)]
+    for layout in ("padded", "shared"):
+        trainer = make_trainer("grpo", layout, **on_images(kind, "grpo"), train_dataset=Dataset.from_list(small))
+        named = "a completion has image tokens .*beside those of its images" if layout == "shared" else ""
+        with pytest.raises(ValueError, match=f"Image features and image tokens do not match.*{named}"):
+            trainer.train()
+
+
+@needs_torchvision
+def test_sampled_image_tokens_are_text_in_batches_without_images(monkeypatch):
+    saying(monkeypatch, [0, 2, 1])
+    rows = [{**row, "images": row["images"] if i > 1 else []} for i, row in enumerate(vision_prompts(4, SEED))]
+    make = partial(on_images, "qwen2_5_vl", "grpo")
+    compare("grpo", make, Dataset.from_list(rows), ("shared",), shuffle_dataset=False)
 
 
 @pytest.mark.parametrize("fault", ["model", "template"])
@@ -298,8 +323,7 @@ def test_tools_beside_text_train_where_made_up_images_cannot_be_tried(fault, mon
     text = Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{i}"}]} for i in range(8)])
     if fault == "model":
         monkeypatch.setattr("trl_paddingfree.trainers.online.why_no_images", lambda model: "so it is")
-    trusted = ("supports_tool_calling", "is_chat_template_prefix_preserving", "add_response_schema")
-    with mock.patch.multiple("trl.trainer.grpo_trainer", **dict.fromkeys(trusted, lambda processor: processor)):
+    with any_template_may_call_tools():
         arguments = {**on_images("llava", "grpo"), "tools": [look]}
         if fault == "template":
             processor = arguments["processing_class"]

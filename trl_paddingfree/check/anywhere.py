@@ -62,7 +62,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
         `TypeError`, `ValueError`: It is no model of transformers, or one that no route can serve.
 
     >>> from trl_paddingfree import FlatModel, padding_free
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> model = padding_free(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2))
     >>> ids, mask = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     >>> model(input_ids=ids, attention_mask=mask).logits.shape[:2]
@@ -116,8 +116,8 @@ def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel
         raise TypeError(f"`{function}` takes a model of transformers, and there is none in a {type(model).__name__}.")
     if base.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(base).__name__} has an encoder and a decoder, which is not supported: `{function}` takes models with "
-            "a decoder alone."
+            f"{type(base).__name__} has an encoder and a decoder, which is not supported: `{function}` takes "
+            "models with a decoder alone."
         )
     return base
 

@@ -1,5 +1,6 @@
 """Random rows to try a model on, its answers to each of them alone, and which differences from these are rounding."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -178,7 +179,9 @@ class RowsAlone:
         if carries_state(self.model):  # recurrences in other chunks round differently
             with in_small_chunks(self.model):
                 padded = [*padded, self.answers(self.rows)]
-        self.noise = max(self.difference(answers, self.alone) for answers in padded)
+        noises = [self.difference(answers, self.alone) for answers in padded]
+        # Padding of float64 rows may give NaN (Gemma 2's softmax of masked scores in float32), which explains nothing
+        self.noise = max(filter(math.isfinite, noises), default=0.0)
         self.effect = root_mean_square(moved - still)
         # The measured noise may be zero by chance, or because padded rows took the same kernels: at least one unit of
         # rounding, relative to the log-probabilities, is tolerated

@@ -22,6 +22,7 @@ from functools import cache, partial
 import torch
 from transformers import PreTrainedModel
 
+from .. import upstream
 from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
@@ -180,7 +181,7 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
         return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
     config = vars(model.config.get_text_config())
     failures = [result.failure for result in failed]
-    is_stateful = model._is_stateful or "linear_attention" in (config.get("layer_types") or ())
+    is_stateful = upstream.is_stateful(model) or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     # RoBERTa and its kind leave room for the position of the padding token

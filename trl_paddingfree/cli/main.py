@@ -1,37 +1,34 @@
-"""The commands: their arguments, and what they print."""
+"""The commands: what they run, and how they end."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from ..data.load import NAME_THE_DATA, refuse_missing
 from ..versions import naming_versions
-from .options import LOADING, NO, OK, TRAINING, make_parser, refuse, refuse_unknown, separated, spelled
+from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
 
 # As shells report processes that SIGINT or SIGPIPE ended
 INTERRUPTED, PIPE_CLOSED = 130, 141
-Loaded = TypeVar("Loaded")
 
 
 @naming_versions()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name, by default those of the process, and return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    command: Callable[[], int]
-    if given and given[0] in TRAINING:  # their parser has hundreds of options, and takes seconds to import
-        name, traceback = given[0], "--traceback" in given
-        command = partial(train, name, given[1:])
-    else:
-        args, unknown = make_parser().parse_known_args(spelled(given))
-        if unknown:  # argparse itself would answer with the usage of `trl-paddingfree`, not of the command
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        name, traceback = args.command, args.traceback
-        command = partial({"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}[name], args)
+    given = spelled(sys.argv[1:] if argv is None else argv)
+    args, others = make_parser().parse_known_args(given)
+    commands = {"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}
+    command = (
+        partial(commands[args.command], args) if args.command in commands else partial(train, args.command, others)
+    )
+    if others and args.command in commands:  # argparse itself would show the usage of `trl-paddingfree`
+        args.parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         code = command()
         sys.stdout.flush()
@@ -43,19 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except LOADING as error:
-        if traceback:
+        if "--traceback" in given:
             raise
-        return refuse(name, error)
+        return refuse(args.command, error)
 
 
-def loaded(name: str, load: Callable[[], Loaded]) -> Loaded:
-    """The result of `load`. Its errors are given a message that names `name`, which the user typed."""
-    from datasets.exceptions import DatasetsError
-
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Name in an error of a file or the hub what was to be loaded, as the user typed it."""
     try:
-        return load()
-    except DatasetsError as error:  # the file exists, and is not what its ending says
-        raise ValueError(f"{name!r} cannot be read: {error}. {error.__cause__ or ''}") from error
+        yield
     except OSError as error:
         raise OSError(f"{name!r} is no file or folder here, and the hub does not give it: {error}") from error
 
@@ -78,11 +72,11 @@ def inspect(args: argparse.Namespace) -> int:
     at_least(0, args, "max_length", "sample")
     refuse_missing(args.dataset, NAME_THE_DATA)
     if args.model is None and args.memory_gib is not None:
-        raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, whose memory it is.")
+        raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`: it says what of that model fits.")
 
     from rich.console import Console
     from rich.progress import track
-    from transformers import AutoProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from ..data.load import load_rows
     from ..data.savings import measure
@@ -90,30 +84,38 @@ def inspect(args: argparse.Namespace) -> int:
     from ..data.turns import split_turns
     from ..images.examples import has_images
     from ..images.savings import image_counts
-    from ..quickstart.charts import drawn, plot_waste
     from ..trainers.configs import silence
     from ..trainers.registry import TASKS
+    from .memory import memory_report, model_config
+    from .quickstart.charts import drawn, plot_waste
     from .tables import print_memory, print_waste
 
     silence()
     progress = Console(stderr=True)
     if args.model is not None:  # a wrong name is refused before data is loaded
-        from .memory import memory_report, model_config
-
-        loaded(args.model, lambda: model_config(args.model))
-    dataset = loaded(args.dataset, lambda: load_rows(args.dataset, args.dataset_config, args.dataset_train_split))
+        with loading(args.model):
+            model_config(args.model)
+    with loading(args.dataset):
+        dataset = load_rows(args.dataset, args.dataset_config, args.dataset_train_split)
     if args.one_sample_per_turn:
         dataset = split_turns(dataset, args.seed)
     with_images = has_images(dataset)
     if with_images and args.model is not None:
         raise ValueError(
-            f"`--model {args.model}` predicts the memory of text, and the data has images, whose memory in the vision "
-            "tower is not known: leave `--model` out."
+            f"`--model {args.model}` predicts the memory of text only, and the data has images: leave `--model` out."
         )
-    read = AutoProcessor.from_pretrained if with_images else AutoTokenizer.from_pretrained
+    with loading(args.tokenizer):
+        tokenizer = (AutoProcessor if with_images else AutoTokenizer).from_pretrained(args.tokenizer)
+        config = AutoConfig.from_pretrained(args.tokenizer) if with_images else None
+    token: Any = getattr(config, "image_token_id", None)
+    if with_images and token is None:
+        raise ValueError(
+            f"The data has images, and {args.tokenizer!r} is not a model that reads them as tokens. Name one that does "
+            "in `--tokenizer`, or remove the column of images."
+        )
     report = measure(
         dataset,
-        loaded(args.tokenizer, lambda: read(args.tokenizer)),
+        tokenizer,
         task_of(dataset.column_names, TASKS),
         [args.batch_size * factor for factor in (1, 2, 4, 8)],
         max_length=args.max_length or None,
@@ -123,13 +125,12 @@ def inspect(args: argparse.Namespace) -> int:
         in_order=args.one_sample_per_turn,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
-        count_images=partial(image_counts, image_token(args.tokenizer)) if with_images else None,
+        count_images=partial(image_counts, token) if with_images else None,
         track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
     memory = None
     if args.model is not None:
-        predict = partial(memory_report, report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
-        memory = loaded(args.model, predict)
+        memory = memory_report(report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
     if args.json:
         print_json(report.as_dict() | ({"memory": memory} if memory else {}))
     else:
@@ -139,19 +140,6 @@ def inspect(args: argparse.Namespace) -> int:
     if args.plot:
         drawn(lambda: plot_waste(report, args.plot), args.plot, progress)
     return OK
-
-
-def image_token(model: str) -> int:
-    """The placeholder of an image in the rows of a model."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model).image_token_id
-    except AttributeError as error:
-        raise ValueError(
-            f"The data has images, and {model!r} is no model that reads them as tokens of its rows. Name one that does "
-            "in `--tokenizer`, or remove the column of images."
-        ) from error
 
 
 def check(args: argparse.Namespace) -> int:
@@ -164,22 +152,23 @@ def check(args: argparse.Namespace) -> int:
     from ..check.report import as_dict, check_model, load_model
     from .tables import print_routes
 
-    loading = args.model, args.dtype, args.attn_implementation
+    given = args.model, args.dtype, args.attn_implementation
     if args.packed:
-        result = loaded(args.model, lambda: check_packed(load_model(*loading)))
+        with loading(args.model):
+            result = check_packed(load_model(*given))
         if args.json:
             print_json({"packed": str(result.route), "verdict": result.verdict, **as_dict(result)})
         else:
             sys.stdout.write(f"{result}\n")
         return OK if result.passed else NO
-    progress = Console(stderr=True)
-    tell = partial(progress.print, markup=False, highlight=False, soft_wrap=True)
-    report = loaded(args.model, lambda: check_model(*loading, tell))
+    tell = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
+    with loading(args.model):
+        report = check_model(*given, tell)
     if args.json:
         print_json(report.as_dict())
     else:
         print_routes(report)
-    return OK if report.chosen is not None else NO
+    return NO if report.chosen is None else OK
 
 
 def env(args: argparse.Namespace) -> int:
@@ -191,8 +180,7 @@ def env(args: argparse.Namespace) -> int:
         return OK
     for look in (software, hardware):  # versions are printed first: devices need PyTorch, whose import takes seconds
         for name, value in look().items():
-            each = value.items() if isinstance(value, dict) else [(name, value)]
-            for title, found in each:
+            for title, found in value.items() if isinstance(value, dict) else [(name, value)]:
                 shown = ", ".join(found) or "none" if isinstance(found, list) else found
                 print(f"- {title}: {'not installed' if shown is None else shown}", flush=True)
     return OK
@@ -204,47 +192,39 @@ def quickstart(args: argparse.Namespace) -> int:
     for name in filter(None, (args.model, args.dataset_name)):
         refuse_missing(name, "")
 
-    import datasets
-    from transformers.utils import logging
-
-    from ..quickstart import compare
-
     # One GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    if args.model is None:  # a small model and its data are prepared within seconds
-        datasets.disable_progress_bars()
-        logging.disable_progress_bar()
-    return compare.run(args)
+
+    from .quickstart.compare import run
+
+    return run(args)
 
 
-def train(task: str, argv: list[str]) -> int:
+def train(task: str, argv: Sequence[str]) -> int:
     """
     `trl-paddingfree dpo`, `sft` and the others that train: the script of a task through `accelerate launch`.
 
     Options that the script does not know are those of `accelerate launch`, on the command line and in the YAML file of
     `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
     """
-    argv = separated(argv)
-    refuse_unknown(task, argv)
+    argv = answer_at_once(task, argv)
 
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
-    from yaml import YAMLError
 
     from . import train as script
 
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
     parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
-    script_args, training_args, model_args, dataset_args, _, from_config, from_command_line = parsed
+    _, training_args, *_, from_config, from_command_line = parsed
     if (name := "--accelerate_config") in from_config and name in from_command_line:  # the command line wins
         at = from_config.index(name)
-        from_config = from_config[:at] + from_config[at + 2 :]
-    launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
-    script.check_names((script_args, training_args, model_args, dataset_args))
+        del from_config[at : at + 2]
     launcher = launch.launch_command_parser()
     launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
     # The script gets all arguments, and leaves those to the launcher that it does not know
+    launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
     args = launcher.parse_args([*launch_args, "--module", script.__name__, task, *argv])
     if args.training_script != script.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
@@ -258,6 +238,4 @@ def train(task: str, argv: list[str]) -> int:
     except ChildFailedError as error:  # the process that failed has said why
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else NO
-    except YAMLError as error:
-        raise ValueError(f"`--config_file` is no YAML: {' '.join(str(error).split())}") from error
     return OK

@@ -1,6 +1,6 @@
 """Results as tables in the terminal."""
 
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -11,9 +11,17 @@ from ..data.savings import WasteReport
 from ..memory.device import GIB
 
 
-def _of_figures(title: str, heads: list[str]) -> Table:
-    """A table of many columns that fits into a terminal: cells have no padding, and heads take several lines."""
-    return Table(*(Column(head, justify="right") for head in heads), title=title, title_justify="left", padding=0)
+def table(title: str, heads: Iterable[str | Column], rows: Iterable[Iterable[str]], **style: Any) -> Table:
+    """A table under a title. `style` are arguments of [`~rich.table.Table`]."""
+    made = Table(*heads, title=title, title_justify="left", **style)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def right(*heads: str) -> list[Column]:
+    """Columns that are aligned to the right."""
+    return [Column(head, justify="right") for head in heads]
 
 
 def print_waste(report: WasteReport) -> None:
@@ -21,36 +29,36 @@ def print_waste(report: WasteReport) -> None:
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
     sequence = "sequence" if report.task.truncates else "prompt"  # lengths of completions to generate are an option
-    table = _of_figures(
+    totals = ("padded_slots", "real_tokens", "computed_tokens")
+    found = table(
         f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
-        ["batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"],
+        right("batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"),
+        (
+            [
+                f"{row['batch_size']}",
+                *(f"{row[name] / row['num_batches']:,.0f}" for name in totals),
+                *(f"{row[name]:.0%}" for name in ("wasted_by_padding", "saved_by_sharing")),
+                *(f"{row[name]:.2f}x" for name in ("predicted_speed_up", "predicted_speed_up_with_sharing")),
+            ]
+            for row in figures["batch_sizes"]
+        ),
+        padding=0,  # many columns fit into a terminal
     )
-    for row in figures["batch_sizes"]:
-        totals = (row[name] / row["num_batches"] for name in ("padded_slots", "real_tokens", "computed_tokens"))
-        table.add_row(
-            f"{row['batch_size']}",
-            *(f"{total:,.0f}" for total in totals),
-            f"{row['wasted_by_padding']:.0%}",
-            f"{row['saved_by_sharing']:.0%}",
-            f"{row['predicted_speed_up']:.2f}x",
-            f"{row['predicted_speed_up_with_sharing']:.2f}x",
-        )
-    console = Console()
-    console.print(table)
-    console.print(
+    notes = [
         f"Tokens per {sequence}: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
         f"{lengths['p90']:.0f}, 99% under {lengths['p99']:.0f}, longest {lengths['max']}."
-    )
+    ]
     if report.max_length is not None:
-        console.print(
+        notes.append(
             f"max_length {report.max_length} truncates {report.num_truncated:,} of {report.num_sampled:,} {unit} and "
             f"drops {report.num_dropped:,}, which would have nothing left to learn from."
         )
-    console.print(
-        "slots, tokens, computed: of a mean batch, with padding, without, and with shared prefixes. padding: share of "
-        "the slots. shared: share of the tokens that need no computing, because another row has them. speed-up: slots "
-        "per token that is computed, which large models on a busy GPU come near to."
+    notes.append(
+        "slots, tokens, computed: in a mean batch, with padding, without, and with shared prefixes. padding: share of "
+        "the slots. shared: share of the tokens that are not computed, because another row has them. speed-up: slots "
+        "per computed token, an upper bound that large models on a busy GPU approach."
     )
+    Console().print(found, *notes, sep="\n")
 
 
 def print_memory(memory: dict[str, Any]) -> None:
@@ -58,58 +66,56 @@ def print_memory(memory: dict[str, Any]) -> None:
     has_limit = memory["memory_gib"] is not None
     heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
     heads += ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit
-    table = _of_figures(f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB", heads)
-    for row in memory["sizes"]:
+    rows = []
+    for size in memory["sizes"]:
         for layout in ("padded", "padding_free", "shared"):
-            found = row[layout]
+            found = size[layout]
             gib = (found[name] for name in ("kept_gib", "recomputed_gib", "offloaded_gib", "host_gib"))
-            cells = [f"{found['tokens']:,}", *(f"{size:.1f}" for size in gib)]
+            row = [f"{size['batch_size']}" if layout == "padded" else "", layout.replace("_", "-")]
+            row += [f"{found['tokens']:,}", *(f"{each:.1f}" for each in gib)]
             if has_limit:
-                cells += [f"{found['recomputed_batch']}", f"{found['kept_batch']}", f"{found['speed_up']:.2f}x"]
-            table.add_row(f"{row['batch_size']}" if layout == "padded" else "", layout.replace("_", "-"), *cells)
-    console = Console()
-    console.print(table)
+                row += [f"{found['recomputed_batch']}", f"{found['kept_batch']}", f"{found['speed_up']:.2f}x"]
+            rows.append(row)
     limit = ""
     if has_limit:
         limit = (
-            f" largest: batch size that fits into {memory['memory_gib']:g} GiB. speed-up: of `memory_budget` over "
+            f" largest: the batch size that fits into {memory['memory_gib']:g} GiB. speed-up: of `memory_budget` over "
             "recomputing every layer, on the same tokens."
         )
-    console.print(
-        "tokens: of the largest batch. kept, recomputed: with no layer recomputed, and with every layer; weights, "
-        f"gradients and the optimizer are {memory['fixed_gib']:.1f} GiB of it. offloaded: with every layer recomputed, "
-        f"and `activation_offloading=True`, which keeps the rest in host memory.{limit}"
+    Console().print(
+        table(f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB", right(*heads), rows, padding=0),
+        "tokens: in the largest batch. kept, recomputed: with no layer recomputed, and with every layer; "
+        f"{memory['fixed_gib']:.1f} GiB of it are weights, gradients and optimizer state. offloaded, host: with every "
+        f"layer recomputed and `activation_offloading=True`, on the device and in host memory.{limit}",
+        sep="\n",
     )
 
 
 def print_routes(report: ModelReport) -> None:
     """What the start-up check found, as a table, and how the model would train."""
-    title = f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}"
-    table = Table("backend", "prefixes", "verdict", "error", "allowed", "leak", title=title, title_justify="left")
+    rows = []
     for backend, (results, _) in report.backends.items():
         for result in results:
-            figures = [f"{figure:.1e}" for figure in (result.error, result.tolerance, result.leak)]
-            table.add_row(backend, "shared" if result.prefix_sharing else "not shared", result.verdict, *figures)
+            figures = (f"{figure:.1e}" for figure in (result.error, result.tolerance, result.leak))
+            rows.append([backend, "shared" if result.prefix_sharing else "not shared", result.verdict, *figures])
         if not results:
-            table.add_row(backend, "", "not here")
-    console = Console()
-    console.print(table)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    if report.chosen is None:
-        say(f"\nRefused. {report.refusal}")
-        return
-    say(f"\nTrains as {report.chosen}.")
-    faster = [*report.backends][: [*report.backends].index(report.chosen.route.backend)]
-    if faster:
-        say("\nFaster, if it can be had:")
-    for results, reasons in map(report.backends.__getitem__, faster):
-        for text in [reasons] if reasons else map(str, results):
-            say(text)
+            rows.append([backend, "", "unavailable"])
+    title = f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}"
+    Console().print(table(title, ["backend", "prefixes", "verdict", "error", "allowed", "leak"], rows))
+    lines = ["", f"Refused. {report.refusal}"]
+    if report.chosen is not None:
+        lines = ["", f"Trains as {report.chosen}."]
+        faster = [*report.backends][: [*report.backends].index(report.chosen.route.backend)]
+        if faster:
+            lines += ["", "Faster backends, and what they need:"]
+        for results, reasons in map(report.backends.__getitem__, faster):
+            lines += [reasons] if reasons else map(str, results)
+    Console().print(*lines, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
     """Print what the run took and what it computed, on the main process."""
-    counts = trainer.total_counts()
+    counts = trainer.total_counts()  # of all processes
     memory = trainer.flat.peak_memory
     if not trainer.accelerator.is_main_process:
         return
@@ -127,7 +133,4 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
     }
     if counts.distinct:
         figures["computed, of distinct tokens"] = f"{counts.computed / counts.distinct:.1%}"
-    table = Table(title=f"Trained by {trainer.method}", show_header=False, title_justify="left")
-    for name, value in figures.items():
-        table.add_row(name, value)
-    Console().print(table)
+    Console().print(table(f"Trained by {trainer.method}", ["", ""], figures.items(), show_header=False))

@@ -8,15 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from json import JSONDecodeError
-from textwrap import shorten
 from typing import Any, Literal
 
 import torch
 import trl.rewards
-from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 from trl import (
     DatasetMixtureConfig,
@@ -30,15 +26,14 @@ from trl import (
 )
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
-from yaml import YAMLError
 
-from ..data.load import NAME_THE_DATA, load_data, refuse_missing
+from ..data.load import load_data
 from ..data.turns import split_turns
 from ..memory.device import has_accelerator
 from ..trainers.base import FlatTrainer
 from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
 from ..trainers.registry import TRAINERS
-from .options import LOADING, TRACEBACK, OneLineParser, refuse, separated
+from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
 from .tables import summarize
 
 
@@ -47,7 +42,7 @@ class SFTScriptArguments(ScriptArguments):
     """TRL's script arguments, an option that chooses how rows become batches, and one that cuts conversations."""
 
     batch_method: Literal["padding", "packing", "padding_free"] | None = option(
-        None, "One switch over `packing` and `padding_free`."
+        None, "Sets `packing` and `padding_free` together."
     )
     one_sample_per_turn: bool = option(
         False, "Cut conversations into one sample per assistant turn; shared turns are computed once."
@@ -66,8 +61,8 @@ class SFTScriptArguments(ScriptArguments):
             return
         if training_args.assistant_only_loss:
             raise ValueError(
-                "`--assistant_only_loss true` beside `--one_sample_per_turn`: the loss of a sample is that of its turn "
-                "alone, and TRL may change the chat template for `assistant_only_loss`. Leave one of them out."
+                "`--assistant_only_loss true` cannot be combined with `--one_sample_per_turn`: the loss of a sample is "
+                "that of its turn already, and TRL may change the chat template. Leave one of them out."
             )
         if training_args.packing:
             return  # packing puts rows together by their lengths, whatever conversation they are of
@@ -111,7 +106,7 @@ _OURS |= {field.name for field in fields(SFTScriptArguments)} - {field.name for 
 _ARGUMENTS: dict[str, type[ScriptArguments]]
 _ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
 # What a parser returns: arguments of the script, of the trainer, of the model, and of a mixture of data sets
-Parsed = tuple[ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]
+Parsed = Sequence[Any]
 
 
 class ScriptParser(OneLineParser, TrlParser):
@@ -120,26 +115,24 @@ class ScriptParser(OneLineParser, TrlParser):
     ours: Any = None  # an argument group, whose class is private
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        field = options.get("dest") or names[0].removeprefix("--")
-        if field not in _OURS:
+        name = options.get("dest") or names[0].removeprefix("--")
+        if name == "loss_type":  # only their help says which there are; TRL itself looks when it computes a loss
+            words = re.findall(r"'(\w+)'", options["help"].partition("values are")[2].partition(".")[0])
+            options = {"choices": words or None, "metavar": "LOSS_TYPE", **options}
+        if name not in _OURS:
             return super().add_argument(*names, **options)
         self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")
         return self.ours.add_argument(*names, **options)
 
-    def parse_args_and_config(self, *args: Any, **options: Any) -> Any:
-        """TRL's, with errors that say what is broken."""
-        try:
-            return super().parse_args_and_config(*args, **options)
-        except JSONDecodeError as error:
-            place = f"line {error.lineno}, column {error.colno}"
-            raise ValueError(f"{shorten(error.doc, 200)} is no JSON: {place}: {error.msg}.") from error
-        except YAMLError as error:
-            raise ValueError(f"`--config` is no YAML: {' '.join(str(error).split())}.") from error
-
-    def known_options(self) -> list[str]:
-        """The names of all options: of the script, and of `accelerate launch`."""
-        launcher = re.findall(r"--\w+", launch_command_parser().format_usage())
-        return ["--config", "--accelerate_config", *super().known_options(), *launcher]
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        """TRL's, which takes any value of a YAML file, but for words that an option does not allow."""
+        for action in self._actions:
+            given, choices = values.get(action.dest), [*(action.choices or ())]
+            for word in given if isinstance(given, list) else [given]:
+                if choices and isinstance(word, str) and word not in choices:
+                    allowed = ", ".join(map(repr, choices))
+                    self.error(f"argument --{action.dest}: invalid choice: {word!r} (choose from {allowed})")
+        return super().set_defaults_with_config(**values)
 
 
 def make_parser(task: str, prog: str | None = None) -> ScriptParser:
@@ -155,8 +148,15 @@ def make_parser(task: str, prog: str | None = None) -> ScriptParser:
 
 
 def say_where(training_args: TrainingArguments) -> None:
-    """Say that training runs on the CPU, on a machine without an accelerator."""
-    if training_args.use_cpu and not has_accelerator():
+    """On a machine without an accelerator, say that training runs on the CPU, and refuse what needs one."""
+    if has_accelerator():
+        return
+    if vars(training_args).get("activation_offloading"):
+        raise ValueError(
+            "`--activation_offloading true` moves activations from an accelerator to the host, and there is none here: "
+            "leave it out."
+        )
+    if training_args.use_cpu:
         precision = str(bool(training_args.bf16)).lower()
         sys.stderr.write(f"No accelerator: training on the CPU (`--use_cpu true --bf16 {precision}`).\n")
 
@@ -164,18 +164,17 @@ def say_where(training_args: TrainingArguments) -> None:
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
     """Run the script of a task. If the command has `launched` it, unknown options were for `accelerate launch`."""
     silence()
-    given = separated(sys.argv[1:] if args is None else args)
+    given = sys.argv[1:] if args is None else args
     try:
         parser = make_parser(task)
-        parsed = parser.parse_args_and_config(given, return_remaining_strings=True)
-        script_args, training_args, model_args, dataset_args, _, unknown = parsed
-        if unknown and not launched:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        argv = given if launched else answer_at_once(task, given)
+        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+        script_args, training_args, *_ = parsed
         if not launched:
+            if unknown:
+                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             say_where(training_args)
-        if isinstance(script_args, SFTScriptArguments):
-            script_args.settle(training_args)
-        trainer = make_trainer(TRAINERS[task], (script_args, training_args, model_args, dataset_args))
+        trainer = make_trainer(TRAINERS[task], parsed)
     except LOADING as error:
         if "--traceback" in given:
             raise
@@ -183,36 +182,8 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     train(trainer, script_args, training_args)
 
 
-def check_names(parsed: Parsed) -> None:
-    """Refuse models or data that are not named or not there, before anything is launched or loaded."""
-    script_args, training_args, model_args, dataset_args = parsed
-    refuse_missing(model_args.model_name_or_path, "Name the model: `--model_name_or_path` (hub name or folder).")
-    if isinstance(training_args, DistillationConfig):
-        teacher = training_args.teacher_model_name_or_path
-        refuse_missing(teacher, "Name the teacher: `--teacher_model_name_or_path` (hub name or folder).")
-    if not dataset_args.datasets:
-        refuse_missing(script_args.dataset_name, NAME_THE_DATA)
-    if vars(training_args).get("activation_offloading") and not has_accelerator():
-        raise ValueError(
-            "`--activation_offloading true` moves activations from an accelerator to the host, and there is none here: "
-            "leave it out."
-        )
-
-
-def load_rewards(script_args: GRPOScriptArguments | RLOOScriptArguments) -> list[str | Callable]:
-    """The rewards of `--reward_model_name_or_path` and `--reward_funcs`, as `trl grpo` and `trl rloo` take them."""
-    model, names = script_args.reward_model_name_or_path, script_args.reward_funcs or []
-    names = [names] if isinstance(names, str) else names  # a YAML file may have a single name
-    found: list[str | Callable] = [*([model] if model else []), *map(_load_function, names)]
-    if not found:
-        raise ValueError(
-            "Name what rewards completions: `--reward_funcs` (a function of TRL or an import path, such as "
-            "my_lib.rewards.my_reward), or `--reward_model_name_or_path`."
-        )
-    return found
-
-
-def _load_function(name: str) -> Callable:
+def _load_reward(name: str) -> Callable:
+    """A reward function of TRL, or of an import path, as `trl grpo` and `trl rloo` take them."""
     if name == "get_soft_overlong_punishment":
         return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
     module, _, function = name.rpartition(".")
@@ -223,15 +194,17 @@ def _load_function(name: str) -> Callable:
     except (AttributeError, ModuleNotFoundError) as error:
         known = ", ".join(sorted(name for name in dir(trl.rewards) if name.endswith("_reward")))
         raise ValueError(
-            f"`--reward_funcs {name}` is no import path of a function from here ({error}), and none of TRL's: {known}, "
+            f"`--reward_funcs {name}` is not the import path of a function ({error}), nor one of TRL's: {known}, "
             "get_soft_overlong_punishment."
         ) from error
 
 
 def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> FlatTrainer:
     """The trainer, with model and data loaded as TRL's scripts load them."""
-    check_names(parsed)
-    script_args, training_args, model_args, dataset_args = parsed
+    script_args, training_args, model_args, dataset_args, *_ = parsed
+    is_sft, others = isinstance(script_args, SFTScriptArguments), dict[str, object]()
+    if is_sft:
+        script_args.settle(training_args)
     loading = {
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
@@ -239,9 +212,10 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
     }
     own = {"revision": model_args.model_revision, **loading, **(training_args.model_init_kwargs or {})}
     training_args.model_init_kwargs = own
-    others: dict[str, object] = {}
     if isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments):
-        others["reward_funcs"] = load_rewards(script_args)
+        names = script_args.reward_funcs or []
+        functions = map(_load_reward, [names] if isinstance(names, str) else names)  # a YAML file may have one name
+        others["reward_funcs"] = [*filter(None, [script_args.reward_model_name_or_path]), *functions]
     if isinstance(training_args, DistillationConfig):  # the teacher has a revision of its own, and is never quantized
         given: Any = training_args.teacher_model_init_kwargs or {}
         training_args.teacher_model_init_kwargs = {**loading, **given}
@@ -256,7 +230,7 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
                 "`--dataset_test_split`, or `--test_split_size 0.05` to split some off for evaluation."
             )
     dataset = type(dataset)({split: dataset[split] for split in needed})
-    if isinstance(script_args, SFTScriptArguments):
+    if is_sft:
         dataset = script_args.cut(dataset, training_args)
     return trainer_class(
         model=model_args.model_name_or_path,
@@ -271,9 +245,10 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
 
 def train(trainer: FlatTrainer, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Train, summarise and save."""
-    if script_args.ignore_bias_buffers:
-        ignored = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, ignored)
+    if script_args.ignore_bias_buffers:  # DDP reads this attribute
+        model: Any = trainer.model
+        ignored = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool]
+        model._ddp_params_and_buffers_to_ignore = ignored
     started = time.perf_counter()
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     summarize(trainer, result.metrics, time.perf_counter() - started)

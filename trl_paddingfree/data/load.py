@@ -1,6 +1,7 @@
 """Loading data: a mixture, a hub data set, a local folder or a local file."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,8 @@ def refuse_missing(name: str | None, advice: str) -> None:
         raise ValueError(advice)
     path = Path(name)
     is_data_file = any(suffix in LOADERS for suffix in path.suffixes) and path.parent.is_dir()
-    if (is_data_file or name.startswith(("/", ".", "~"))) and not path.exists():
+    is_on_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    if (is_data_file or not is_on_hub) and not path.exists():
         raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
 
 

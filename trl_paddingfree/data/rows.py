@@ -11,7 +11,6 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_spans
 from .lengths import Example
 
 if TYPE_CHECKING:
-    from ..images.rows import RowImages
     from .collate import FlatCollator
 
 
@@ -85,12 +84,10 @@ class PromptGroups:
     def __call__(self, examples: list[Example]) -> Inputs:
         return {"flat_batch": self.flatten([example["prompt_ids"] for example in examples])}
 
-    def flatten(self, prompts: Sequence[Sequence[int]], images: "RowImages | None" = None) -> FlatBatch:
-        """The flat batch of the completions of some `prompts`; `images` has one source for each prompt."""
+    def flatten(self, prompts: Sequence[Sequence[int]]) -> FlatBatch:
+        """The flat batch of the completions of some `prompts`."""
         tokens = count(2**40)  # no vocabulary has tokens from here on
         repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
         rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in repeated]
-        if images is not None:
-            images = replace(images, sources=[x for x in images.sources for _ in range(self.num_generations)])
         unscored = [[IGNORE_INDEX] * len(row) for row in rows]
-        return FlatBatch.from_rows(rows, unscored, prefix_sharing=self.prefix_sharing, images=images)
+        return FlatBatch.from_rows(rows, unscored, prefix_sharing=self.prefix_sharing)

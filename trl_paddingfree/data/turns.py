@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
@@ -55,6 +55,8 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     """
     if isinstance(dataset, dict):
         return type(dataset)({name: split_turns(split, seed, num_proc) for name, split in dataset.items()})
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ValueError(f"{dataset!r} is no data set: load it with `datasets.load_dataset`.")
     columns, is_stream = column_names(dataset), not isinstance(dataset, Dataset)
     _refuse_other_data(columns)
     if is_stream and seed is not None:

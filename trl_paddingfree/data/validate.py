@@ -1,7 +1,9 @@
 """Checks of the user's data before TRL prepares it: bad rows are refused by number, odd ones are counted and logged."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from reprlib import repr as short
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -16,7 +18,15 @@ from .task import RAW_COLUMNS, Task
 
 logger = logging.get_logger(__name__)
 
+# Roles that chat templates know
+_ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 _FIX = "Correct the row, or leave it out with `dataset.filter`."
+
+
+def did_you_mean(word: str, known: Iterable[str], name: str = "{}", cutoff: float = 0.8) -> str:
+    """A question after the known word that is most like one, in the words of `name`; empty if none is."""
+    close = get_close_matches(word.lower(), list(known), n=1, cutoff=cutoff)
+    return f" Did you mean `{name.format(close[0])}`?" if close else ""
 
 
 def column_names(dataset: AnyDataset) -> list[str]:
@@ -55,6 +65,39 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
             f"without a `prompt`, one of {others}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
         )
     refuse_unread(dataset, name, "SFT", *formats)
+    if not {"messages", text_field, "completion"} & {*columns}:
+        first: Any = next(iter(dataset))["conversations"]
+        if not (isinstance(first, list) and first and {"from", "value"} <= {*first[0]}):
+            raise ValueError(
+                f"`conversations` of the {name} data have no `from` and `value`, which TRL reads under this name only. "
+                "Rename the column with `dataset.rename_column('conversations', 'messages')`."
+            )
+
+
+def refuse_misspelt_roles(dataset: AnyDataset, name: str) -> None:
+    """Refuse messages with a role that is nearly one which templates know: they would be learnt from, or not."""
+    for column in dataset.column_names if has_known_lengths(dataset) else ():
+        kind = dataset.features.arrow_schema.field(column).type
+        if not types.is_list(kind) or not types.is_struct(kind.value_type) or "role" not in kind.value_type.names:
+            continue
+        for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000):
+            for role in pc.unique(pc.struct_field(pc.list_flatten(table[column]), "role")).to_pylist():
+                is_word = isinstance(role, str) and role.isalpha() and role not in _ROLES
+                if is_word and (meant := did_you_mean(role, _ROLES)):
+                    raise ValueError(f"`{column}` of the {name} data has messages with the role {role!r}.{meant}")
+
+
+def refuse_missing_prompts(dataset: AnyDataset, name: str) -> None:
+    """Refuse pairs of messages of which the first begins with no prompt, in a column or in what both begin with."""
+    first = next(iter(dataset))
+    ours, other = first["chosen"], first["rejected"]
+    if "prompt" in first or not isinstance(ours, list) or not isinstance(other, list):
+        return
+    if min(len(ours), len(other)) == 1 or (ours and other and ours[0] != other[0]):
+        raise ValueError(
+            f"The {name} data has no `prompt`, only {list(first)}, and `chosen` and `rejected` begin with different "
+            "messages. Rename the column of the prompt with `dataset.rename_column`."
+        )
 
 
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:

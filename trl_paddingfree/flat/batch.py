@@ -6,7 +6,9 @@ Shape legend: see `segments`; in addition
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -58,6 +60,8 @@ class FlatBatch(HasTensors):
             Length of the one row in which TRL would compute these, if they are documents that it has packed.
         empty_rows (`int`, *optional*, defaults to `0`):
             Rows without a token. A pooled head, which reads one token of each row, refuses them.
+        checksum (`int`, *optional*, defaults to `0`):
+            Of rows and labels, on the host, by which processes can tell whether they have been given the same batch.
         schedule ([`~trl_paddingfree.flat.schedule.Schedule`], *optional*):
             How to compute the batch. Under a budget, the trainer sets it before the model gets the batch.
 
@@ -87,6 +91,7 @@ class FlatBatch(HasTensors):
     images: "FlatImages | None" = None
     packed: int | None = None
     empty_rows: int = 0
+    checksum: int = 0
     schedule: Schedule = Schedule()
 
     @classmethod
@@ -165,6 +170,7 @@ class FlatBatch(HasTensors):
         if not len(scored_index):
             scored_index = np.zeros(1, dtype=np.int64)
         blocks = None if images is None else images.blocks(tokens, paths, len(flat))
+        seen = (np.array(row_index.shape), row_index, row_mask, flat, positions, flat_labels)
         return cls(
             input_ids=torch.from_numpy(flat)[None],
             position_ids=torch.from_numpy(positions)[None],
@@ -178,6 +184,7 @@ class FlatBatch(HasTensors):
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
             images=None if images is None else images.flat(tokens, paths, len(flat)),
             empty_rows=len(tokens) - len(filled),
+            checksum=reduce(lambda checksum, values: crc32(values.tobytes(), checksum), seen, 0),
         )
 
     @classmethod

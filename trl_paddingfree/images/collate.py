@@ -1,11 +1,9 @@
 """Collators of images and text: TRL's rows and the flat batch of them, with each image processed once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from transformers import BatchFeature, ProcessorMixin
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
@@ -17,14 +15,17 @@ from ..data.lengths import Example
 from ..data.rows import CollatedRows
 from ..flat.batch import Inputs
 from ..model.architecture import TYPE_ROWS
+from .cuts import IMAGE_ARGUMENTS, entries_of, equal_images, row_cuts, sources_of
 from .examples import images_of
-from .rows import RowImages, VisionRules, equal_images, sources_of
+from .rows import RowImages, VisionRules
 
 # What processors and TRL's collators return with one entry per row. Everything else belongs to images
 _MASKED = ("input_ids", "attention_mask", "completion_mask", *TYPE_ROWS)
 _ROWS = (*_MASKED, "labels", "label", *(f"KL_{name}" for name in _MASKED))
 # The name of the examples in what `torch_call` returns, for `collated_rows`
 _EXAMPLES = "examples"
+# Beside these, pixels have one entry for each image or patch, or, with a mask, for each example
+_TELLING = ("image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
@@ -78,26 +79,15 @@ class FlatVisionCollator(FlatCollator):
                 "Leave them out of the messages, or set `padding_free=False`."
             )
         examples = rows.pop(_EXAMPLES, features)
-        return CollatedImageRows.of(self, rows, examples)
+        assert self.rules is not None
+        images, numbers = of_images(rows), range(len(examples))
+        tokens = (rows["input_ids"][: len(examples)] == self.rules.token_id).sum(1).tolist()
+        cuts = example_cuts(images, [len(images_of(example)) for example in examples], tokens)
+        whole = CollatedImageRows(self, rows, len(examples), examples, numbers, cuts)
+        return whole.with_images(rows, examples, equal_images(images, cuts)) if cuts else whole
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"] if "labels" in rows else super().row_labels(rows)
-
-    def images(self, rows: Inputs, sources: Sequence[int]) -> RowImages | None:
-        """The images of rows, whose examples have these `sources`; `None` if there are none."""
-        rules = self.rules
-        assert rules is not None
-        if not (rows["input_ids"] == rules.token_id).any():
-            return None
-        of_rows = [*sources] * (len(rows["input_ids"]) // len(sources))
-        grids = rows.get("image_grid_thw") if rules.counts_grids else None
-        if rules.counts_grids and (grids is None or "mm_token_type_ids" not in rows):
-            raise ValueError(
-                "The model counts positions of image tokens by what this package does not know: its processor gives no "
-                "`mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
-            )
-        num_pixels = sum(image.numel() for image in rows.get("pixel_values", ()))
-        return RowImages(rules, of_rows, grids, num_pixels=num_pixels)
 
 
 @dataclass
@@ -122,48 +112,47 @@ class VisionUnpairedCollator(FlatMismatchedCollator, FlatVisionCollator, DataCol
 
 @dataclass(frozen=True)
 class CollatedImageRows(CollatedRows):
-    """The rows of a batch with images, and what belongs to the images, of which equal ones are there once."""
+    """The rows of a batch with images, and what belongs to the images. Equal images are there once."""
 
     collator: FlatVisionCollator
     examples: Sequence[Example] = ()  # processed again if images of some cannot be cut out of those of all
     sources: Sequence[int] = ()  # the source of each example: those with equal images have one, numbered in order
+    # How many entries each source has of what belongs to images, by name; `None` if nothing tells
+    cuts: Mapping[str, Sequence[int]] | None = None
 
-    @classmethod
-    def of(cls, collator: FlatVisionCollator, rows: Inputs, examples: Sequence[Example]) -> "CollatedImageRows":
-        """Makes them of TRL's rows and their examples."""
-        whole = cls(collator, rows, len(examples), examples, range(len(examples)))
-        images, cuts = of_images(rows), whole._cuts()
-        if not images or cuts is None or not all(isinstance(x, torch.Tensor) for x in images.values()):
-            return whole
-        sources, owners = sources_of(equal_images(images, cuts))
-        return replace(whole, rows={**rows, **taken(images, cuts, owners)}, sources=sources)
-
-    def _cuts(self) -> dict[str, list[int]] | None:
-        """How many entries each source has of what belongs to images, by name; `None` if the lengths do not tell."""
-        images = of_images(self.rows)
-        if not images:
-            return {}
-        assert self.collator.rules is not None
-        tokens = (self.rows["input_ids"] == self.collator.rules.token_id).sum(1).tolist()
-        of_examples = zip(map(len, map(images_of, self.examples)), tokens, strict=False)
-        of_sources = dict(zip(self.sources, of_examples, strict=True)).values()
-        return image_cuts(images, *map(list, zip(*of_sources, strict=True)))
+    def with_images(self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int]) -> "CollatedImageRows":
+        """These `rows` of some `examples`, which have the images of these sources of this."""
+        assert self.cuts is not None
+        numbers, owners = sources_of(sources)
+        owners = [sources[owner] for owner in owners]
+        images = of_images(self.rows) if any(map(images_of, examples)) else {}
+        entries = {name: value[entries_of(owners, self.cuts[name])] for name, value in images.items()}
+        cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}
+        return CollatedImageRows(self.collator, {**rows, **entries}, len(examples), examples, numbers, cuts)
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
         chosen = [self.examples[i] for i in examples]
-        numbers = self.row_numbers(examples)
-        rows = {name: x[numbers] for name, x in self.rows.items() if name in _ROWS}
-        if (cuts := self._cuts()) is None:  # only images are taken from this: a subclass may have edited the rows
-            images, sources = of_images(self.collator.rows(chosen)), [*range(len(chosen))]
-        else:
-            sources, owners = sources_of([self.sources[i] for i in examples])
-            images = taken(of_images(self.rows), cuts, owners) if any(map(images_of, chosen)) else {}
-        return CollatedImageRows(self.collator, {**rows, **images}, len(chosen), chosen, sources)
+        rows = {name: x[self.row_numbers(examples)] for name, x in self.rows.items() if name in _ROWS}
+        if self.cuts is not None:
+            return self.with_images(rows, chosen, [self.sources[i] for i in examples])
+        rows |= of_images(self.collator.rows(chosen))  # only images: a subclass may have edited the rows
+        return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)))
 
     def with_flat(self, reach: int | None = None) -> Inputs:
-        batch = self.collator.flatten(self.rows, reach, self.collator.images(self.rows, self.sources))
+        rows, rules, images = self.rows, self.collator.rules, None
+        assert rules is not None
+        if (rows["input_ids"] == rules.token_id).any():
+            pixels = rows.get("pixel_values", ())
+            if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
+                raise ValueError(
+                    "The model counts positions of image tokens by what this package does not know: its processor "
+                    "gives no `mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
+                )
+            sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
+            images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
+        batch = self.collator.flatten(rows, reach, images)
         # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
-        return {"input_ids": self.rows["input_ids"], **self.rows, "flat_batch": batch}
+        return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
 
 
 def of_images(rows: Inputs) -> Inputs:
@@ -171,43 +160,26 @@ def of_images(rows: Inputs) -> Inputs:
     return {name: value for name, value in rows.items() if name not in _ROWS}
 
 
-def image_cuts(images: Inputs, counts: Sequence[int], tokens: Sequence[int]) -> dict[str, list[int]] | None:
+def example_cuts(images: Inputs, num_images: Sequence[int], tokens: Sequence[int]) -> dict[str, list[int]] | None:
     """
-    How many entries each example has of what belongs to images, by name. Each has so many images (`counts`) and
-    placeholders (`tokens`).
-
-    Processors stack images by example, by image, by patch of each image's grid, or by tile of equally many
-    placeholders. If the lengths do not tell which, the result is `None`, and the images have to be processed again.
+    How many entries each example has of what belongs to `images`, by name. Each has so many images and placeholders
+    (`tokens`). `None` if the lengths do not tell, so that the images have to be processed again.
     """
-    if not any(counts):  # the images stand where `images_of` does not look
+    num_rows, total, pixels = len(num_images), sum(num_images), images.get("pixel_values")
+    if not images:
+        return {}
+    if pixels is None or not all(isinstance(x, torch.Tensor) for x in images.values()):
         return None
-    ends = np.cumsum([0, *counts]).tolist()
-    candidates = [list(counts), [min(count, 1) for count in counts]]
-    # Pixels of four dimensions may be tiles, and these as many as examples by chance, if some have no image
-    pixels, grids = images.get("pixel_values"), images.get("image_grid_thw")
-    if 0 not in counts or not isinstance(pixels, torch.Tensor) or pixels.ndim != 4:
-        candidates.append([1] * len(counts))
-    if grids is not None and len(grids) == ends[-1]:
-        patches = grids.prod(-1).tolist()
-        candidates.append([sum(patches[a:b]) for a, b in pairwise(ends)])
-    cuts: dict[str, list[int]] = {}
-    total = sum(tokens)
-    for name, value in images.items():
-        size = len(value)
-        possible = {tuple(cut) for cut in candidates if sum(cut) == size}
-        if not possible and total and not any(count * size % total for count in tokens):
-            possible = {tuple(count * size // total for count in tokens)}
-        if len(possible) != 1:
+    is_known = images.keys() <= {*IMAGE_ARGUMENTS} and (pixels.ndim == 4 or not images.keys().isdisjoint(_TELLING))
+    if total == num_rows and {*num_images} != {1} and not is_known:
+        return None  # one entry for each image, or one for each example
+    given = {**images, "num_images": [*num_images]}
+    if pixels.ndim == 4 and len(pixels) != total:  # tiles, each of equally many placeholders
+        size = max(sum(tokens) // len(pixels), 1)
+        if any(count % size for count in tokens):
             return None
-        cuts[name] = [*possible.pop()]
-    return cuts
-
-
-def taken(images: Inputs, cuts: dict[str, list[int]], owners: Sequence[int]) -> Inputs:
-    """The entries of some `owners`, one after another, where `cuts` says how many entries each owner has."""
-    entries: Inputs = {}
-    for name, value in images.items():
-        ends = np.cumsum([0, *cuts[name]]).tolist()
-        index = [k for owner in owners for k in range(ends[owner], ends[owner + 1])]
-        entries[name] = value[index] if isinstance(value, torch.Tensor) else [value[k] for k in index]
-    return entries
+        given["num_tiles"] = [count // size for count in tokens]
+    try:
+        return row_cuts(given)
+    except (KeyError, RuntimeError, ValueError):  # TRL's or PyTorch's: the numbers do not add up
+        return None

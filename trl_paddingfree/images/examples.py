@@ -1,15 +1,13 @@
 """The images of examples: where they are found, and which examples to try a model on."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset, IterableDataset
-from pyarrow import types
 from transformers.image_utils import load_image
 from trl.data_utils import prepare_multimodal_messages
 
@@ -34,15 +32,10 @@ def has_images(dataset: AnyDataset) -> bool:
 
 def first_with_images(dataset: Dataset) -> int:
     """The number of the first example that has an image in its column, 0 if none has."""
-    name, before = "image" if "image" in dataset.column_names else "images", 0
-    for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=100):
-        column = table[name]
-        is_list = types.is_list(column.type) or types.is_large_list(column.type)
-        filled = pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else column.is_valid()
-        if (found := np.flatnonzero(filled.to_numpy())).size:
-            return before + int(found[0])
-        before += len(table)
-    return 0
+    name = "image" if "image" in dataset.column_names else "images"
+    tables = dataset.select_columns([name]).with_format("arrow").iter(batch_size=100)  # no image is decoded
+    values = (value.as_py() for table in tables for value in table[name])
+    return next((number for number, value in enumerate(values) if value), 0)
 
 
 def first_examples(dataset: AnyDataset, columns: Collection[str] | None = None) -> Iterator[Example]:
@@ -61,58 +54,56 @@ def prompt_in_messages(example: Example) -> Example:
 
 
 def made_up_examples() -> Iterator[Example]:
-    """Conversations with and without images of noise, where the data shows none that may come."""
+    """Conversations with and without made-up images, where the data shows none that may come."""
     from PIL import Image
 
-    rng = np.random.default_rng(0)
-    for height, width in ((224, 224), (224, 448), (0, 0)):
-        picture = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        image = [{"type": "image", "image": Image.fromarray(picture)}] if height else []
-        yield {"images": [], "messages": [{"role": "user", "content": [*image, {"type": "text", "text": "What?"}]}]}
+    round_one, wide_one = Image.radial_gradient("L"), Image.linear_gradient("L").resize((448, 224))
+    for images in ([round_one.convert("RGB")], [wide_one.convert("RGB")], []):
+        yield prompt_in_messages({"prompt": [{"role": "user", "content": "What?"}], "images": images})
 
 
-def _in_columns(example: Example) -> list[object]:
+def _in_columns(example: Example) -> list[Any]:
     images = [example["image"]] if "image" in example else list(example.get("images") or [])  # TRL reads one of them
     return [image for image in images if image is not None]
 
 
+def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
+    """
+    An example with a `change` made to each image in its column and its messages: an image of Pillow, an array, or what
+    to load it from.
+    """
+
+    def in_part(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+            return part
+        given = part.get("image_url", part)  # OpenAI's, or what processors read
+        named = {"image": given} if isinstance(given, str) else given
+        found = [named[name] for name in ("image", "url", "path", "base64") if named.get(name) is not None]
+        return {"type": "image", "image": change(found[0])} if found else part
+
+    def in_message(message: Any) -> Any:
+        content = message.get("content") if isinstance(message, dict) else None
+        return {**message, "content": list(map(in_part, content))} if isinstance(content, list) else message
+
+    changed = {k: list(map(in_message, v)) if isinstance(v, list) else v for k, v in example.items()}
+    images = list(map(change, _in_columns(example)))
+    return changed | ({"image": images[0]} if images and "image" in example else {"images": images} if images else {})
+
+
 def images_of(example: Example) -> list[Any]:
-    """The images of an example, in its column and its messages: each an image of Pillow, an array, or text to load."""
-    images = _in_columns(example)
-    for messages in example.values():
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else ():
-                images += _image_of(part)
+    """The images of an example, in its column and its messages."""
+    images: list[Any] = []
+    with_each(example, images.append)
     return images
 
 
-def _image_of(part: Example) -> list[object]:
-    """The image in a part of a message, if there is one: itself, what to load it from, or OpenAI's `image_url`."""
-    if part.get("type") == "image_url":
-        url = part["image_url"]
-        return [url["url"] if isinstance(url, dict) else url]
-    names = ("image", "url", "path", "base64") if part.get("type") == "image" else ()
-    return [part[name] for name in names if part.get(name) is not None]
+def inverted(image: Any) -> Any:
+    """Another image of the same size."""
+    from PIL import ImageChops
 
-
-def inverted(value: Any, is_image: bool = False) -> Any:
-    """An example with its images inverted, in its columns and in its messages: other images of the same sizes."""
-    from PIL import Image, ImageChops
-
-    if is_image and isinstance(value, str):  # a path, an address or base64
-        value = load_image(value)
-    if isinstance(value, Image.Image):
-        return ImageChops.invert(value.convert("RGB"))
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return value.max() - value + value.min()  # in this order, within the range of the dtype
-    if isinstance(value, list):
-        return [inverted(entry, is_image) for entry in value]
-    if isinstance(value, dict) and isinstance(value.get("type"), str) and (images := _image_of(value)):
-        return {"type": "image", "image": inverted(images[0], is_image=True)}
-    if isinstance(value, dict):
-        return {name: inverted(entry, is_image=name in ("image", "images")) for name, entry in value.items()}
-    return value
+    if isinstance(image, np.ndarray | torch.Tensor):
+        return image.max() - image + image.min()  # in this order, within the range of the dtype
+    return ImageChops.invert(load_image(image) if isinstance(image, str) else image.convert("RGB"))
 
 
 class ImageProbe:
@@ -124,33 +115,42 @@ class ImageProbe:
     def __init__(self, collator: "FlatVisionCollator", examples: Iterable[Example], kind: str = "the data's"):
         self.collator, self.kind = collator, kind
         self.examples: dict[str, Example] = {}
+        first: list[Any] = []  # the images of the first example that has any
         for example in islice(examples, _EXAMPLES_SEARCHED):
-            if not images_of(example):
-                self.examples.setdefault("text", example)
-            elif "first" not in self.examples:
-                self.examples |= {"first": example, "inverted": inverted(example)}
-            elif not _are_equal(example, self.examples["first"]):
-                second = self.examples.setdefault("second", example)
-                if _sizes(second) == _sizes(self.examples["first"]) != _sizes(example):
-                    self.examples["second"] = example
-                if "text" in self.examples and _sizes(self.examples["second"]) != _sizes(self.examples["first"]):
-                    break
-        if "second" in self.examples:
-            self.examples["second, inverted"] = inverted(self.examples["second"])
+            if not (images := images_of(example)):
+                name = "text"
+            elif not first:
+                name, first = "first", images
+            elif list(map(np.shape, images)) != list(map(np.shape, first)):
+                name = "second"
+            elif not all(map(np.array_equal, images, first)):
+                name = "of equal size"
+            else:
+                continue
+            self.examples.setdefault(name, example)
+            if self.examples.keys() >= {"text", "second"}:
+                break
+        if "of equal size" in self.examples:  # of other sizes, if there are any
+            self.examples.setdefault("second", self.examples["of equal size"])
+        for name in {"first", "second"} & self.examples.keys():
+            self.examples[f"{name}, inverted"] = with_each(self.examples[name], inverted)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The examples to try together, by their names; empty if no example with images was found."""
-        wanted = ("first", "inverted", "second", "text")
+        wanted = ("first", "first, inverted", "second", "text")
         return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
 
-    def variants(self) -> list[tuple[Sequence[str], list[int]]]:
+    def variants(self) -> list[tuple[Sequence[Any], list[int]]]:
         """The same examples with other images in some of them, and the places of those whose images stay."""
-        first, inverted, *others = self.names
-        swapped = [inverted, first, *others]
-        changed = [first, inverted, *("second, inverted" if name == "second" else name for name in others)]
-        found = [(names, [i for i, name in enumerate(names) if name == self.names[i]]) for names in (swapped, changed)]
-        return [(names, staying) for names, staying in found if 0 < len(staying) < len(names)]
+        one, other = self.names[:2]
+        found: list[tuple[Sequence[Any], list[int]]] = []
+        for changed in ({one: other, other: one}, {"second": "second, inverted"}):
+            names = [changed.get(name, name) for name in self.names]
+            staying = [i for i, name in enumerate(self.names) if name not in changed]
+            if 0 < len(staying) < len(names):
+                found.append((names, staying))
+        return found
 
     def to_count(self, prefix_sharing: bool) -> list[Inputs]:
         """Flat batches by which memory is counted: with the images of one example, and of two if these differ."""
@@ -173,12 +173,3 @@ def _scoring_all(rows: Inputs) -> Inputs:
     others = ("completion_mask", "label")  # and KTO's mismatched rows, which have the same images
     scored = {name: x for name, x in rows.items() if name not in others and not name.startswith("KL_")}
     return {**scored, "labels": labels}
-
-
-def _are_equal(one: Example, other: Example) -> bool:
-    ones, others = images_of(one), images_of(other)
-    return len(ones) == len(others) and all(map(np.array_equal, ones, others))
-
-
-def _sizes(example: Example) -> list[tuple[int, ...]]:
-    return [np.shape(image) for image in images_of(example)]

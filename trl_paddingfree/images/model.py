@@ -26,8 +26,10 @@ def vision_rules(model: PreTrainedModel) -> VisionRules:
     config = model.config  # not the processor: Gemma 3's calls another token its `image_token_id`
     # In other models, a token sees those of its image within the window only
     longest = config.get_text_config().sliding_window if config.model_type == "gemma4_unified" else None
-    counts_grids = hasattr(model.base_model, "get_rope_index")  # Qwen's backbones have it, without a common class
-    return VisionRules(config.image_token_id, sees_both_ways(model), longest, counts_grids)
+    patches = 0
+    if hasattr(model.base_model, "get_rope_index"):  # Qwen's backbones have it, without a common class
+        patches = (config_value(config_value(config, "vision_config"), "spatial_merge_size") or 1) ** 2
+    return VisionRules(config.image_token_id, sees_both_ways(model), longest, patches)
 
 
 def sees_both_ways(model: PreTrainedModel) -> bool:

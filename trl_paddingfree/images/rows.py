@@ -9,7 +9,7 @@ tower. Shape legend: see `segments`; in addition
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,17 @@ from ..model.restored import attributes_set
 
 # As models return them: one tensor for all images, or one for each
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
-# transformers' words: where an error has them, TRL's trainers add that `max_length` may have cut off image tokens
-_MISMATCH = "Image features and image tokens do not match"
+
+
+def mismatch(found: str) -> ValueError:
+    """The error for rows whose placeholders and images differ in number."""
+    # Begins with transformers' words: where an error has them, TRL's trainers add that `max_length` may cut an image
+    return ValueError(
+        f"Image features and image tokens do not match, {found}. Padded TRL fails on these rows, too. Either "
+        "`max_length` cuts an image or, in trainers that generate, a completion has image tokens "
+        "(`config.image_token_id`) beside those of its images: TRL keeps it from sampling them, unless "
+        "`generation_kwargs` or vLLM decide."
+    )
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class VisionRules:
     token_id: int  # the placeholder
     has_blocks: bool = False  # whether the tokens of an image see one another in both directions
     longest_block: int | None = None  # the most tokens of an image, if it sees all of them whatever a layer's window
-    counts_grids: bool = False  # whether positions of image tokens are counted by the images' grids
+    patches: int = 0  # of an image's grid for each placeholder, if grids count the positions of these; else 0
 
 
 @dataclass(frozen=True)
@@ -43,58 +52,51 @@ class RowImages:
 
     >>> images, rows = RowImages(VisionRules(9), sources=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
     >>> [row.tolist() for row in images.identities(rows)], [row.tolist() for row in images.features(rows)[0]]
-    ([[1, -1, -2, 2], [1, -5, -6, 3]], [[-1, 0, 1, -1], [-1, 2, 3, -1]])
+    ([[1, -1, -2, 2], [1, -3, -4, 3]], [[-1, 0, 1, -1], [-1, 2, 3, -1]])
     """
 
     rules: VisionRules
     sources: Sequence[int]  # the source of each row, numbered from 0 in the order of the rows
-    grids: torch.Tensor | None = None  # (images, 3) int64, on the CPU: of all sources, if positions are counted by them
-    # For arguments of the model that have entries of other images, too: which of their entries are those of the sources
-    kept: Mapping[str, np.ndarray] = field(default_factory=dict)
+    grids: torch.Tensor | None = None  # (images, 3) int64, on the CPU: of all sources, if images have any
+    # Of arguments of the model that may have entries of other images, too: which entries are those of the sources
+    kept: tuple[tuple[str, torch.Tensor], ...] = ()
     num_pixels: int = 0  # how many numbers the vision tower gets for the sources
-
-    def _numbered(self, rows: Sequence[np.ndarray], firsts: Sequence[int]) -> list[np.ndarray]:
-        """For each row, its placeholders numbered from its entry in `firsts` on, and -1 at other tokens."""
-        masks = [row == self.rules.token_id for row in rows]
-        return [np.where(x, first + np.cumsum(x) - 1, -1) for x, first in zip(masks, firsts, strict=True)]
-
-    def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """`R` int64 arrays by which rows are compared: tokens, and negative numbers for each source's placeholders."""
-        longest = max(map(len, rows), default=0)
-        numbered = self._numbered(rows, [source * longest for source in self.sources])
-        return [np.where(number < 0, row, -1 - number) for row, number in zip(rows, numbered, strict=True)]
 
     def features(self, rows: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
         """
         `R` int64 arrays with the number of the feature at each placeholder, and -1 at other tokens; and `(S+1,)`, where
         the features of each source begin. Refuses rows of one source with different placeholders.
         """
-        counts = [int((row == self.rules.token_id).sum()) for row in rows]
+        masks = [row == self.rules.token_id for row in rows]
+        counts = [int(mask.sum()) for mask in masks]
         of_source = dict(zip(self.sources, counts, strict=True))
-        if any(of_source[source] != count for source, count in zip(self.sources, counts, strict=True)):
-            raise ValueError(
-                f"{_MISMATCH}, tokens of the rows: {counts}. Rows with the same images must have the same placeholders."
-            )
-        firsts = np.cumsum([0, *(of_source[source] for source in range(len(of_source)))])
-        return self._numbered(rows, firsts[list(self.sources)].tolist()), firsts
+        if counts != [of_source[source] for source in self.sources]:
+            raise mismatch(f"tokens of rows, of which some have the same images: {counts}")
+        firsts = np.cumsum([0, *of_source.values()])
+        of_rows = zip(masks, firsts[list(self.sources)], strict=True)
+        return [np.where(mask, first + np.cumsum(mask) - 1, -1) for mask, first in of_rows], firsts
+
+    def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """`R` int64 arrays by which rows are compared: tokens, and a negative number for each feature."""
+        return [
+            np.where(number < 0, row, -1 - number) for row, number in zip(rows, self.features(rows)[0], strict=True)
+        ]
 
     def counted(self, rows: Sequence[np.ndarray], firsts: np.ndarray) -> dict[str, torch.Tensor]:
         """Arguments of `get_rope_index`, with which a model counts positions: right-padded rows, and their grids."""
-        if self.grids is None:
+        if self.grids is None or not self.rules.patches:
             return {}
-        ids, mask = np.zeros((2, len(rows), max(map(len, rows))), dtype=np.int64)
-        for r, row in enumerate(rows):
-            ids[r, : len(row)], mask[r, : len(row)] = row, 1
-        # The tokens of images are in proportion to the sizes of their grids
-        sizes = np.cumsum([0, *self.grids.prod(1).tolist()])
-        ends = sizes * firsts[-1] // sizes[-1]
-        if not np.isin(firsts, ends).all():
-            raise ValueError(f"{_MISMATCH}, tokens: {firsts[-1]}, images end after: {ends[1:].tolist()}")
+        ends = np.cumsum([0, *(self.grids.prod(1) // self.rules.patches).tolist()])
+        if firsts[-1] != ends[-1] or not np.isin(firsts, ends).all():
+            raise mismatch(f"tokens: {firsts[-1]}, images end after: {ends[1:].tolist()}")
         cuts = np.searchsorted(ends, firsts)
-        grids = torch.cat([self.grids[cuts[source] : cuts[source + 1]] for source in self.sources])
-        types = mask * (ids == self.rules.token_id)
-        named = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": types}
-        return {name: torch.from_numpy(x) for name, x in named.items()} | {"image_grid_thw": grids}
+        lengths = np.array([len(row) for row in rows])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        ids = np.zeros(mask.shape, np.int64)
+        ids[mask] = np.concatenate(rows)
+        named = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": mask & (ids == self.rules.token_id)}
+        grids = [self.grids[cuts[source] : cuts[source + 1]] for source in self.sources]
+        return {name: torch.from_numpy(x).long() for name, x in named.items()} | {"image_grid_thw": torch.cat(grids)}
 
     def blocks(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> np.ndarray | None:
         """`(size,)` int64: the image block of each flat token, or -1; `None` if the model has no such blocks."""
@@ -103,15 +105,15 @@ class RowImages:
         flat, longest = np.full(size, -1), self.rules.longest_block
         for row, path in zip(rows, paths, strict=True):
             inside = row == self.rules.token_id
-            begins = inside & ~np.concatenate([[False], inside[:-1]])
-            firsts = np.maximum.accumulate(np.where(begins, np.arange(len(path)), 0))
-            lengths = np.unique(firsts[inside], return_counts=True)[1]
-            if longest is not None and lengths.max(initial=0) > longest:
+            begins = inside & np.diff(inside, prepend=False)
+            numbers = np.cumsum(begins)[inside] - 1  # the block of each of these tokens
+            most = np.bincount(numbers, minlength=1).max()
+            if longest is not None and most > longest:
                 raise ValueError(
-                    f"An image has {lengths.max()} tokens, and in layers with `sliding_window={longest}` all of them "
-                    "see one another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
+                    f"An image has {most} tokens, and in layers with `sliding_window={longest}` all of them see one "
+                    "another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
                 )
-            flat[path[inside]] = path[firsts[inside]]  # the place of its first token: the same in rows that share it
+            flat[path[inside]] = path[begins][numbers]  # the place of its first token: the same in rows that share it
         return flat
 
     def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> "FlatImages":
@@ -126,7 +128,7 @@ class RowImages:
             feature_index=None if in_order else torch.from_numpy(index),
             grids=self.counted(rows, firsts),
             places=np.concatenate(paths),
-            kept=tuple((name, torch.from_numpy(places)) for name, places in self.kept.items()),
+            kept=self.kept,
             num_pixels=self.num_pixels,
         )
 
@@ -144,12 +146,13 @@ class FlatImages(HasTensors):
 
     def arguments(self, of_all: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the model with the images of the sources only, and without images if there are none."""
-        kept = dict(self.kept)
-        return {
-            name: x.index_select(0, kept[name].to(x.device)) if name in kept else x
-            for name, x in of_all.items()
-            if name not in kept or len(kept[name])
-        }
+        arguments = dict(of_all)
+        for name, entries in self.kept:
+            if name in of_all and len(entries) < len(of_all[name]):
+                arguments[name] = of_all[name].index_select(0, entries.to(of_all[name].device))
+            if not len(entries):
+                arguments.pop(name, None)
+        return arguments
 
     def features_in_order(self, model: Any) -> AbstractContextManager[None]:
         """Within this context, a model's features of images come in the order of the flat row's placeholders."""
@@ -170,7 +173,7 @@ class FlatImages(HasTensors):
         parts = features if isinstance(features, list | tuple) else [features]
         flat = torch.cat([part.reshape(-1, part.size(-1)) for part in parts])
         if len(flat) != self.num_features:
-            raise ValueError(f"{_MISMATCH}, tokens: {self.num_features}, features: {len(flat)}")
+            raise mismatch(f"tokens: {self.num_features}, features: {len(flat)}")
         if self.feature_index is None:
             return features
         flat = flat.index_select(0, self.feature_index.to(flat.device))
@@ -190,46 +193,3 @@ class FlatImages(HasTensors):
             return on_device(flat, batch.input_ids.device)
 
         return batch.layout.derived("grid positions", count)
-
-
-def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
-    """
-    For each row, the first row with equal images, which may be itself. Waits for the device twice.
-
-    Args:
-        arguments (`Mapping[str, torch.Tensor]`):
-            Arguments of the model with the images of all rows, row by row along dimension 0.
-        cuts (`Mapping[str, Sequence[int]]`):
-            Of each of these arguments, how many of its entries each row has.
-
-    >>> pixels = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])
-    >>> equal_images({"pixel_values": pixels}, {"pixel_values": [1, 1, 1]})
-    [0, 1, 0]
-    """
-    entries = [arguments[name] for name in cuts]
-    bits = [x.reshape(len(x), -1 if len(x) else 1).contiguous().view(torch.uint8) for x in entries]
-    sums = torch.cat([x.sum(1) for x in bits]).cpu().split(list(map(len, bits)))
-
-    def by_row(values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-        return list(zip(*(x.split(list(cut)) for x, cut in zip(values, cuts.values(), strict=True)), strict=True))
-
-    keys = [tuple(x.numpy().tobytes() for x in of_row) for of_row in by_row(sums)]
-    first_with: dict[tuple[bytes, ...], int] = {}
-    firsts = [first_with.setdefault(key, row) for row, key in enumerate(keys)]
-    if pairs := [(row, first) for row, first in enumerate(firsts) if row != first]:
-        rows = by_row(bits)  # other images may have the same sums
-        same = [torch.stack([(a == b).all() for a, b in zip(rows[i], rows[j], strict=True)]).all() for i, j in pairs]
-        for (row, _), is_same in zip(pairs, torch.stack(same).tolist(), strict=True):
-            firsts[row] = firsts[row] if is_same else row
-    return firsts
-
-
-def sources_of(keys: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """
-    Rows with equal keys have one source: the number of each row's source, and the key of each source, in order.
-
-    >>> sources_of([0, 1, 0, 3])
-    ([0, 1, 0, 2], [0, 1, 3])
-    """
-    distinct = list(dict.fromkeys(keys))
-    return [distinct.index(key) for key in keys], distinct

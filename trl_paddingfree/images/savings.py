@@ -4,17 +4,17 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 from ..data.rows import PromptGroups
 from ..data.savings import Counted
 from ..data.task import Task
-from ..flat.batch import FlatBatch
+from ..flat.batch import IGNORE_INDEX, FlatBatch
 from ..flat.counts import BatchCounts
 from .collate import of_images
 from .examples import prompt_in_messages
-from .rows import RowImages, VisionRules, sources_of
 
 
 def image_counts(
@@ -26,28 +26,27 @@ def image_counts(
     collator = vision_collator(processor, padding_free=True, **only_completion)
     groups: Any = task.make_collator(**options) if issubclass(task.collator, PromptGroups) else None
     as_prompts = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    lengths, prepared = [], []
+    lengths, prepared, numbers = [], [], dict[str, int]()
     for example in dataset:
         if groups is None:
             batch = collator.rows([example])
         else:
             batch = processor.apply_chat_template([prompt_in_messages(example)["messages"]], **as_prompts)
             batch["labels"] = batch["input_ids"]
-        masks = batch["attention_mask"].bool()
+        ids, labels, masks = batch["input_ids"], collator.row_labels(batch), batch["attention_mask"].bool()
+        # Placeholders of equal images, and of no others, are the same tokens: rows share what is equal
+        number = numbers.setdefault(Hasher.hash(of_images(batch)), 1 + len(numbers))
+        marks = ids == token_id
+        ids = torch.where(marks, -(2**32) * number - marks.cumsum(1), ids)
+        labels = ids.masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
         lengths.append(masks.sum(1).tolist())
-        rows, labels = (
-            [row[mask][:max_length].numpy() for row, mask in zip(x, masks, strict=True)]
-            for x in (batch["input_ids"], collator.row_labels(batch))
+        prepared.append(
+            [[row[mask][:max_length].tolist() for row, mask in zip(x, masks, strict=True)] for x in (ids, labels)]
         )
-        prepared.append((rows, labels, Hasher.hash(of_images(batch))))
 
     def count(index: np.ndarray) -> BatchCounts:
-        rows, labels, keys = zip(*(prepared[i] for i in index), strict=True)
-        sources = sources_of(keys)[0] * len(rows[0])
-        images = RowImages(VisionRules(token_id), sources)
-        if groups is not None:
-            return groups.flatten([*chain(*rows)], images).counts
-        by_copy = [[*chain(*zip(*of_examples, strict=True))] for of_examples in (rows, labels)]
-        return FlatBatch.from_rows(*by_copy, images=images).counts
+        # Of each example the first row, then of each the second
+        rows, labels = ([*chain(*zip(*x, strict=True))] for x in zip(*(prepared[i] for i in index), strict=True))
+        return (FlatBatch.from_rows(rows, labels) if groups is None else groups.flatten(rows)).counts
 
     return len(prepared), np.array(lengths), count  # TRL drops no examples with images

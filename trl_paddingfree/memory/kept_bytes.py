@@ -62,13 +62,8 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     even = [tokens(_SHORT), tokens(_MIDDLE), [long], tokens(_SHORT, _SHORT)]
     even += [[start + row for row in tokens(_SHORT, _SHORT)] for start in (prompt, context)]
     even.append([prompt + row for row in tokens(_SHORT, _MIDDLE, _LONG)])
-    odd = [
-        tokens(*range(3, 25)),
-        tokens(_SHORT // 2),
-        tokens(_SHORT + 6),
-        tokens(_LONG + 40),
-        tokens(*range(50, 66, 5)),
-    ]
+    odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(_LONG + 40)]
+    odd.append(tokens(*range(50, 66, 5)))
     odd.append([start + row for start in tokens(*range(4, 30, 3)) for row in tokens(len(start), 5)])
     # As much padding as attention allows: of rows, of the queries of branches, and of their keys
     odd += [tokens(32, *[23] * 20), [prompt + row for row in tokens(16, 16, *[10] * 20)]]

@@ -162,13 +162,14 @@ def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> 
 @torch.compiler.disable
 def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
-        layout = attention_mask.flat_layout
+        context = attention_mask.context
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
         if vars(module).get("attn_temperature_tuning"):  # Llama 4
-            query = _scaled_gathered(query, module, layout)
-        call = partial(attend, layout, previous)
-        for around in attention_mask.around_attention:
-            call = partial(around, call, layout)
+            query = _scaled_gathered(query, module, context.layout)
+        call = partial(attend, context.layout, previous)
+        for elsewhere in (context.watch, context.carry, context.group):  # the first next to the backend
+            if elsewhere is not None:
+                call = partial(elsewhere.attend, call, context, module)
         return call(module, query, key, value, **kwargs)
     if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:  # no model makes these
         raise RuntimeError(

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
-from ..flat.layout import Attention, FlatLayout
+from ..flat.layout import Attention
 from ..flat.schedule import Schedule
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
@@ -22,7 +22,7 @@ from .architecture import recompute_first
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
-from .masks import ATTENTION_BACKENDS, AroundAttention
+from .masks import ATTENTION_BACKENDS, OtherSlices, PassContext
 from .restored import attributes_set, mark_of
 from .routes import Route, why_not_in_slices
 from .sequence import SequenceGroup
@@ -47,7 +47,7 @@ class FlatModel:
 
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree.model.routes import choose_route
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
     >>> add_fused_lm_head(model)
     >>> flat = FlatModel.install(model, choose_route(model))
@@ -69,12 +69,12 @@ class FlatModel:
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
         self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
         self.counts = BatchCounts()  # of padded calls so far
-        self.around_attention: tuple[AroundAttention, ...] = ()  # wrappers of attention, the innermost first
+        self.watch: OtherSlices | None = None  # sees what attention functions are given, see [`keys_noted`]
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model leave the trainer behind, and pending edits, whose events cannot be copied
-        left = dict.fromkeys(("flatten", "group"))
-        return {**vars(self), **left, "around_attention": (), "edits": EditsFound()}
+        left = dict.fromkeys(("flatten", "group", "watch"))
+        return {**vars(self), **left, "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
@@ -85,7 +85,6 @@ class FlatModel:
     def divide_among(self, group: SequenceGroup | None) -> None:
         """Have each process of a `group` compute a slice of each batch, or with `None` whole batches."""
         self.group = group
-        self.around_attention = () if group is None else (group.attend,)
 
     @classmethod
     def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
@@ -236,9 +235,10 @@ def keys_noted(model: PreTrainedModel) -> Iterator[list[int]]:
     flat = FlatModel.of(model)
     assert flat is not None
 
-    def note(attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object):
-        sizes.append(key.nbytes + value.nbytes)
-        return attend(module, query, key, value, **kwargs)
+    class Watch(OtherSlices):
+        def attend(self, attend: Attention, context: PassContext, layer, module, query, key, value, **kwargs: object):
+            sizes.append(key.nbytes + value.nbytes)
+            return attend(module, query, key, value, **kwargs)
 
-    with attributes_set([(flat, "around_attention", (note, *flat.around_attention))]):
+    with attributes_set([(flat, "watch", Watch())]):
         yield sizes

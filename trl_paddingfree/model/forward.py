@@ -22,7 +22,7 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .edits import refuse_unanswerable
-from .masks import FlatMask, backbone_mask, boundaries, map_masks
+from .masks import PassContext, backbone_mask, boundaries
 from .restored import attributes_set
 from .slices import NOISE, in_slices
 from .state_layers import state_arguments
@@ -204,15 +204,13 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
     in place of a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
+    context = PassContext(layout, flat_model.group, watch=flat_model.watch)
     arguments: Inputs = {"use_cache": False}
     if flat_model.carries_state:
-        arguments |= state_arguments(model, layout)
+        arguments |= state_arguments(model, context)
     if "attention_mask" not in arguments:
         config = model.config.get_text_config()
-        arguments["attention_mask"] = backbone_mask(backend, layout, config, model.dtype, flat_model.carries_state)
-    if around := flat_model.around_attention:
-        wrapped = lambda mask: FlatMask.carrying(mask.flat_layout, mask.ndim == 2, around, flat_model.group)  # noqa: E731
-        arguments["attention_mask"] = map_masks(wrapped, arguments["attention_mask"])
+        arguments["attention_mask"] = backbone_mask(backend, context, config, model.dtype, flat_model.carries_state)
 
     def give_boundaries(module, args, kwargs):
         return args, {**kwargs, **boundaries(layout)}

@@ -4,6 +4,7 @@ Shape legend: see [`~trl_paddingfree.flat.segments`].
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, get_args
 
@@ -12,8 +13,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..flat.batch import Inputs
-from ..flat.layout import FlatLayout, once_per_layout
+from ..flat.layout import Attention, FlatLayout, once_per_layout
 from ..flat.pieces import Context
+from ..flat.slices import Slice
 from .architecture import config_value
 
 # How attention is computed over flat batches
@@ -30,8 +32,6 @@ _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 _CAUSAL_IN_FULL = ("gemma4_text",)
 # transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# A wrapper of attention: called with the attention inside, the layout, the module, and its query, key and value
-AroundAttention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # A recurrence, called with inputs and weights, over the whole tree; or, called with cuts, a number and the last states
 # of earlier slices too, over that slice. Gives outputs, and the states that later slices read
 Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -41,9 +41,18 @@ Masks = torch.Tensor | dict[str, torch.Tensor | None] | None
 
 class OtherSlices(Protocol):
     """
-    How layers with a state get what they need of other slices of the flat axis. Their convolutions and scans ask, which
-    alone look along the axis: all else they compute for each token by itself.
+    How layers get what they need of other slices of the flat axis: earlier ones, or those of other processes.
+    Attention, convolutions and scans ask, which alone look along the axis.
     """
+
+    def attend(
+        self, attend: Attention, context: "PassContext", layer: torch.nn.Module, module: torch.nn.Module,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """
+        Attention of this slice by the function `attend`. `module` is the `layer` that calls it, or a copy with some of
+        its heads.
+        """
 
     def span(self, num_tokens: int) -> range:
         """The flat tokens of this slice, of `num_tokens` in all."""
@@ -63,37 +72,62 @@ class OtherSlices(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class PassContext:
+    """
+    What a mask carries to the layers of a pass.
+
+    Args:
+        layout (`FlatLayout`):
+            How the tokens that attention computes lie on the flat axis.
+        group (`OtherSlices`, *optional*):
+            The processes that compute the batch together.
+        carry (`OtherSlices`, *optional*):
+            What earlier slices of the pass hand on, and this one does.
+        part (`Slice`, *optional*):
+            This slice. `layout` is its own then; layers with a state get that of the whole.
+        watch (`OtherSlices`, *optional*):
+            Sees what attention functions are given, if someone measures.
+    """
+
+    layout: FlatLayout
+    group: OtherSlices | None = None
+    carry: OtherSlices | None = None
+    part: Slice | None = None
+    watch: OtherSlices | None = None
+
+    @property
+    def others(self) -> OtherSlices | None:
+        """What layers with a state ask."""
+        return self.carry or self.group
+
+
 class FlatMask(torch.Tensor):
     """
-    An attention mask that carries a [`~trl_paddingfree.flat.layout.FlatLayout`].
+    An attention mask that carries a [`PassContext`].
 
     transformers passes a 4-D mask through to attention untouched, in every model and under gradient checkpointing,
     where other keyword arguments get lost on the way (StableLM, Nemotron). No dense mask is ever made.
     """
 
-    flat_layout: FlatLayout
-    around_attention: tuple[AroundAttention, ...]
-    other_slices: OtherSlices | None
+    context: PassContext
 
     @classmethod
-    def carrying(
-        cls,
-        layout: FlatLayout,
-        per_token: bool = False,
-        around_attention: tuple[AroundAttention, ...] = (),
-        other_slices: OtherSlices | None = None,
-    ) -> "FlatMask":
-        """
-        On the device of `layout`, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it. The first
-        wrapper in `around_attention` is next to the backend; layers with a state ask `other_slices`.
-        """
+    def carrying(cls, context: PassContext | FlatLayout, per_token: bool = False) -> "FlatMask":
+        """On the device of the layout, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it."""
+        context = PassContext(context) if isinstance(context, FlatLayout) else context
         shape: tuple[int, ...] = (1, 1, 1, 1)
         if per_token:
-            total = layout.segments.num_tokens
-            shape = (1, total if other_slices is None else len(other_slices.span(total)))
-        mask = torch.ones(shape, dtype=torch.bool, device=layout.device).as_subclass(cls)
-        mask.flat_layout, mask.around_attention, mask.other_slices = layout, around_attention, other_slices
+            total = context.layout.segments.num_tokens
+            shape = (1, total if context.others is None else len(context.others.span(total)))
+        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.device).as_subclass(cls)
+        mask.context = context
         return mask
+
+    @property
+    def flat_layout(self) -> FlatLayout:
+        """The layout that the mask carries."""
+        return self.context.layout
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -114,8 +148,8 @@ class FlatMask(torch.Tensor):
                 raise RuntimeError(
                     f"the model computes with its attention mask ({func.__name__}): it needs a dense one"
                 )
-            result.flat_layout = masks[0].flat_layout.to(result.device)
-            result.around_attention, result.other_slices = masks[0].around_attention, masks[0].other_slices
+            context = masks[0].context
+            result.context = replace(context, layout=context.layout.to(result.device))
         return result
 
 
@@ -203,7 +237,7 @@ def boundaries(layout: FlatLayout) -> Inputs:
 
 
 def backbone_mask(
-    backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
+    backend: BackendName, context: PassContext, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
 ) -> Masks:
     """
     The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
@@ -214,25 +248,26 @@ def backbone_mask(
         kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
     masks: dict[str, torch.Tensor | None] = {}
     for kind in sorted(kinds):
-        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, layout, config, dtype)
+        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, context, config, dtype)
         masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
     if carries_state:
-        return {**dict.fromkeys(_STATE, FlatMask.carrying(layout, per_token=True)), **masks}
-    differ = _CHUNKED in kinds or (layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
+        return {**dict.fromkeys(_STATE, FlatMask.carrying(context, per_token=True)), **masks}
+    differ = _CHUNKED in kinds or (context.layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
     one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and not differ)
     return next(iter(masks.values())) if one_for_all or len(masks) == 1 else masks
 
 
 def _mask_of_kind(
-    kind: str, backend: BackendName, layout: FlatLayout, config: PreTrainedConfig, dtype: torch.dtype
+    kind: str, backend: BackendName, context: PassContext, config: PreTrainedConfig, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """What attention layers of one kind get as their mask."""
     if backend == "positions":
         return None
+    layout = context.layout
     if kind == _CHUNKED:
         layout = layout.chunked(config.attention_chunk_size)
     elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
         layout = layout.without_blocks()
     if backend in ATTENTION_BACKENDS:
-        return FlatMask.carrying(layout)  # attention functions are given their window
+        return FlatMask.carrying(replace(context, layout=layout))  # attention functions are given their window
     return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)

@@ -28,7 +28,7 @@ from ..flat.pieces import Context
 from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
-from .masks import Scan
+from .masks import PassContext, Scan
 from .restored import random_state_restored
 
 # Arguments of attention with an entry per token, which it does not need: it has the layout
@@ -102,6 +102,11 @@ class SequenceGroup:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # What hosts know, they compare by themselves: from a device, they would have to wait for it
+        self.hosts = group
+        if device.type != "cpu":
+            ranks = dist.get_process_group_ranks(group)
+            self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def slice(self, batch: FlatBatch, config: PreTrainedConfig, cuts: tuple[int, ...] = ()) -> FlatBatch:
         """
@@ -112,22 +117,14 @@ class SequenceGroup:
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        batch.layout.derived("the same on all processes", lambda: self._refuse_different(batch))  # asked once
-        return slice_of(batch, self.rank, self.size, cuts)
-
-    def _refuse_different(self, batch: FlatBatch) -> None:
-        """Refuse batches that are not the same on all processes of the group, before their slices are exchanged."""
-        tokens, labels = batch.input_ids[0], batch.shift_labels[0]
-        places = torch.arange(1, len(tokens) + 1, device=tokens.device)
-        sizes = tokens.new_tensor([len(tokens), len(labels), *batch.row_mask.shape])
-        sums = [(tokens * places).sum(), batch.position_ids.sum(), (labels * (batch.scored_index + 1)).sum()]
-        digest = torch.cat([sizes, torch.stack(sums)])
-        if self.largest(torch.cat([digest, -digest])).reshape(2, -1).sum(0).any():
+        checksums = lambda: self.largest([batch.checksum, -batch.checksum])  # noqa: E731
+        if sum(batch.layout.derived("largest and smallest checksum", checksums)):  # asked once
             raise ValueError(
                 f"`sequence_parallel_size={self.size}`: processes of one group have been given different batches. A "
                 "transform of the data set that draws at random, or a data loader of your own, may do that: give all "
                 "of them the same."
             )
+        return slice_of(batch, self.rank, self.size, cuts)
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
@@ -137,20 +134,21 @@ class SequenceGroup:
             "`sequence_parallel_size=1`."
         )
 
-    # --- what slices exchange: see `AroundAttention` and `OtherSlices` ------------------------------------------------
+    # --- what slices exchange: see [`OtherSlices`] ------------------------------------------------
 
     def span(self, num_tokens: int) -> range:
         return span_of(num_tokens, self.rank, self.size)
 
     def attend(
-        self, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs: object
-    ) -> tuple[torch.Tensor, None]:
+        self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """
         Attention `(1, t, H, D)` of a slice, whose query, key and value are `(1, heads, t, D)`. The function `attend`
         computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
         num_heads, states = query.size(1), [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-        whole, (heads, keys, _) = self._to_heads(states, layout.segments.num_tokens)
+        whole, (heads, keys, _) = self._to_heads(states, context.layout.segments.num_tokens)
         own_module, kwargs = self._with_heads(module, heads, len(keys), num_heads, kwargs)
         output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
@@ -279,11 +277,11 @@ class SequenceGroup:
             dist.all_reduce(gradient, group=self.group)
         return sums
 
-    def largest(self, values: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
-        """The largest of each of `values` over the group, on the host, of the dtype of the values."""
-        maxima = torch.as_tensor(values, device=self.device).clone()
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, self.group)
-        return maxima.cpu().numpy()
+    def largest(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The largest of each of `values` over the group, of their dtype. Only the hosts take part."""
+        maxima = torch.as_tensor(values).clone()
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, self.hosts)
+        return maxima.numpy()
 
     @contextmanager
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:

@@ -9,10 +9,10 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial, update_wrapper
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ..flat.pieces import Context, states_of_slices, tails_of_slices, tokens_bef
 from ..flat.segments import something_to_compute
 from ..flat.slices import Slice, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_reach
-from .masks import AroundAttention, FlatMask, Scan, map_masks
+from .masks import FlatMask, PassContext, Scan, map_masks
 from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
 
@@ -36,53 +36,35 @@ _DEEPSTACK = "deepstack_visual_embeds"
 NOISE = "neftune_noise_alpha"
 
 
-class KeptKeys:
-    """Gives attention of a slice the keys and values of earlier ones, and keeps its own that later ones read."""
+class Carry:
+    """
+    What slice `number` gets of earlier ones, and what it keeps that later ones read, in each call of attention, a
+    convolution or a scan: the [`~trl_paddingfree.model.masks.OtherSlices`] of slices in time.
+    """
 
-    def __init__(self, earlier: Sequence[Tensors]):
-        self.earlier = earlier  # of each earlier slice: keys and values `(1, heads, K, D)` of each call of attention
+    def __init__(self, cuts: tuple[int, ...], number: int, earlier: Sequence[Tensors]):
+        self.cuts, self.number = cuts, number
+        self.earlier = earlier  # what each earlier slice kept; of attention, keys and values `(1, heads, K, D)`
         self.kept: list[torch.Tensor] = []
-        # Where the keys of each call of a layer are in `kept`. By the id of `_modules`, which a layer shares with its
-        # copies: `SequenceGroup` gives attention a copy
-        self.calls: dict[int, list[int]] = {}
+        self.places: dict[torch.nn.Module, list[int]] = {}  # where the keys of each call of a layer are in `kept`
         self.is_complete = False  # whether the decoder is done: layers that recompute call attention once more
 
     def attend(
-        self, this: Slice, attend: Attention, layout: FlatLayout, module: torch.nn.Module, query, key, value, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of a slice by the function `attend`, over the keys of earlier slices, and then its own."""
-        place = self._place(module)
+        self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Attention over the keys of earlier slices, and then its own. Calls come in the same order in every slice."""
+        part, places = context.part, self.places.setdefault(layer, [])
+        assert part is not None
         if not self.is_complete:
-            keeps = None if this.keeps is None else this.keeps.to(key.device)  # the device of this layer
+            places.append(len(self.kept))
+            keeps = None if part.keeps is None else part.keeps.to(key.device)  # the device of this layer
             self.kept += [x if keeps is None else x.index_select(2, keeps) for x in (key, value)]
-        earlier = [self.earlier[number] for number in this.reads]
+        elif len(places) > 1:
+            self._refuse_recomputing(f"{type(layer).__name__} is called several times in a pass and", "keys")
+        earlier, place = [self.earlier[number] for number in part.reads], places[-1]
         key, value = (torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate((key, value)))
         return attend(module, query, key, value, **kwargs)
-
-    def _place(self, module: torch.nn.Module) -> int:
-        """Where the keys of a call are in `kept`, and in that of earlier slices: calls come in the same order."""
-        calls = self.calls.setdefault(id(vars(module)["_modules"]), [])
-        if not self.is_complete:
-            calls.append(len(self.kept))
-        elif len(calls) > 1:
-            raise ValueError(
-                f"{type(module).__name__} is called several times in a pass and recomputes within a slice, so that it "
-                "is not known which keys it wants: leave out the checkpointing of your engine, "
-                "`max_tokens_per_micro_batch` and `memory_budget`."
-            )
-        return calls[-1]
-
-
-@dataclass(frozen=True)
-class KeptStates:
-    """
-    Gives layers with a state what they need of earlier slices, and keeps what later ones need: the [`~trl_paddingfree.
-    model.masks.OtherSlices`] of slices in time. It is in `keys`, with the keys and values of attention, call by call.
-    """
-
-    keys: KeptKeys
-    cuts: tuple[int, ...]
-    number: int
 
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
@@ -90,9 +72,8 @@ class KeptStates:
     def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
         """The tokens that a convolution reads before the slice are those that earlier slices have kept for it."""
         span, tails = self.span(layout.segments.num_tokens), tails_of_slices(layout, self.cuts, size)
-        wanted = tokens_before(layout.segments, size, span)
-        earlier = self._read(layout, wanted, tails)
-        self.keys.kept.append(states.index_select(0, layout.tensor(tails[self.number] - span.start)))
+        earlier = self._read(layout, tokens_before(layout.segments, size, span), tails)
+        self.kept.append(states.index_select(0, layout.tensor(tails[self.number] - span.start)))
         return torch.cat([states, *earlier]), Context.of(layout, size, span)
 
     def scan(
@@ -101,27 +82,29 @@ class KeptStates:
         """A scan of the slice goes on from the states in which earlier ones end."""
         parts = states_of_slices(layout, self.cuts)
         earlier = self._read(layout, parts[self.number].reads, [part.ends for part in parts])
-        carried = torch.cat(earlier) if earlier else None
-        place = len(self.keys.kept)
-        self.keys.kept.append(inputs[0].new_zeros(0))  # holds the place: layers within the scan come later
-        outputs, kept = scan(inputs, weights, self.cuts, self.number, carried)
+        place = len(self.kept)
+        self.kept.append(inputs[0].new_zeros(0))  # holds the place: layers within the scan come later
+        outputs, kept = scan(inputs, weights, self.cuts, self.number, torch.cat(earlier) if earlier else None)
         if kept is not None:
-            self.keys.kept[place] = kept
+            self.kept[place] = kept
         return outputs
 
     def _read(self, layout: FlatLayout, tokens: np.ndarray, kept: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """What earlier slices kept in this call for these flat `tokens`; `kept` has the tokens for which each did."""
-        if self.keys.is_complete:
-            raise ValueError(
-                "A layer that carries state recomputes within a slice, so that it is not known which states it wants: "
-                "leave out the checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
-            )
-        place, entries = len(self.keys.kept), []
+        if self.is_complete:
+            self._refuse_recomputing("A layer that carries state", "states")
+        place, entries = len(self.kept), []
         for number, of_slice in enumerate(kept[: self.number]):
             own = np.flatnonzero(np.isin(of_slice, tokens))
             if len(own):
-                entries.append(self.keys.earlier[number][place].index_select(0, layout.tensor(own)))
+                entries.append(self.earlier[number][place].index_select(0, layout.tensor(own)))
         return entries
+
+    def _refuse_recomputing(self, who: str, what: str) -> NoReturn:
+        raise ValueError(
+            f"{who} recomputes within a slice, so that it is not known which {what} it wants: leave out the "
+            "checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
+        )
 
 
 def in_slices(
@@ -156,11 +139,11 @@ def _decoder_in_slices(
     outputs: list[BaseModelOutput] = []
 
     def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
-        keys, own_total = KeptKeys(earlier), batch.input_ids.size(1)  # tokens of this process
+        carry, own_total = Carry(cuts, number, earlier), batch.input_ids.size(1)  # tokens of this process
         own = {name: _of_slice(name, value, spans[number], own_total, reach) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
-        mask = map_masks(partial(_mask_of_slice, cuts, number, reach, keys), masks)
+        mask = map_masks(partial(_mask_of_slice, carry, reach is not None), masks)
         # Set here, as the backward pass computes this again, when TRL may have changed it. A slice recomputes as a
         # whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
         settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
@@ -169,9 +152,9 @@ def _decoder_in_slices(
             settings.append((embeddings, NOISE, noise * math.sqrt(share)))
         with attributes_set(settings):
             try:
-                return forward(**own, attention_mask=mask), tuple(keys.kept)
+                return forward(**own, attention_mask=mask), tuple(carry.kept)
             finally:
-                keys.is_complete = True
+                carry.is_complete = True
 
     for number, current in enumerate(slices):
         earlier = [states if i in current.reads else () for i, states in enumerate(kept)]
@@ -226,12 +209,11 @@ def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None)
     return torch.cat([own, torch.zeros_like(extra) if own.dtype == torch.bool else extra], dim)
 
 
-def _mask_of_slice(cuts: tuple[int, ...], number: int, reach: int | None, keys: KeptKeys, mask: FlatMask) -> FlatMask:
+def _mask_of_slice(carry: Carry, with_reach: bool, mask: FlatMask) -> FlatMask:
     if mask.ndim == 2:  # for layers with a state: they have the layout of the whole, and ask for the rest
-        return FlatMask.carrying(mask.flat_layout, per_token=True, other_slices=KeptStates(keys, cuts, number))
-    current = slices_of(mask.flat_layout, cuts, reach is not None)[number]
-    around_attention: tuple[AroundAttention, ...] = (partial(keys.attend, current), *mask.around_attention)
-    return FlatMask.carrying(current.layout, around_attention=around_attention)
+        return FlatMask.carrying(replace(mask.context, carry=carry), per_token=True)
+    part = slices_of(mask.flat_layout, carry.cuts, with_reach)[carry.number]
+    return FlatMask.carrying(replace(mask.context, layout=part.layout, carry=carry, part=part))
 
 
 def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:

@@ -26,7 +26,7 @@ from ..flat.layout import FlatLayout, Gather, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
 from .architecture import CACHES, config_value
-from .masks import BOUNDARIES, FlatMask, boundaries, causal_mask
+from .masks import BOUNDARIES, FlatMask, PassContext, boundaries, causal_mask
 from .restored import attributes_set, mark_of
 from .state_tree import step_cost, tree_functions, with_functions
 
@@ -205,14 +205,14 @@ class _NoCache:
         return False
 
 
-def state_arguments(model: PreTrainedModel, layout: FlatLayout) -> Inputs:
+def state_arguments(model: PreTrainedModel, context: PassContext) -> Inputs:
     """
     Arguments by which the layout reaches the layers of a backbone without attention, which takes no dict of masks. None
     for other backbones, even if the configuration gives all of their layers a state.
     """
     if config_value(model.config.get_text_config(), "num_attention_heads") is not None:
         return {}
-    expected, mask = inspect.signature(model.base_model.forward).parameters, FlatMask.carrying(layout, per_token=True)
+    expected, mask = inspect.signature(model.base_model.forward).parameters, FlatMask.carrying(context, per_token=True)
     if "state" in expected:  # RWKV
         return {"attention_mask": None, "state": mask}
     if "attention_mask" not in expected:  # xLSTM
@@ -230,7 +230,7 @@ def is_layout(value: object) -> TypeGuard[FlatMask]:
 @torch.compiler.disable  # the layout of each batch would be compiled into its code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that go along the tree."""
-    functions = tree_functions(mask, upstream.state_functions(state.forward), state.kernels)
+    functions = tree_functions(mask.context, upstream.state_functions(state.forward), state.kernels)
     without = [None if is_layout(value) else value for value in args]
     named = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
     return with_functions(state.forward, functions)(*without, **named)

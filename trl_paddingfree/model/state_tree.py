@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..flat.layout import FlatLayout, Gather
 from ..flat.pieces import Context, PieceCall, Pieces
-from .masks import FlatMask
+from .masks import PassContext
 
 # Results of a call for some pieces: their outputs, and, if others continue them, the states in which they end
 Step = tuple[torch.Tensor, torch.Tensor | None]
@@ -63,31 +63,33 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
     return made
 
 
-def tree_functions(mask: FlatMask, functions: dict[str, Callable], kernels: Collection[str]) -> dict[str, Callable]:
+def tree_functions(
+    context: PassContext, functions: dict[str, Callable], kernels: Collection[str]
+) -> dict[str, Callable]:
     """
-    Replacements of those `functions` of a layer that look along the sequence, for the batch whose layout `mask`
-    carries. Those in `kernels` have a kernel.
+    Replacements of those `functions` of a layer that look along the sequence, for the batch of a pass.
+    Those in `kernels` have a kernel.
     """
-    return {name: partial(_ALONG_TREE[name], mask, call, name in kernels) for name, call in functions.items()}
+    return {name: partial(_ALONG_TREE[name], context, call, name in kernels) for name, call in functions.items()}
 
 
 def _convolve(
-    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
+    context: PassContext, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
     """A causal convolution of `(1, C, T)`: each segment follows the tokens of its row that the kernel reads, too."""
     rows, size = states.squeeze(0).T, weight.size(-1) - 1
-    if mask.other_slices is None:
-        context = Context.of(mask.flat_layout, size, range(len(rows)))
+    if context.others is None:
+        before = Context.of(context.layout, size, range(len(rows)))
     else:
-        rows, context = mask.other_slices.context(mask.flat_layout, rows, size)
-    axis = Gather.apply(rows, context.rows).T
+        rows, before = context.others.context(context.layout, rows, size)
+    axis = Gather.apply(rows, before.rows).T
     axis = axis if has_kernel else axis.contiguous()  # PyTorch's own convolution takes twice as long otherwise
-    return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, context.places)
+    return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, before.places)
 
 
 def _delta_rule(
-    mask: FlatMask, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
+    context: PassContext, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, initial_state: None = None,
     output_final_state: bool = False, **kwargs: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
@@ -99,11 +101,11 @@ def _delta_rule(
         options = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
         return function(query, key, value, g=g, beta=beta, **options)
 
-    return _scan(mask, (value, g, beta, query, key), (), call, joins_pieces=has_kernel), None
+    return _scan(context, (value, g, beta, query, key), (), call, joins_pieces=has_kernel), None
 
 
 def _chunk_scan(
-    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    context: PassContext, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
     A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
@@ -124,11 +126,11 @@ def _chunk_scan(
         result = function(states, dt, A, B, C, **options)
         return result if goes_on else (result, None)
 
-    return _scan(mask, (states, dt, B, C), (A, D), call)
+    return _scan(context, (states, dt, B, C), (A, D), call)
 
 
 def _selective_scan(
-    mask: FlatMask, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
+    context: PassContext, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
     A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
     z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False, **kwargs: object,
@@ -162,7 +164,7 @@ def _selective_scan(
         return outputs.transpose(1, 2), last
 
     inputs = [*(x.transpose(1, 2) for x in (states, dt)), *(x.transpose(1, 2).unsqueeze(2) for x in (B, C))]
-    outputs = _scan(mask, inputs, (A, D, delta_bias), call, padding={1: _NO_STEP}).transpose(1, 2)
+    outputs = _scan(context, inputs, (A, D, delta_bias), call, padding={1: _NO_STEP}).transpose(1, 2)
     return outputs if z is None else outputs * silu(z)
 
 
@@ -218,7 +220,7 @@ def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int
 
 
 def _scan(
-    mask: FlatMask, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
+    context: PassContext, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
     call: Callable, joins_pieces: bool = False, padding: dict[int, float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """
@@ -226,7 +228,7 @@ def _scan(
     OtherSlices`] wants it. `call`, see [`_by_levels`], gets the `weights (heads, ...)` first. The pieces of a level are
     rows of like length, or with `joins_pieces` one after the other in one row.
     """
-    layout = mask.flat_layout
+    layout = context.layout
 
     def scan(
         inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None], cuts: tuple[int, ...] = (),
@@ -235,9 +237,9 @@ def _scan(
         pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)
         return _by_levels(pieces, inputs, partial(call, *weights), padding, carried)
 
-    if mask.other_slices is None:
+    if context.others is None:
         return scan(inputs, weights)[0]
-    return mask.other_slices.scan(layout, scan, inputs, weights)
+    return context.others.scan(layout, scan, inputs, weights)
 
 
 def _by_levels(

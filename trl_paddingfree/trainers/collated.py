@@ -215,41 +215,42 @@ class CollatedTrainer(FlatTrainer):
         batch, parts = inputs["flat_batch"], [whole]
         is_alone = self.accelerator.num_processes == 1
         if planner is not None and self._adds_up and not (is_alone and planner.is_whole(batch)):
-            parts = self._agreed_parts(whole)
+            parts = self._weighted_parts(whole)
         counts = [part.inputs["flat_batch"].counts for part in parts]
         self.flat.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
-    def _agreed_parts(self, whole: Part) -> list[Part]:
-        """The parts of a micro-batch whose losses add up: how many there are, processes say to one another."""
+    def _weighted_parts(self, whole: Part) -> list[Part]:
+        """The parts of a micro-batch whose losses add up."""
         accelerator = self.accelerator
         # Those with images come last: DDP waits in the last part for gradients of all weights, the tower's too
         batches = sorted(self._divided(whole.inputs), key=lambda part: part["flat_batch"].images is not None)
-        is_mixed = len({part["flat_batch"].images is None for part in batches}) > 1
-        most, is_mixed = of_all_processes([len(batches), is_mixed], accelerator).amax(0).tolist()
-        # Where processes make each backward pass together, those with fewer parts repeat one
-        in_step = is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_mixed and in_step and accelerator.num_processes > 1:
-            raise ValueError(
-                "A micro-batch above its budget has parts with images and parts without, and under FSDP and DeepSpeed "
-                "all processes compute the vision tower together: raise `memory_budget` or "
-                "`max_tokens_per_micro_batch`, leave it out, or train on examples that all have images."
-            )
-        if most == 1:  # no process has divided its micro-batch; if one has, all gather metrics as of parts
-            return [whole]
-        return weighted_parts(batches, self.part_sizes, whole, most if in_step else len(batches))
+        most = len(batches)
+        if is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            # Processes make each backward pass together, so those with fewer parts repeat one
+            is_mixed = len({part["flat_batch"].images is None for part in batches}) > 1
+            most, is_mixed = of_all_processes([most, is_mixed], accelerator).amax(0).tolist()
+            if is_mixed and accelerator.num_processes > 1:
+                raise ValueError(
+                    "A micro-batch above its budget has parts with images and parts without, and under FSDP and "
+                    "DeepSpeed all processes compute the vision tower together: raise `memory_budget` or "
+                    "`max_tokens_per_micro_batch`, leave it out, or train on examples that all have images."
+                )
+            if most == 1:  # no process has divided its micro-batch; if one has, all gather metrics as of parts
+                return [whole]
+        return weighted_parts(batches, self.part_sizes, whole, most)
 
     def _divided(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which the planner divides one; that one alone, if it fits."""
         whole, planner = inputs["flat_batch"], self.flat.planner
         assert planner is not None
         rows = replace(inputs["rows"], collator=self.data_collator)  # a worker sends them without the collator
-        if rows.num_items == 1 or planner.is_whole(whole):
-            return [inputs]
-        # No call of the model will see the edited rows of the whole
-        refuse_lost_values(inputs, rows.rows)
+        # Sizes and parts are made of the rows on the host, which know of no edits
         labels = self.data_collator.row_labels(inputs)
         self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, in_parts=True)
+        if rows.num_items == 1 or planner.is_whole(whole):
+            return [inputs]
+        refuse_lost_values(inputs, rows.rows)
         reach = self.flat.reach_of(whole)
         parts = [
             rows.take(items).with_flat(reach) for items in planner.parts(list(map(planner.features, rows.alone())))

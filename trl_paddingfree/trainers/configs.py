@@ -1,19 +1,22 @@
 """The options that this package adds to TRL's configurations."""
 
+import inspect
+import sys
 import warnings
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from datasets import Dataset, IterableDataset
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available, logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
 from ..data.lengths import AnyDataset
+from ..data.validate import did_you_mean
 from ..memory.device import has_accelerator
 from ..model.masks import BackendName
 
@@ -29,6 +32,17 @@ SHARING = "Whether to compute a prefix once if several rows of a micro-batch sta
 
 # What an option of a type allows, in words
 _ALLOWED: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
+# Sizes that transformers would stumble over once model and data are loaded. A row of one token has nothing to predict
+_LEAST = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1}
+_LEAST |= {"max_length": 2}
+# Options of checkpoints: PyTorch's, transformers' and TRL's
+_OF_CHECKPOINTS = {
+    "preserve_rng_state",
+    "every_n_layers",
+    "offload",
+    "selective",
+    *inspect.signature(checkpoint).parameters,
+}
 
 
 def silence() -> None:
@@ -38,11 +52,21 @@ def silence() -> None:
 
 def config_of(trainer_class: "type[FlatTrainer]", arguments: Arguments) -> TrainingArguments:
     """The configuration among the arguments of a trainer; by default one of ours, with the folder of TRL's default."""
+    trl_trainer, trl_config = trainer_class.trl_trainer, trainer_class.trl_config
     if (config := arguments.get("args")) is None:
         model = arguments["model"]
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        config = trainer_class.config_class(f"{name.split('/')[-1]}-{trainer_class.trl_trainer._name}")
+        config = trainer_class.config_class(f"{name.split('/')[-1]}-{trl_trainer._name}")
+    if not isinstance(config, trl_config):
+        raise ValueError(
+            f"`args` is a {type(config).__name__}, and {trainer_class.__name__} takes a "
+            f"{trainer_class.config_class.__name__}, or TRL's {trl_config.__name__}."
+        )
     refuse_wrong_options(config)  # again: attributes may have been set since it was made
+    losses, source = vars(config).get("loss_type") or (), inspect.getsource(sys.modules[trl_trainer.__module__])
+    for loss in [losses] if isinstance(losses, str) else losses:  # a trainer of one's own may have others
+        if f'"{loss}"' not in source and trainer_class.__module__.startswith("trl_paddingfree."):
+            raise ValueError(f"`loss_type={loss!r}` is no loss that TRL's {trl_trainer.__name__} has.")
     return config
 
 
@@ -54,9 +78,9 @@ def options_of(trainer_class: "type[FlatTrainer]", config: Any) -> "PaddingFreeO
 
 def refuse_wrong_options(config: Any) -> None:
     """
-    Refuse values that options of this package cannot have, in a configuration of ours or of TRL's, naming what to write
-    in their place. Annotations say what is allowed: `bool` stands for `True` and `False`, `int` for whole numbers from
-    1, and `None` and the words of a `Literal` for themselves.
+    Refuse values that options cannot have, in a configuration of ours or of TRL's, naming what to write in their place.
+    Annotations say what options of this package allow: `bool` stands for `True` and `False`, `int` for whole numbers
+    from 1, and `None` and the words of a `Literal` for themselves.
     """
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
@@ -64,16 +88,22 @@ def refuse_wrong_options(config: Any) -> None:
     for name, hint in get_type_hints(PaddingFreeOptions).items():
         if name not in values or name == "memory_budget":  # TRL's own configurations have some of the options only
             continue
-        value, kinds, expected = values[name], _kinds(hint), list[str]()
+        value, kinds = values[name], _kinds(hint)
         is_whole = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
         words = [kind for kind in kinds if isinstance(kind, str)]
-        expected += [f"one of {', '.join(map(repr, words))}"] if words else []
+        expected = [f"one of {', '.join(map(repr, words))}"] if words else []
         expected += [phrase for kind, phrase in _ALLOWED.items() if kind in kinds]
         is_of_type = (isinstance(value, bool) and bool in kinds) or (is_whole and int in kinds)
         if not (is_of_type or (value is None and NoneType in kinds) or (isinstance(value, str) and value in words)):
-            close = get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
-            meant = f" Did you mean `{name}={close[0]!r}`?" if close else ""
+            meant = did_you_mean(str(value), words, f"{name}={{!r}}", 0.5)
             raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
+    for name, least in _LEAST.items():
+        if isinstance(size := values.get(name), int) and size < least:
+            raise ValueError(f"`{name}={size}` must be at least {least}.")
+    kwargs = values.get("gradient_checkpointing_kwargs")
+    for name in set(kwargs) - _OF_CHECKPOINTS if isinstance(kwargs, dict) else ():
+        if meant := did_you_mean(name, _OF_CHECKPOINTS):
+            raise ValueError(f"`gradient_checkpointing_kwargs` has `{name}`, which checkpoints do not know.{meant}")
 
 
 def _kinds(hint: object) -> list[object]:
@@ -113,13 +143,6 @@ def train_where_one_can(config: TrainingArguments) -> None:
     if is_undecided and not has_accelerator() and not is_torch_xla_available():
         config.use_cpu, config.bf16 = True, False
         logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
-
-
-def refuse_empty_steps(config: TrainingArguments) -> None:
-    """Refuse sizes that transformers would stumble over once model and data are loaded."""
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if (size := vars(config)[name]) < 1:
-            raise ValueError(f"`{name}={size}` must be at least 1.")
 
 
 def option(default: object, meaning: str) -> Any:
@@ -198,7 +221,6 @@ class PaddingFreeOptions:
             logger.warning_once("`oversized_examples` does nothing any more, and will be removed: leave it out.")
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
             train_where_one_can(self)
-            refuse_empty_steps(self)
             super().__post_init__()  # type: ignore[misc]
 
 

@@ -8,7 +8,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..images.generated import IMAGE_ARGUMENTS
+from ..images.cuts import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
 from ..model.flat_model import FlatModel
 from .configs import Arguments, PaddingFreeDistillationConfig
@@ -40,7 +40,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> args = PaddingFreeDistillationConfig("out", max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
     >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 8), "processing_class": tokenizer}

@@ -8,7 +8,7 @@ from .. import upstream
 from ..data.collate import PreferenceCollator
 from ..data.lengths import truncated
 from ..data.task import Task
-from ..data.validate import check_preferences, log_dropped, refuse_unread
+from ..data.validate import check_preferences, log_dropped, refuse_missing_prompts, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionPreferenceCollator
 from .collated import CollatedTrainer
@@ -38,7 +38,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> args = PaddingFreeDPOConfig("out", use_cpu=True, bf16=False, report_to="none")
@@ -76,6 +76,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         refuse_unread(dataset, dataset_name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+        refuse_missing_prompts(dataset, dataset_name)
         with args.main_process_first(desc=f"checking the {dataset_name} data"):
             dataset = check_preferences(dataset, self._tokenizer, dataset_name, args.dataset_num_proc)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)

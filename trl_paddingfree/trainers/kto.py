@@ -40,7 +40,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeKTOConfig, PaddingFreeKTOTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> rows = [{"prompt": "one two", "completion": " three", "label": i % 2 == 0} for i in range(4)]
     >>> tokenizer = make_tokenizer(["one two three"])
     >>> args = PaddingFreeKTOConfig("out", use_cpu=True, bf16=False, report_to="none")

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from trl import SFTConfig
 
 from ..data.lengths import AnyDataset, has_known_lengths
-from ..data.validate import column_names, refuse_bad_tokens
+from ..data.validate import column_names, refuse_bad_tokens, refuse_misspelt_roles
 from ..memory.device import budget_bytes
 from ..model import architecture
 from .configs import Arguments, PaddingFreeOptions, given_datasets
@@ -38,6 +38,7 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
     for name, dataset in given_datasets(arguments):
         if isinstance(dataset, Dataset) and not len(dataset):
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
+        refuse_misspelt_roles(dataset, name)
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:

@@ -40,7 +40,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     >>> from datasets import Dataset
     >>> from transformers import AutoModelForSequenceClassification
     >>> from trl_paddingfree import PaddingFreeRewardConfig, PaddingFreeRewardTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> config = make_model(tokenizer).config

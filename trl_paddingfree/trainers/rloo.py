@@ -20,7 +20,7 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeRLOOConfig, PaddingFreeRLOOTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> args = PaddingFreeRLOOConfig("out", max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
     >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 4), "processing_class": tokenizer}

@@ -41,7 +41,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
-    >>> from trl_paddingfree.quickstart.model import make_model, make_tokenizer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"text": "one two"}, {"text": "one two three four five"}] * 4)
     >>> tokenizer = make_tokenizer(dataset["text"])
     >>> args = PaddingFreeSFTConfig("out", use_cpu=True, bf16=False, report_to="none")

@@ -45,12 +45,13 @@ def weighted_parts(
     batches: Sequence[Inputs], part_sizes: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
 ) -> list[Part]:
     """
-    The parts of a micro-batch, the `whole`, that was divided into `batches`. Their weights follow from `part_sizes`.
+    The parts of a micro-batch, the `whole`, that was divided into `batches`. Their weights follow from `part_sizes`,
+    which are counted on the host.
 
     There are `num_wanted` of them: where processes gather weights, or reduce gradients, in each pass, one with fewer
     batches than others computes its last again, masked and with weight 0.
     """
-    sizes = list(map(part_sizes, batches))
+    sizes = [part_sizes(batch["rows"].rows if "rows" in batch else batch) for batch in batches]
     total = max(sum(size["loss"] for size in sizes), 1)
     weights = [1.0 if whole.is_normalized else size["loss"] / total for size in sizes]
     parts = list(map(partial(Part, is_last=False), batches, sizes, weights))

@@ -12,8 +12,8 @@ from transformers import set_seed
 
 from trl_paddingfree.cli.train import main as train_main
 from trl_paddingfree.data.load import load_rows
-from trl_paddingfree.quickstart.side_by_side import differences
 
+from ..differences import differences
 from ..environment import machine_name
 from .heads import digits, prompts_of, unpaired
 

@@ -11,9 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trl_paddingfree.cli.memory import features_of, model_config, training_needs
+from trl_paddingfree.cli.quickstart.side_by_side import classes_of, make_trainer
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.quickstart.side_by_side import classes_of, differences, make_trainer
 
+from ..differences import differences
 from ..environment import default_device, machine_name
 from ..run import SMALL, TOLERANCES
 from ..shapes import SHAPES

@@ -19,8 +19,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trl_paddingfree.cli.memory import decoder
-from trl_paddingfree.quickstart import side_by_side
-from trl_paddingfree.quickstart.side_by_side import ON_CPU, classes_of
+from trl_paddingfree.cli.quickstart import side_by_side
+from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU, classes_of
 
 from ..environment import machine_name
 from ..flops import flop_counter

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from datasets import Dataset
@@ -56,46 +57,46 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) 
 
 
 @cache
-def docstrings() -> tuple[tuple[str, str], ...]:
-    """Pairs of a question about a function or class of the standard library, and its docstring, read from source."""
+def questions() -> tuple[tuple[str, str], ...]:
+    """
+    Questions and answers about Python: about functions and classes of the standard library, with their docstrings, read
+    from source, and about the language, with what `help()` says of it.
+    """
     root, found = Path(sysconfig.get_path("stdlib")), list[tuple[str, str]]()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _LEFT_OUT.isdisjoint(parts):
-            found += _docstrings_of(ast.parse(path.read_bytes()), ".".join(parts).removesuffix(".__init__"))
+            found += _docstrings(ast.parse(path.read_bytes()), ".".join(parts).removesuffix(".__init__"))
+    found += [(f"Explain “{topic}” in Python.", text.strip()) for topic, text in sorted(topics.items())]
     return tuple(found)
 
 
-def _docstrings_of(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tuple[str, str]]:
+def _docstrings(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tuple[str, str]]:
     for node in tree.body:
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
-            continue
-        name = f"{module}.{node.name}"
-        signature = f"class {name}" if isinstance(node, ast.ClassDef) else f"def {name}({ast.unparse(node.args)})"
-        docstring = ast.get_docstring(node) or ""
-        if len(docstring) >= _SHORTEST:
-            yield f"What does this do?\n\n{signature}", docstring
-        if isinstance(node, ast.ClassDef):
-            yield from _docstrings_of(node, name)
-
-
-def topics() -> Iterator[tuple[str, str]]:
-    """Pairs of a question about the language, and the text that Python's `help()` has on it."""
-    from pydoc_data.topics import topics as texts
-
-    for topic, text in sorted(texts.items()):
-        yield f"Explain “{topic}” in Python.", text.strip()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            name = f"{module}.{node.name}"
+            signature = f"class {name}" if isinstance(node, ast.ClassDef) else f"def {name}({ast.unparse(node.args)})"
+            docstring = ast.get_docstring(node) or ""
+            if len(docstring) >= _SHORTEST:
+                yield f"What does this do?\n\n{signature}", docstring
+            if isinstance(node, ast.ClassDef):
+                yield from _docstrings(node, name)
 
 
 def instruction_data(seed: int = 0) -> Dataset:
     """All questions with their answers as TRL's prompt-completion rows, in random order."""
-    rows = [*docstrings(), *topics()]
+    columns = {"prompt": "user", "completion": "assistant"}
+    rows = [*questions()]
     random.Random(seed).shuffle(rows)
-
-    def said(role: str, content: str) -> list[dict[str, str]]:
-        return [{"role": role, "content": content}]
-
-    return Dataset.from_list([{"prompt": said("user", q), "completion": said("assistant", a)} for q, a in rows])
+    return Dataset.from_list(
+        [
+            {
+                column: [{"role": role, "content": text}]
+                for (column, role), text in zip(columns.items(), row, strict=True)
+            }
+            for row in rows
+        ]
+    )
 
 
 def preference_data(seed: int = 0) -> Dataset:

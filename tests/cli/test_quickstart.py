@@ -12,9 +12,9 @@ from rich.console import Console
 
 from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree.cli.main import main
-from trl_paddingfree.quickstart import compare as quickstart
-from trl_paddingfree.quickstart import model as from_scratch
-from trl_paddingfree.quickstart.side_by_side import MemoryWatch, watch_memory
+from trl_paddingfree.cli.quickstart import compare as quickstart
+from trl_paddingfree.cli.quickstart import model as from_scratch
+from trl_paddingfree.cli.quickstart.side_by_side import watch_memory
 
 SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length", "64"]
 
@@ -30,27 +30,22 @@ def run(tmp_path, capsys):
     return run
 
 
-@pytest.mark.slow
-def test_every_docstring_of_the_standard_library_answers_a_question_about_its_function():
-    answers = dict(from_scratch.docstrings())
+def test_docstrings_of_the_standard_library_and_topics_of_help_answer_questions_about_them():
+    answers = dict(from_scratch.questions())
     signature = f"json.dumps{inspect.signature(json.dumps)}"
     assert answers[f"What does this do?\n\ndef {signature}"] == inspect.getdoc(json.dumps)
     assert answers["What does this do?\n\nclass textwrap.TextWrapper"] == inspect.getdoc(textwrap.TextWrapper)
+    assert answers["Explain “assert” in Python."].startswith('The "assert" statement')
     assert len(answers) > 1000
     assert not any("def test." in question or "site-packages" in question for question in answers)
-
-
-def test_topics_are_what_help_answers():
-    answers = dict(from_scratch.topics())
-    assert answers["Explain “assert” in Python."].startswith('The "assert" statement')
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_pair_is_the_own_answer_against_that_to_another_question(seed):
-    own = dict([*from_scratch.docstrings(), *from_scratch.topics()])
+    own = dict(from_scratch.questions())
     pairs = from_scratch.preference_data(seed)
-    assert len(pairs) == len([*from_scratch.docstrings(), *from_scratch.topics()])
+    assert len(pairs) == len(from_scratch.questions())
     questions, chosen, rejected = ([turns[0]["content"] for turns in column] for column in pairs.to_dict().values())
     known = sum(own[question] == answer for question, answer in zip(questions, chosen, strict=True))
     assert known / len(pairs) > 0.99  # a few functions are defined twice
@@ -147,14 +142,13 @@ def test_a_folder_of_its_own_is_ignored_by_git_and_one_of_yours_is_not(tmp_path,
     assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
 
 
-def test_memory_is_that_of_the_peak_above_the_start(monkeypatch):
-    size, watched, start = 2**28, [], MemoryWatch.start
-    monkeypatch.setattr(MemoryWatch, "start", lambda watch: [watched.append(watch), start(watch)])
+def test_memory_is_that_of_the_peak_above_the_start():
+    size = 2**28
     with watch_memory() as memory:
         block = mmap.mmap(-1, size)  # not of what an allocator has kept
         block[:: 2**12] = b"x" * len(block[:: 2**12])  # memory counts once it is written to
         deadline = time.monotonic() + 10
-        while watched[0].peak < watched[0].before + 0.9 * size and time.monotonic() < deadline:
+        while memory() * 2**30 < 0.9 * size and time.monotonic() < deadline:
             time.sleep(0.01)  # until it was sampled, however busy the machine is
         block.close()
     assert 0.9 * size < memory() * 2**30 < 1.5 * size

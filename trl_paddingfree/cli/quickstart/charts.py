@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from ..data.savings import WasteReport, waste_of
+from ...data.savings import WasteReport, waste_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,22 +52,24 @@ def plot_waste(report: WasteReport, path: str | Path) -> None:
 
     batch_size, batches = next(iter(report.batches.items()))
     waste, ordered = waste_of(batches), sorted(batches, key=lambda counts: counts.padded)
-    shown = ordered[:: -(-len(ordered) // MOST_BATCHES)]
-    computed, real, padded, *_ = np.array([counts.as_tuple() for counts in shown]).T
+    shown = np.array([counts.as_tuple()[:3] for counts in ordered[:: -(-len(ordered) // MOST_BATCHES)]])
     share, padding = 1 / waste["predicted_speed_up_with_sharing"], waste["wasted_by_padding"]
-    for bottom, top, color, label in (
-        (0, computed, COMPUTED, f"computed without padding ({share:.0%})"),
-        (computed, real, SHARED, f"in another row already ({1 - padding - share:.0%})"),
-        (real, padded, PADDING, f"padding ({padding:.0%})"),
-    ):
-        right.bar(np.arange(len(shown)), top - bottom, bottom=bottom, width=1, color=color, label=label)
+    labels = {
+        f"computed without padding ({share:.0%})": COMPUTED,
+        f"in another row already ({1 - padding - share:.0%})": SHARED,
+        f"padding ({padding:.0%})": PADDING,
+    }
+    bottom = 0
+    for top, (label, color) in zip(shown.T, labels.items(), strict=True):
+        right.bar(range(len(shown)), top - bottom, bottom=bottom, width=1, color=color, label=label)
+        bottom = top
     right.legend(frameon=False, loc="upper left")
     right.set(
         xlabel=f"batches of {batch_size}, from small to large",
         ylabel="slots of the padded batch",
         title=f"Slots per batch: {1 / share:.2f}x fewer computed",
         xticks=[],
-        ylim=(0, 1.3 * padded.max()),  # room for the legend
+        ylim=(0, 1.3 * shown.max()),  # room for the legend
     )
     drawing.savefig(path, dpi=150)
 
@@ -77,17 +79,19 @@ def plot_runs(
 ) -> None:
     """Draw the losses of two runs into one plot, and beside it bars of their figures, relative to the first run."""
     drawing, (left, right) = figure()
-    for (name, values), (width, color) in zip(losses.items(), ((5, "#CCCCCC"), (1.5, COMPUTED)), strict=True):
-        left.plot(np.arange(1, len(values) + 1), values, label=name, linewidth=width, color=color)
-    left.legend(frameon=False)
-    left.set(xlabel="step", ylabel="loss", title=f"Loss, {title}")
     (first, second), places = losses, np.arange(len(figures))
     ratios = [values[second] / values[first] if values[first] else 1.0 for values in figures.values()]
-    for name, place, heights, color in ((first, -0.2, [1.0] * len(ratios), "#999999"), (second, 0.2, ratios, COMPUTED)):
-        bars = right.bar(places + place, heights, width=0.4, color=color, label=name)
-        values = [each[name] for each in figures.values()]
+    for name, width, line, place, heights, color in (
+        (first, 5, "#CCCCCC", places - 0.2, [1.0] * len(ratios), "#999999"),
+        (second, 1.5, COMPUTED, places + 0.2, ratios, COMPUTED),
+    ):
+        left.plot(range(1, 1 + len(losses[name])), losses[name], label=name, linewidth=width, color=line)
+        bars = right.bar(place, heights, width=0.4, color=color, label=name)
+        values = (each[name] for each in figures.values())
         right.bar_label(bars, [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values])
     right.bar_label(bars, [f"{ratio:.0%}" for ratio in ratios], label_type="center", color="white")
+    left.legend(frameon=False)
+    left.set(xlabel="step", ylabel="loss", title=f"Loss, {title}")
     right.set(xticks=places, xticklabels=[*figures], ylabel=f"relative to {first}", ylim=(0, 1.2 * max(1.15, *ratios)))
     right.legend(frameon=False, loc="upper right")
     drawing.savefig(path, dpi=150)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_paddingfree.quickstart.side_by_side import difference, differences
+from scripts.benchmark.differences import difference, differences
 
 
 def test_differences_are_those_of_every_step_and_figure():

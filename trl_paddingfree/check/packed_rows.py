@@ -1,0 +1,288 @@
+"""Rows alone and packed by others, in evaluation and in training mode: what `check_packed` compares."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..flat.batch import FlatBatch, Inputs
+from ..model import architecture
+from ..model.flat_model import FlatModel
+from ..model.restored import local_part
+from .anywhere import log_probs_of
+from .gradients import GradientResult, RowsInTraining
+from .probe import (
+    NOISE_FACTOR,
+    Call,
+    Rows,
+    RowsAlone,
+    check_rows,
+    narrowed,
+    relative_error,
+    root_mean_square,
+    rounding_unit,
+    row_inputs,
+    undisturbed,
+)
+from .training import as_in_training
+
+# A function that takes rows, each `(n,)` int64, and returns the logits of each, `(n, vocabulary)`
+PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+# The share of all tokens in the longest document
+LONGEST = 0.625
+# The most logits, and the most entries of gradients, that are held at once
+LOGITS = 2**29
+# Columns of padding beside a row alone, which shows what rounds: in other widths, kernels choose other tiles
+_PADDING = (1, 37)
+# Units of float32 by which log-probabilities of long rows may differ beside the noise: packed rows may go on counting
+# positions, and rotary angles round the more the larger they are
+_ANGLES = 16
+# The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
+_WHOLE = 2**18
+# Errors of a gradient are relative to its norm, or to this share of the largest norm if that is more: in float32, and
+# in lower precision, where rounding may send a token to another expert
+_LEAST_NORM, _LEAST_NORM_IN_LOW_PRECISION = 0.01, 0.1
+# The most that measured noise may raise the tolerance of these errors to: a gradient that is halved is off by 0.5
+_MOST_NOISE = 0.4
+
+
+def lengths_of(model: PreTrainedModel, documents: int, length: int) -> tuple[int, ...]:
+    """Lengths of `documents`, at most `length` together: the first is short, and the longest stands in the middle."""
+    if documents < 2 or length < 8 * documents:
+        raise ValueError(
+            f"`documents={documents}` with `length={length}`: leaks show between two documents or more, of 8 tokens or "
+            "more on average. Set `documents` to at least 2, and `length`, the tokens of all, to 8 times as many."
+        )
+    most = min([length, *(limit - max(_PADDING) for limit in architecture.position_limits(model))])
+    longest, shares = min(int(length * LONGEST), most), np.arange(1, documents)
+    others = 2 + (length - longest - 2 * (documents - 1)) * shares // shares.sum()
+    return tuple(min(n, most) for n in np.insert(others, documents // 2, longest).tolist())
+
+
+@contextmanager
+def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
+    """
+    Within this context, autocast is on as `call` turns it on. Gives why its answers cannot be compared, if they cannot.
+
+    Raises:
+        `TypeError`: It returns something else than tensors.
+    """
+    device, found = model.device.type, set[torch.dtype]()
+
+    def note(*_: object) -> None:
+        if torch.is_autocast_enabled(device):
+            found.add(torch.get_autocast_dtype(device))
+
+    rows = [torch.from_numpy(row).to(model.device) for row in check_rows(model.config.get_text_config().vocab_size, 0)]
+    given: list[Any] = []
+    with undisturbed(model), ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(note))
+        with suppress(Exception):  # what it raises is raised again, and becomes the verdict
+            given += [call(rows), call(rows)]
+    answers: list[list[torch.Tensor]] = []
+    for returned in given:
+        answers.append([*returned] if isinstance(returned, Iterable) else [])
+        if not isinstance(returned, Iterable) or not all(map(torch.is_tensor, answers[-1])):
+            kind = "None" if returned is None else f"a {type(returned).__name__}"
+            raise TypeError(f"`call` returned {kind}: it has to return a list with the logits of each row.")
+    is_random = False
+    if len(answers) == 2:
+        once, again = (torch.cat([x.double().flatten() for x in each]).cpu() for each in answers)
+        is_random = once.shape == again.shape and relative_error(again, once) > rounding_unit(model) ** 0.5
+    with torch.autocast(device, found.pop()) if found else nullcontext():
+        yield (
+            "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
+            if is_random
+            else ""
+        )
+
+
+def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
+    """Seconds that a model takes for a token of a row."""
+    length = min([128, *architecture.position_limits(model)])
+    row = np.arange(length) % model.config.get_text_config().vocab_size
+    with undisturbed(model):
+        start = time.perf_counter()
+        called(**row_inputs(model, [row])).log_probs.sum().item()
+    return (time.perf_counter() - start) / length
+
+
+def packed_or_alone(model: Any, call: PackedCall, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
+    """What the check calls in place of `model`: with a flat batch, `call` computes the rows, and else the model."""
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    if flat_batch is None:
+        arguments = {name: inputs[name] for name in ("input_ids", "attention_mask", "use_cache")}
+        flat = FlatModel.of(model)
+        with flat.padded.aside() if flat is not None and flat.padded is not None else nullcontext():
+            return SimpleNamespace(log_probs=log_probs_of(model(**arguments).logits, labels))
+    rows = [row[mask] for row, mask in zip(ids, inputs["attention_mask"].bool(), strict=True)]
+    answers = [*call(rows)]
+    if [x.shape[:1] for x in answers] != [row.shape for row in rows]:
+        raise ValueError(
+            f"the call gave answers of the shapes {[tuple(x.shape) for x in answers]} for rows of the lengths "
+            f"{[len(row) for row in rows]}: it has to give `(n, vocabulary)` for each row of `n` tokens"
+        )
+    return SimpleNamespace(log_probs=log_probs_of(torch.nn.utils.rnn.pad_sequence(answers, batch_first=True), labels))
+
+
+class ShortRows(RowsAlone):
+    """[`RowsAlone`] that `narrows` windows, or leaves them, as a call may have windows of its own."""
+
+    def __init__(self, model: PreTrainedModel, called: Call, draw: int, narrows: bool):
+        self.narrows = narrows
+        super().__init__(model, called, draw)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        with undisturbed(self.model), narrowed(self.model) if self.narrows else nullcontext():
+            yield
+
+
+class LongRows(RowsAlone):
+    """[`RowsAlone`] of documents of given lengths, in evaluation mode or in `context`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        called: Call,
+        draw: int,
+        lengths: Sequence[int],
+        context: Callable[[], AbstractContextManager[None]],
+    ):
+        self.model, self.call, self.context = model, called, context
+        self.vocab_size = model.config.get_text_config().vocab_size
+        rng = np.random.default_rng(draw)
+        self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
+        with self.trying():
+            self.alone = self.answers(self.rows)
+            short = rng.integers(0, self.vocab_size, 16)
+            moved = [np.concatenate([[(short[0] + 1 + i) % self.vocab_size], short[1:]]) for i in range(8)]
+            still = self.answers([short])[0].repeat(len(moved))
+            self.measure([self.answers(self.rows, more) for more in _PADDING], torch.cat(self.answers(moved)), still)
+        self.tolerance += _ANGLES * torch.finfo(torch.float32).eps * root_mean_square(torch.cat(self.alone))
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        with self.context():
+            yield
+
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
+        """Without `prefix_sharing`, each row is computed alone, with `width` columns of padding."""
+        if prefix_sharing is None:
+            found = [super(LongRows, self).answers([row], len(row) + width)[0] for row in rows]
+        else:
+            found = super().answers(rows, prefix_sharing=prefix_sharing)
+        return [x.detach() for x in found]
+
+    def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
+
+    def changed(self) -> list[tuple[Rows, list[int]]]:
+        places = range(len(self.rows))
+        return [
+            ([self._replaced(row) if i % 2 == kept else row for i, row in enumerate(self.rows)],
+             [i for i in places if i % 2 != kept])
+            for kept in (0, 1)
+        ]  # fmt: skip
+
+
+class PackedInTraining(RowsInTraining):
+    """
+    [`RowsInTraining`] of rows that `call` may pack in any order: the model's input is searched for their tokens. All
+    layers compute if that takes seconds, and gradients of all parameters are compared, of large ones in one direction.
+    """
+
+    def __init__(self, model: PreTrainedModel, called: Call, draw: int, every_layer: bool):
+        self.every_layer = every_layer
+        super().__init__(model, called, draw)
+        named = sorted(model.named_parameters(), key=lambda entry: entry[1].numel())
+        trained = [(name, p) for name, p in named if p.requires_grad and p.numel()]
+        sizes = np.cumsum([p.numel() for _, p in trained])
+        is_kept = [local_part(p) is p and size <= LOGITS for (_, p), size in zip(trained, sizes, strict=True)]
+        self.parameters = [p for (_, p), kept in zip(trained, is_kept, strict=True) if kept]
+        others = [name for (name, _), kept in zip(trained, is_kept, strict=True) if not kept]
+        self.left_out: tuple[str, ...] = ()
+        if others:
+            self.left_out += (f"gradients of {', '.join(f'`{name}`' for name in others)} were not compared",)
+        if not every_layer:
+            self.left_out += ("in training mode, only the first and the last layer of each kind computed",)
+
+    def in_training(self) -> AbstractContextManager[None]:
+        return as_in_training(self.model, self.call, self.every_layer)
+
+    def compare_parameters(self) -> GradientResult:
+        """How far gradients of all parameters are off, of a loss that weighs each token differently."""
+        room = min([max(_PADDING), *(limit - len(self.rows[0]) for limit in architecture.position_limits(self.model))])
+        try:
+            with self.in_training():
+                alone, packed = self._sketches(), self._sketches(is_packed=True)
+                error, tolerance = self._error(packed, alone), self.tolerance
+                if not error <= tolerance:
+                    noise = self._error(self._sketches(padding=room), alone)
+                    tolerance = max(tolerance, min(NOISE_FACTOR * noise, _MOST_NOISE))
+        except Exception as raised:
+            return GradientResult(failure=f"{type(raised).__name__}: {raised}")
+        return GradientResult(error, "gradients of parameters", tolerance, notes=self.notes)
+
+    def _error(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        is_low = self.unit > torch.finfo(torch.float32).eps
+        norms = [float(x.norm()) for x in expected]
+        least = (_LEAST_NORM_IN_LOW_PRECISION if is_low else _LEAST_NORM) * max(norms, default=0.0)
+        errors = [float((a - b).norm()) / max(n, least, 1e-300) for a, b, n in zip(found, expected, norms, strict=True)]
+        return float(np.max(errors, initial=0.0))
+
+    def _sketches(self, is_packed: bool = False, padding: int = 0) -> list[torch.Tensor]:
+        """Gradients of parameters, zeros where none arrive, and of large ones their product with a vector."""
+        rng = np.random.default_rng(0)
+        totals: list[torch.Tensor] = []
+        for rows in [self.rows] if is_packed else [[row] for row in self.rows]:
+            inputs = row_inputs(self.model, rows, len(rows[0]) + padding, prefix_sharing=False if is_packed else None)
+            log_probs = self.answers(inputs)[:, : len(rows[0]) - 1]
+            weights = torch.from_numpy(rng.uniform(0.5, 1.5, log_probs.shape)).to(log_probs)
+            gradients = torch.autograd.grad((log_probs * weights).sum(), self.parameters, allow_unused=True)
+            sketches = [_sketch(p, g) for p, g in zip(self.parameters, gradients, strict=True)]
+            totals = [a + b for a, b in zip(totals, sketches, strict=True)] if totals else sketches
+        return totals
+
+    @contextmanager
+    def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
+        if "flat_batch" not in inputs:
+            with super().watched(inputs) as embedded:
+                yield embedded
+            return
+        batch: FlatBatch = inputs["flat_batch"]
+        rows = batch.to_rows()
+        ends = np.cumsum([0, *map(len, rows)]).tolist()
+        embeddings: Any = self.model.get_input_embeddings()
+        # Zeros that are added to the embeddings: gradients at them are those at the embeddings
+        added = torch.zeros(1, ends[-1], embeddings.weight.size(-1), device=inputs["input_ids"].device)
+        added = added.to(embeddings.weight.dtype).requires_grad_()
+
+        def add(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            tokens = args[0].flatten().cpu()
+            for row, end in zip(rows, ends[1:], strict=True):
+                windows = tokens.unfold(0, len(row), 1) if len(tokens) >= len(row) else tokens.new_empty(0, len(row))
+                for place in (windows == torch.tensor(row)).all(1).nonzero()[:, 0].tolist():
+                    where = torch.arange(place, place + len(row), device=output.device)
+                    zeros = added[0, end - len(row) : end].to(output.dtype)
+                    output = output.flatten(0, -2).index_add(0, where, zeros).view(output.shape)
+            return output
+
+        with embeddings.register_forward_hook(add):
+            yield [added]
+
+
+def _sketch(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """A gradient, or a large one times a random vector, float64 on the CPU."""
+    gradient = torch.zeros_like(parameter) if gradient is None else gradient
+    if gradient.numel() > _WHOLE:
+        vector = np.random.default_rng(0).standard_normal(gradient.size(-1))
+        gradient = gradient.flatten(0, -2) @ torch.from_numpy(vector).to(gradient)
+    return gradient.double().cpu()

@@ -1,0 +1,216 @@
+"""The runs of the quick start, on a small Llama from scratch or your own model and data, and what it prints of them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig
+from rich.console import Console
+from rich.table import Column, Table
+from transformers.utils import logging
+from trl import extract_prompt
+
+from ...data.load import load_rows
+from ...data.task import task_of
+from ...memory.device import has_accelerator
+from ...trainers.registry import TRAINERS
+from .charts import drawn, plot_runs
+from .model import instruction_data, make_model, make_tokenizer, preference_data
+from .side_by_side import Trajectory, train_watched
+
+PADDED, OURS = "trl_padded", "padding_free"
+LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
+# Largest difference of two losses that is still rounding. In float32 a step differs by a few units of 1e-7, and Adam
+# lets that grow over the steps; bfloat16 keeps 3 digits of every log-probability, and a loss adds hundreds of them.
+FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2e-3, 0.1
+SFT_BATCH_SIZE = 16
+# How often a model from scratch sees each example. It is too small to generalise, but learns these by heart
+EPOCHS = 3
+# Differences of memory on the CPU that say nothing, in GiB: the allocator keeps memory of the first run for the second
+MEMORY_NOISE = 0.1
+
+
+def texts(dataset: Dataset) -> Iterator[str]:
+    """Every text of a data set: strings, and the contents of messages."""
+    for row in dataset:
+        for value in row.values():
+            for turn in value if isinstance(value, list) else [{"content": value}]:
+                if isinstance(turn, dict) and isinstance(text := turn.get("content"), str):
+                    yield text
+
+
+def start_from_scratch(task: str, data: Dataset, args: argparse.Namespace, console: Console, train: Callable) -> str:
+    """Make a tokenizer and a small Llama, and before DPO `train` it on answers by SFT. Returns the folder of both."""
+    folder, steps = str(Path(args.output_dir) / "model"), args.sft_steps
+    tokenizer = make_tokenizer(texts(data))
+    model = make_model(tokenizer, args.seed)
+    console.print(f"A Llama of {model.num_parameters() / 1e6:.1f} million parameters, from scratch.")
+    if task == "sft":
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+    if args.dataset_name is None:
+        answers = instruction_data(args.seed)
+    else:
+        pairs = data if "prompt" in data.column_names else data.map(extract_prompt)
+        answers = pairs.select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
+    options = {
+        "output_dir": folder,
+        "learning_rate": 3e-3,
+        "adam_beta2": 0.95,
+        "gradient_checkpointing": False,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": steps // 10,
+    }
+    run = train("sft", OURS, answers, steps, SFT_BATCH_SIZE, options, model=model, processing_class=tokenizer)
+    run.trainer.save_model(folder)
+    return folder
+
+
+def train_all(args: argparse.Namespace, console: Console) -> tuple[str, dict[str, Trajectory]]:
+    """The task of the data, and its runs by this package and by padded TRL, from one model and on the same batches."""
+    if args.dataset_name is None:
+        data = preference_data(args.seed)
+    else:
+        data = load_rows(args.dataset_name, args.dataset_config, args.dataset_train_split).shuffle(seed=args.seed)
+    task = task_of(data.column_names, [TRAINERS[name].task for name in ("dpo", "sft")]).name
+    numbers, total = count(1), 3 if args.model is None and task == "dpo" else 2
+
+    def train(task: str, name: str, data: Dataset, steps: int, batch_size: int, own: dict, **given: Any) -> Trajectory:
+        title = f"run {next(numbers)} of {total}: {task.upper()}, {LABELS[name]}"
+        sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
+        options = {"output_dir": str(Path(args.output_dir) / task), "seed": args.seed, **sizes, **own}
+        rows = data.select(range(min(len(data), steps * batch_size)))
+        return train_watched(task, name == OURS, console, title, options, train_dataset=rows, **given)
+
+    model, options, runs = args.model, dict[str, Any](), {}
+    if model is None:
+        model, options = (
+            start_from_scratch(task, data, args, console, train),
+            {"learning_rate": 2e-4, "gradient_checkpointing": False},
+        )
+        data = data.select(range(min(len(data), args.steps * args.batch_size // EPOCHS + 1)))
+    # Ours runs first: if the first run is slower because it warms up, that does not favour this package
+    for name in (OURS, PADDED):
+        lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
+        runs[name] = train(task, name, data, args.steps, args.batch_size, options, model=model, peft_config=lora)
+    runs[PADDED].trainer = None  # frees its model
+    return task, runs
+
+
+def summarize(task: str, runs: dict[str, Trajectory]) -> dict[str, Any]:
+    """What the comparison found, as plain numbers for JSON."""
+    ours, padded = runs[OURS], runs[PADDED]
+    counts, on_cpu = ours.trainer.total_counts(), not has_accelerator()
+    losses = [*zip(padded.losses, ours.losses, strict=True)]
+    difference = max(abs(loss - of_ours) / max(abs(loss), 1) for loss, of_ours in losses)
+    tolerance = BFLOAT16_TOLERANCE if ours.trainer.args.bf16 else FLOAT32_TOLERANCE
+
+    def both(of_padded: float, of_ours: float) -> dict[str, float]:
+        return {PADDED: of_padded, OURS: of_ours}
+
+    return {
+        "task": task,
+        "method": ours.trainer.method,
+        "steps": len(losses),
+        "first_loss": both(*losses[0]),
+        "last_loss": both(*losses[-1]),
+        "seconds": both(padded.seconds, ours.seconds),
+        # Other processes on the machine do not change this, while they make a run longer. It does not count GPU time
+        "core_seconds": both(padded.core_seconds, ours.core_seconds) if on_cpu else None,
+        "tokens_computed": both(counts.padded, counts.computed),
+        # Shares of the tokens that padded TRL computes: padding, and those that another row of the batch has, too
+        "saved_by_padding_free": 1 - counts.real / counts.padded,
+        "saved_by_sharing": (counts.real - counts.computed) / counts.padded,
+        "peak_memory_gib": both(padded.memory, ours.memory),
+        "memory_noise_gib": MEMORY_NOISE if on_cpu else 0.0,
+        "speed_up": padded.seconds / ours.seconds,
+        "loss_difference": difference,
+        "loss_tolerance": tolerance,
+        "equal": difference <= tolerance,
+    }
+
+
+def tells_memory(summary: dict[str, Any]) -> bool:
+    """Whether the memory of the runs differs by more than noise."""
+    padded, ours = summary["peak_memory_gib"].values()
+    return abs(padded - ours) > summary["memory_noise_gib"]
+
+
+def saved(padded: float, ours: float) -> str:
+    """How much less a run takes than padded TRL, or how much more."""
+    saving = 1 - ours / padded if padded else 0.0
+    return f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
+
+
+def faster(padded: float, ours: float) -> str:
+    """How much faster a run is than padded TRL, or how much slower."""
+    return f"{padded / ours:.1f}x faster" if padded >= ours else f"{ours / padded:.1f}x slower"
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    """The comparison as a table."""
+    title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
+    heads = (Column(label, justify="right") for label in LABELS.values())
+    table = Table("", *heads, "", title=title, title_justify="left")
+    for name, key, form, remark in (
+        ("first loss", "first_loss", "{:.5f}", ""),
+        ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
+        ("time", "seconds", "{:.1f} s", faster),
+        ("time on cores", "core_seconds", "{:.1f} s", faster),
+        ("tokens computed", "tokens_computed", "{:,}", saved),
+        ("peak memory", "peak_memory_gib", "{:.2f} GiB", saved if tells_memory(summary) else "too little to tell"),
+    ):
+        if summary[key]:  # GPU time is not counted on cores
+            both = summary[key].values()
+            table.add_row(name, *map(form.format, both), remark(*both) if callable(remark) else remark)
+    console.print(table)
+    console.print(
+        f"How: {summary['method']}. Of the tokens that padded TRL computes, {summary['saved_by_padding_free']:.0%} are "
+        f"padding, and {summary['saved_by_sharing']:.0%} are computed in another row of the batch already."
+    )
+    if summary["core_seconds"]:
+        console.print("Time on cores leaves out what other processes on this machine took.")
+
+
+def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> None:
+    """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
+    figures = {"time, s": summary["seconds"], "tokens": summary["tokens_computed"]}
+    if tells_memory(summary):
+        figures["memory, MiB"] = {name: 1024 * gib for name, gib in summary["peak_memory_gib"].items()}
+    labelled = {title: {LABELS[name]: value for name, value in both.items()} for title, both in figures.items()}
+    plot_runs({label: runs[name].losses for name, label in LABELS.items()}, labelled, summary["task"].upper(), path)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the quick start with options of the command line. Exit code 0 if the losses are equal up to rounding."""
+    console, folder = Console(stderr=args.json), Path(args.output_dir)
+    if args.model is None:  # a small model and its data are prepared within seconds
+        disable_progress_bars()
+        logging.disable_progress_bar()
+        torch.set_num_threads(1)  # on a model this small, several threads mostly wait for each other
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / ".gitignore").write_text("*\n")
+    task, runs = train_all(args, console)
+    summary, chart = summarize(task, runs), folder / "chart.png"
+    result = json.dumps(summary, indent=2) + "\n"
+    (folder / "result.json").write_text(result)
+    if args.json:
+        sys.stdout.write(result)
+    else:
+        print_summary(summary, console)
+    drawn(lambda: draw(runs, summary, chart), chart, console)
+    if summary["equal"]:
+        return 0
+    console.print(
+        f"The losses differ by {summary['loss_difference']:.1e}, which is more than rounding "
+        f"({summary['loss_tolerance']:.0e}). Please report it with the output of `trl-paddingfree env`."
+    )
+    return 1

@@ -1,0 +1,116 @@
+"""Makes TRL's trainer and ours from the same arguments, and watches them train."""
+
+import ctypes
+import gc
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import PrinterCallback, TrainerCallback
+
+from ...memory.device import GIB, has_accelerator
+from ...trainers.registry import TRAINERS
+
+ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
+# Between two readings of memory: the largest tensors of a step live for longer
+SAMPLE_SECONDS = 0.002
+
+
+@dataclass
+class Trajectory:
+    """What one training run logged and took."""
+
+    log_history: list[dict[str, float]]
+    trainer: Any
+    core_seconds: float = 0.0  # CPU time of this process, summed over cores
+    memory: float = 0.0  # GiB at the peak, above the level before the run, if it was watched
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each logged step."""
+        return [entry["loss"] for entry in self.log_history if "loss" in entry]
+
+    @property
+    def seconds(self) -> float:
+        """Time to train."""
+        return self.log_history[-1]["train_runtime"]
+
+
+def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
+    """The trainer of a task and its configuration: this package's, or TRL's."""
+    trainer = TRAINERS[task]
+    return (trainer, trainer.config_class) if ours else (trainer.trl_trainer, trainer.trl_config)
+
+
+def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any], **arguments: Any) -> Any:
+    """A trainer, TRL's or ours, with `options` of its configuration, that logs every step, prints and saves nothing."""
+    options = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, **options}
+    if not has_accelerator():
+        options = ON_CPU | options
+    options.setdefault("output_dir", tempfile.mkdtemp(prefix="trl_paddingfree_"))
+    trainer = trainer_class(args=config_class(**options), **arguments)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@contextmanager
+def watch_memory() -> Iterator[Callable[[], float]]:
+    """Yield a function that says how many GiB more were in use at the peak so far than at the start."""
+    gc.collect()
+    if has_accelerator():
+        torch.accelerator.reset_peak_memory_stats()
+        start = torch.accelerator.memory_allocated()
+        yield lambda: (torch.accelerator.max_memory_allocated() - start) / GIB
+        return
+    with suppress(AttributeError):  # glibc keeps freed memory, which the run would reuse and seem to need less
+        ctypes.CDLL(None).malloc_trim(0)
+    process, done = psutil.Process(), threading.Event()
+    start = peak = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(SAMPLE_SECONDS):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield lambda: (peak - start) / GIB
+    finally:
+        done.set()
+        watcher.join()
+
+
+class ShowSteps(TrainerCallback):
+    """Shows the optimizer's steps, and their losses, in a progress bar."""
+
+    def __init__(self, progress: Progress, title: str):
+        self.progress, self.title = progress, title
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.task = self.progress.add_task(self.title, total=state.max_steps)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            title = f"{self.title}, loss {logs['loss']:.4f}"
+            self.progress.update(self.task, completed=state.global_step, description=title)
+
+
+def train_watched(
+    task: str, ours: bool, console: Console, title: str, options: dict[str, Any], **arguments: Any
+) -> Trajectory:
+    """Train on a task, by this package or by TRL, with a progress bar. CPU time and memory are measured."""
+    with watch_memory() as memory, Progress(console=console) as progress:
+        trainer = make_trainer(*classes_of(task, ours), options, callbacks=[ShowSteps(progress, title)], **arguments)
+        started = time.process_time()
+        trainer.train()
+        core_seconds = time.process_time() - started
+    return Trajectory(trainer.state.log_history, trainer, core_seconds, memory())

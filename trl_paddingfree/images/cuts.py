@@ -1,0 +1,88 @@
+"""Which entries of the arguments with images belong to which row, and which rows have equal images."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from trl.trainer.utils import split_pixel_values_by_grid
+
+from ..flat.batch import Inputs
+
+# Arguments of TRL's passes that hold images, and those that say how many images, or tiles of them, each row has
+IMAGE_ARGUMENTS = (
+    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
+    *("image_position_ids", "spatial_shapes"),
+)
+COUNTS = ("num_images", "num_tiles")
+
+
+def split_by_row(batch: Inputs) -> Inputs:
+    """TRL's split of a batch: arguments with several entries per row become lists, with those of each row together."""
+    # With such a mask, each row has one entry, also if there are as many rows as images, and TRL would split by images
+    is_stacked = batch.get("pixel_attention_mask") is not None and batch.get("spatial_shapes") is None
+    return batch if is_stacked else split_pixel_values_by_grid(batch)
+
+
+def row_cuts(arguments: Inputs) -> dict[str, list[int]]:
+    """How many entries each row has of the arguments with images, as TRL splits them by their `num_images`."""
+    num_rows, cuts = len(arguments["num_images"]), {}
+    for name, value in split_by_row(arguments).items():
+        if name in COUNTS:
+            continue
+        cuts[name] = list(map(len, value)) if isinstance(value, list) else [1] * num_rows
+        if sum(cuts[name]) != len(arguments[name]):
+            raise ValueError(
+                f"`{name}` has {len(arguments[name])} entries, and nothing tells to which of the {num_rows} rows they "
+                "belong. Set `padding_free=False`."
+            )
+    return cuts
+
+
+def entries_of(rows: Sequence[int], cut: Sequence[int]) -> np.ndarray:
+    """
+    The places of the entries of some rows, one row after another, where `cut` says how many entries each row has.
+
+    >>> entries_of([2, 0], [2, 1, 3]).tolist()
+    [3, 4, 5, 0, 1]
+    """
+    ends = [0, *accumulate(cut)]
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(ends[row], ends[row + 1]) for row in rows)])
+
+
+def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
+    """
+    For each row, the first row with equal images, which may be itself. Waits for the device, once more for each row
+    whose images look like those of another.
+
+    Args:
+        arguments (`Mapping[str, torch.Tensor]`):
+            Arguments of the model with the images of all rows, row by row along dimension 0.
+        cuts (`Mapping[str, Sequence[int]]`):
+            Of each of these arguments, how many of its entries each row has.
+
+    >>> pixels = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])
+    >>> equal_images({"pixel_values": pixels}, {"pixel_values": [1, 1, 1]})
+    [0, 1, 0]
+    """
+    rows = [*zip(*(arguments[name].split(list(cut)) for name, cut in cuts.items()), strict=True)]
+    sums = [torch.stack([x.contiguous().view(torch.uint8).sum() for x in row]) for row in rows]
+    firsts = _firsts(list(map(tuple, torch.stack(sums).tolist())))  # of rows with the same sums of bytes
+    return [first if all(map(torch.equal, rows[row], rows[first])) else row for row, first in enumerate(firsts)]
+
+
+def _firsts(keys: Sequence[Any]) -> list[int]:
+    first_with: dict[Any, int] = {}
+    return [first_with.setdefault(key, row) for row, key in enumerate(keys)]
+
+
+def sources_of(keys: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """
+    Rows with equal keys have one source: the number of each row's source, and the first row of each, in order.
+
+    >>> sources_of("abac")
+    ([0, 1, 0, 2], [0, 1, 3])
+    """
+    owners = [*dict.fromkeys(firsts := _firsts(keys))]
+    return [owners.index(first) for first in firsts], owners
