@@ -32,6 +32,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     measured, predicted = result.trainer.flat.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
     load = features_by_layout(BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900))["shared"]
+    measured = replace(measured, correction=1)  # `inspect` predicts kernels that pad nothing
     for ours, theirs in zip(predicted.saved(load), measured.saved(load), strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 

@@ -24,7 +24,7 @@ from ..model.restored import attributes_set, buffers_restored, modes_restored, r
 from ..model.routes import Route
 from ..model.sequence import scored_sizes
 from ..model.state_layers import state_layers
-from .features import FEATURES, PAIRS, SCORED, TOKENS, memory_features
+from .features import PAIRS, SCORED, TOKENS, memory_features
 from .saved_bytes import SavedBytes
 
 # Lengths of the rows that are counted: multiples of the chunks in which recurrent layers work
@@ -106,22 +106,21 @@ def count_kept_bytes(
             scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
             features.append(memory_features(batch, route, scored))
             sizes = [counter.sizes(layer) for layer in range(-1, len(layers))]
-            largest = max(map(max, filter(None, sizes[1:])), default=0)
-            counts.append([*map(sum, sizes), *counter.inputs, largest])
+            of_largest = max(map(max, filter(None, sizes[1:])), default=0)
+            counts.append([*map(sum, sizes), *counter.inputs, of_largest])
             del output
     seen, counted, number = np.array(features), np.array(counts, np.float64), len(layers)
-    is_even = np.arange(len(seen)) < len(seen) - len(odd)
-    used = np.where(np.arange(len(FEATURES)) == SCORED, 0, seen)  # scores are none of the layers' concern
-    fitted = np.stack(
-        [_per_feature((used if i else seen)[is_even], column[is_even]) for i, column in enumerate(counted.T)], axis=1
-    )
-    factor = (_moments(counted, number) / np.maximum(_moments(seen @ fitted, number), 1)).max()
-    kept, recomputed = fitted[:, 1 : number + 1].T, fitted[:, number + 1 : -1].T
-    # The largest tensor is one of scores only in rows longer than these
-    most = _nonnegative(np.where(np.arange(len(FEATURES)) == PAIRS, 0, used)[is_even], counted[is_even, -1])
-    most[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()  # masks get no gradients
+    fitted, fitted_counts = (array[: len(array) - len(odd)] for array in (seen, counted))
+    outside = _per_feature(fitted, fitted_counts[:, 0])
+    inside = [_per_feature(fitted, column, SCORED) for column in fitted_counts.T[1:]]  # the head is outside
+    of_all = np.stack([outside, *inside])
+    factor = (_moments(counted, number) / np.maximum(_moments(seen @ of_all.T, number), 1)).max()
+    kept, recomputed = of_all[1 : number + 1], of_all[number + 1 : -1]
+    # The largest tensor is one of scores only in rows longer than these. Masks get no gradient, so nobody works on them
+    largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED)
+    largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()
     of_token = np.array(sum(of_keys) / max(seen[:, TOKENS].sum(), 1))
-    return KeptBytes(kept, recomputed, fitted[:, 0], most, of_token, np.maximum(factor, 1.0))
+    return KeptBytes(kept, recomputed, outside, largest, of_token, np.maximum(factor, 1.0))
 
 
 def _as_inputs(batch: FlatBatch) -> Inputs:
@@ -137,19 +136,17 @@ def _moments(counts: np.ndarray, number: int) -> np.ndarray:
     return outside + [kept.sum(1), recomputed.sum(1) + kept.max(1)]
 
 
-def _per_feature(features: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _per_feature(features: np.ndarray, counts: np.ndarray, *without: int) -> np.ndarray:
     """
-    `(F,)`: bytes per unit of each feature, from `features (N, F)` and the `counts (N,)` of bytes. Pairs, whose error
-    would grow with the square of lengths, have some only if that halves the error.
+    `(F,)`: bytes per unit of each feature, 0 `without` some, from `features (N, F)` and the `counts (N,)` of bytes.
+    Pairs, whose error would grow with the square of lengths, have some only if that halves the error.
     """
-    without = features.copy()
-    without[:, PAIRS] = 0
-    plain, full = _nonnegative(without, counts), _nonnegative(features, counts)
+    plain, full = _nonnegative(features, counts, PAIRS, *without), _nonnegative(features, counts, *without)
     errors = [np.abs(features @ per_feature - counts).max() for per_feature in (plain, full)]
     return full if errors[0] > max(_NEGLIGIBLE * counts.max(), 2 * errors[1]) else plain
 
 
-def _nonnegative(features: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _nonnegative(features: np.ndarray, counts: np.ndarray, *without: int) -> np.ndarray:
     """
     Least squares of relative errors. More of something never makes layers keep less, so negative solutions are left
     out, the worst first. Features that never differ, such as keys and tokens where nothing is shared, get the solution
@@ -157,6 +154,7 @@ def _nonnegative(features: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """
     weights = 1 / np.maximum(counts, counts.max() / 1000 + 1)
     scale = np.maximum(features.max(0), 1).astype(np.float64)
+    scale[list(without)] = np.inf
     while True:
         solution = np.linalg.lstsq(features * weights[:, None] / scale, counts * weights, rcond=1e-9)[0]
         if solution.min() >= -_NEGLIGIBLE * counts.max():
