@@ -3,7 +3,7 @@ Predict how much memory several GPUs need to compute a long flat batch together,
 the table of docs/sequence_parallel.md.
 """
 
-from trl_paddingfree.cli.memory import BYTES, load_of, model_config, training_needs
+from trl_paddingfree.cli.memory import BYTES, features_of, model_config, training_needs
 from trl_paddingfree.memory.device import GIB
 
 MODEL = "llama-3-8b"
@@ -15,7 +15,7 @@ PROMPT = 2 / 3
 def peak_gib(needs, tokens: int, size: int) -> float:
     """GiB at the peak, every layer recomputed, of the process that scores most: all of its slice may be answers."""
     scored = min(tokens / size, tokens * (1 - PROMPT))
-    return needs.peaks(load_of(tokens / size, tokens / size, scored))[-1] / GIB
+    return needs.peaks(features_of(tokens / size, tokens / size, scored))[-1] / GIB
 
 
 def sent_gib(config, tokens: int, size: int) -> float:

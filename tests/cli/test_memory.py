@@ -15,8 +15,8 @@ from tests.helpers.tiny import make_tokenizer, preference_data
 from tests.runs import run
 from trl_paddingfree import BatchCounts
 from trl_paddingfree.cli.main import main
-from trl_paddingfree.cli.memory import loads, memory_report, model_config, step_units, training_needs
-from trl_paddingfree.memory.kept_bytes import LOADS
+from trl_paddingfree.cli.memory import features_by_layout, memory_report, model_config, step_units, training_needs
+from trl_paddingfree.memory.features import KEYS, PAIRS
 
 # The head's weights, few layers, and adapters in another place
 TOLERANCE = 0.1
@@ -31,7 +31,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     result = run("dpo", "ours", model=model, train_dataset=preference_data(8, 0), **options)
     measured, predicted = result.trainer.flat.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
-    load = loads(BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900))["shared"]
+    load = features_by_layout(BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900))["shared"]
     for ours, theirs in zip(predicted.saved(load), measured.saved(load), strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
@@ -41,7 +41,7 @@ def test_keys_cost_what_the_kernels_keep_of_them():
     config = model_config("tiny")
     needs = training_needs(config, "lora", 1)
     heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    keys, pairs = (np.array(needs.kept)[:, LOADS.index(name)] for name in ("keys", "pairs"))
+    keys, pairs = needs.per_feature.kept[:, [KEYS, PAIRS]].T
     assert keys == pytest.approx(np.full(config.num_hidden_layers, 2 * 2 * heads), rel=1e-6)  # bfloat16, and values
     assert pairs == pytest.approx(np.zeros(config.num_hidden_layers), abs=1e-6)
 
@@ -50,20 +50,21 @@ def test_keys_cost_what_the_kernels_keep_of_them():
 def test_each_layer_needs_what_one_of_its_type_does(name):
     config = tiny_model(name).config
     needs = training_needs(config, "lora", 0)
-    assert len(needs.kept) == config.num_hidden_layers
-    kinds = dict(zip(config.layer_types, needs.kept.tolist(), strict=True))
+    assert len(needs.per_feature.kept) == config.num_hidden_layers
+    kinds = dict(zip(config.layer_types, needs.per_feature.kept.tolist(), strict=True))
     assert len(kinds) > 1
-    assert needs.kept.tolist() == [kinds[kind] for kind in config.layer_types]
+    assert needs.per_feature.kept.tolist() == [kinds[kind] for kind in config.layer_types]
 
 
 def test_offloading_leaves_one_layer_and_what_is_on_its_way():
     needs = training_needs(model_config("tiny"), "lora", 1)
-    short, long = (loads(BatchCounts(n, n, n, n))["padding_free"] for n in (1000, 100_000))
+    short, long = (features_by_layout(BatchCounts(n, n, n, n))["padding_free"] for n in (1000, 100_000))
     for load in (short, long):
         (device, host), peaks = needs.offloaded(load), needs.peaks(load)
         assert needs.fixed < device < peaks[0]
         assert host == pytest.approx(needs.saved(load)[-1], rel=1e-6)  # all that waits between the passes
-    many = replace(needs, kept=np.repeat(needs.kept, 8, 0), recomputed=np.repeat(needs.recomputed, 8, 0))
+    layers = np.repeat(np.arange(len(needs.per_feature.kept)), 8)
+    many = replace(needs, per_feature=needs.per_feature.of(layers))
     assert many.offloaded(long)[0] == needs.offloaded(long)[0] < many.peaks(long)[-1]
 
 

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.memory import KINDS, LAYERS, budgeted, layered, most_slices, ready, with_images
+from tests.helpers.memory import KINDS, LAYERS, budgeted, byte_per_token, layered, most_slices, ready, with_images
 from tests.helpers.tiny import DATA, conversations, lora, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import ROUNDED, assert_same, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import LOADS, load
-from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.planner import MemoryPlanner
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -35,8 +33,9 @@ def step(trainer, batch, number=None):
 
 def between(trainer, number):
     """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
-    loads = [load(batch["flat_batch"], trainer.flat.route) for batch in trainer.get_train_dataloader()]
-    peaks = map(trainer.flat.planner.needs.peaks, loads)
+    planner = trainer.flat.planner
+    batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
+    peaks = map(planner.needs.peaks, map(planner.features, batches))
     return max(int(peak[number]) for peak in peaks) / GIB
 
 
@@ -156,13 +155,9 @@ def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
     prompt = [5] * 400
     rows = [prompt + [6 + i] * 200 for i in range(30)]
     batch = FlatBatch.from_rows(rows, rows)
-    per_token = 1.0 * (np.array(LOADS) == "tokens")
-    nothing = 0.0 * per_token
-    plan.needs = MemoryNeeds(
-        0, [per_token] * LAYERS, [per_token] * LAYERS, nothing, nothing, (0, 0), nothing, of_keys=1
-    )
+    plan.needs = byte_per_token(LAYERS, recomputed=1, of_keys=1)
     least = plan.least_bytes(batch)
-    smallest = plan._cut(batch, plan.load(batch), 8).peak
+    smallest = plan._cut(batch, plan.features(batch), 8).peak
     assert least < LAYERS * 250 + 2 * 400 < smallest
     for plan.budget in (least, 2 * least):
         decision = plan.own_schedule(batch)

@@ -180,12 +180,12 @@ def test_parts_of_pairs_that_attention_keeps_grow_as_squares(tokenizer):
     rng = np.random.default_rng(SEED)
     for _ in range(20):
         rows = [[5] * n for n in rng.integers(2, 60, 6)]
-        alone = [plan.load(FlatBatch.from_rows([row], [row], prefix_sharing=False)) for row in rows]
-        together = plan.load(FlatBatch.from_rows(rows, rows, prefix_sharing=False))
+        alone = [plan.features(FlatBatch.from_rows([row], [row], prefix_sharing=False)) for row in rows]
+        together = plan.features(FlatBatch.from_rows(rows, rows, prefix_sharing=False))
         plan.budget = int(plan.needs.peaks(together).min()) - 1
         parts = plan.parts(alone)
         assert len(parts) > 1
         for part in parts:
             of_part = [rows[i] for i in part]
-            load = plan.load(FlatBatch.from_rows(of_part, of_part, prefix_sharing=False))
+            load = plan.features(FlatBatch.from_rows(of_part, of_part, prefix_sharing=False))
             assert plan.needs.peaks(load).min() <= plan.budget

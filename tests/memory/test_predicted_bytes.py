@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.helpers.architectures import is_older, tiny_model
-from tests.helpers.memory import KINDS, LAYERS, TOLERANCE, budgeted, layered, ready, with_images
+from tests.helpers.memory import BOLD, CAUTIOUS, KINDS, LAYERS, budgeted, byte_per_token, layered, ready, with_images
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import DATA, conversations, following_rotary, lora, make_model, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
@@ -20,8 +20,8 @@ from tests.runs import run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
-from trl_paddingfree.memory.needs import MemoryNeeds, fixed_bytes, optimizer_bytes, tensor_bytes
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
+from trl_paddingfree.memory.needs import fixed_bytes, optimizer_bytes, tensor_bytes
 from trl_paddingfree.memory.planner import CORRECTED, MemoryPlanner, Pass
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recompute_first
@@ -50,9 +50,9 @@ def counted(trainer, batch, number):
 def assert_predicted(trainer):
     memory = ready(trainer).flat.planner
     for batch in trainer.get_train_dataloader():
-        saved = memory.needs.saved(load(batch["flat_batch"], trainer.flat.route))
+        saved = memory.needs.saved(memory.features(batch["flat_batch"]))
         for number in (0, 1, len(trainer.flat.trained.recomputable)):
-            assert saved[number] == pytest.approx(counted(trainer, batch, number), rel=TOLERANCE), number
+            assert 1 - BOLD <= saved[number] / counted(trainer, batch, number) <= 1 + CAUTIOUS, number
 
 
 @pytest.mark.drawn(3)
@@ -136,7 +136,7 @@ def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
     # What the layers keep of so few tokens is next to nothing
-    assert trainer.flat.planner.needs.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
+    assert trainer.flat.planner.needs.head.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
 
 
 def test_fixed_bytes_are_those_of_the_tensors(folder):
@@ -182,7 +182,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
 
     def made(held):
         peak = SimpleNamespace(can_reset=True, held=held, peak=held + 100)
-        needs = MemoryNeeds(1000, [[1]], [[1]], [0], [0], (0, 0), [0])
+        needs = byte_per_token(1, recomputed=1, fixed=1000)
         return MemoryPlanner(flat, Accelerator(cpu=True), peak, option=8, budget=8 * GIB, needs=needs)
 
     memory = made(held=1500)
@@ -194,7 +194,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
     memory.save(tmp_path, 0)
     resumed = made(held=0)
     resumed.restore(tmp_path, 0)
-    assert resumed.needs == memory.needs
+    assert (resumed.needs.fixed, resumed.needs.correction) == (1500, 1)
 
 
 def test_counting_leaves_the_model_as_it_was(folder):

@@ -14,7 +14,8 @@ from tests.helpers.reference_flash import varlen_on
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.adapters import cast_inputs_once
-from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
+from trl_paddingfree.memory.features import memory_features
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
@@ -146,7 +147,7 @@ def test_a_layer_keeps_15_percent_less_of_a_token(once, kilobytes):
         cast_inputs_once(adapters, "cpu")
     with varlen_on("cpu"), torch.autocast(**BF16):
         kept = count_kept_bytes(model, route).kept
-    sizes = load(FlatBatch.from_rows([[1] * LENGTH], [[1] * LENGTH], prefix_sharing=False), route)
+    sizes = memory_features(FlatBatch.from_rows([[1] * LENGTH], [[1] * LENGTH], prefix_sharing=False), route)
     sizes[0] = 0  # of any number of tokens
     assert kept @ sizes * WIDTH / LENGTH / 1e3 == pytest.approx([kilobytes] * 2, rel=0.01)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.memory import TOLERANCE as PREDICTED
+from tests.helpers.memory import CAUTIOUS as PREDICTED
 from tests.helpers.memory import fail_once_planned
 from tests.helpers.tiny import lora, make_model, make_tokenizer, prompts
 from tests.runs import TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
 from trl_paddingfree.flat.schedule import Schedule
-from trl_paddingfree.memory.kept_bytes import load
+from trl_paddingfree.memory.features import memory_features
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 
@@ -164,7 +164,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
                 result = compute(trainer, *args)
             batch = memory.current.batch
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
-            saved = memory.needs.saved(load(batch, trainer.flat.route))[number]
+            saved = memory.needs.saved(memory_features(batch, trainer.flat.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))
             del result
             trainer.flat.counts.new = type(trainer.flat.counts.new)()
@@ -184,7 +184,7 @@ def test_what_a_wide_teacher_keeps_is_counted(data):
     saved = []
     for size in (32, 96):
         trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
-        saved.append(int(trainer.flat.planner.needs.saved(load(batch, trainer.flat.route))[0]))
+        saved.append(int(trainer.flat.planner.needs.saved(memory_features(batch, trainer.flat.route))[0]))
     assert saved[1] - saved[0] == 20 * 64 * 4
 
 

@@ -9,8 +9,9 @@ from datasets import Dataset
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import lora, make_model, text
 from tests.runs import LAYOUTS, assert_same, run
-from trl_paddingfree.memory.kept_bytes import count_kept_bytes, load
-from trl_paddingfree.memory.needs import fused_head, needs_of
+from trl_paddingfree.memory.features import memory_features
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
+from trl_paddingfree.memory.needs import MemoryNeeds, fused_head
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # What the prediction may be off by
@@ -54,7 +55,7 @@ def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(long_mod
     batch = trainer.data_collator(list(trainer.train_dataset))["flat_batch"]
     assert batch.row_mask.sum(1).max() > 4000
     # Counted on batches of a few hundred tokens
-    needs = needs_of(count_kept_bytes(base, route), 0, fused_head(base))
-    peak, host = needs.offloaded(load(batch, route))
+    needs = MemoryNeeds(0, count_kept_bytes(base, route), fused_head(base))
+    peak, host = needs.offloaded(memory_features(batch, route))
     assert host == pytest.approx(sum(moved), rel=TOLERANCE)
-    assert peak < needs.peaks(load(batch, route))[0]
+    assert peak < needs.peaks(memory_features(batch, route))[0]

@@ -24,7 +24,7 @@ from trl_paddingfree import (
 )
 from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
-from trl_paddingfree.memory.kept_bytes import LOADS
+from trl_paddingfree.memory.features import FEATURES, TOKENS
 from trl_paddingfree.memory.planner import MemoryPlanner
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -46,7 +46,7 @@ def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
 @settings(max_examples=200, deadline=None)
 def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
     plan = MemoryPlanner(mock.MagicMock(), Accelerator(cpu=True), None, limit=limit)
-    parts = plan.parts([np.where(np.array(LOADS) == "tokens", number, 0) for number in tokens])
+    parts = plan.parts([number * np.eye(len(FEATURES))[TOKENS] for number in tokens])
     assert sorted(item for part in parts for item in part) == list(range(len(tokens)))
     assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
 

@@ -6,6 +6,7 @@ downloaded.
 """
 
 import copy
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -29,8 +30,9 @@ from .. import upstream
 from ..flat.counts import BatchCounts
 from ..memory.adapters import cast_inputs_once
 from ..memory.device import GIB
-from ..memory.kept_bytes import LOADS, count_kept_bytes
-from ..memory.needs import HeadBytes, MemoryNeeds, needs_of
+from ..memory.features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
+from ..memory.kept_bytes import count_kept_bytes
+from ..memory.needs import HeadBytes, MemoryNeeds
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import choose_route
@@ -41,6 +43,8 @@ DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
 COPIES = 3
 # Words of the model whose layers are counted: it need not have all, because embeddings and head are calculated
 VOCABULARY = 512
+# Where the search for the largest batch ends
+MOST_EXAMPLES = 2**30
 # Tasks that have a reference model
 _WITH_REFERENCE = ("dpo", "kto")
 # Where a configuration says what each layer is
@@ -123,7 +127,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     rows, columns = upstream.lm_head_tile()
     summed = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
     every = replace(kept.of(which), of_keys=kept.of_keys * len(which) / len(layers))
-    return needs_of(every, fixed, HeadBytes(summed, 4 * text.hidden_size, (BYTES * columns, rows)))
+    return MemoryNeeds(fixed, every, HeadBytes(summed, 4 * text.hidden_size, (BYTES * columns, rows)))
 
 
 def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
@@ -157,19 +161,21 @@ def _attend(module, query, key, value, attention_mask, **kwargs):
     return _KernelBytes.apply(query, key, value).transpose(1, 2), None
 
 
-def load_of(tokens: float, keys: float, scored: float) -> np.ndarray:
-    """The load of a batch in text, see [`~trl_paddingfree.memory.kept_bytes.load`], whose attention keeps no scores."""
-    sizes = {"constant": 1, "tokens": tokens, "keys": keys, "scored": scored}
-    return np.array([sizes.get(name, 0) for name in LOADS])
+def features_of(tokens: float, keys: float, scored: float) -> np.ndarray:
+    """The features of a batch in text, of [`~trl_paddingfree.memory.features`], whose attention keeps no scores."""
+    features = np.zeros(len(FEATURES))
+    features[[CONSTANT, TOKENS, KEYS, SCORED]] = 1, tokens, keys, scored
+    return features
 
 
-def loads(counts: BatchCounts) -> dict[str, np.ndarray]:
-    """The load of a batch in each layout: padded, without padding, and with shared prefixes. All tokens are scored."""
-    return {
-        "padded": load_of(counts.padded, counts.padded, counts.padded),
-        "padding_free": load_of(counts.real, counts.real, counts.real),
-        "shared": load_of(counts.computed, counts.real, counts.computed),
+def features_by_layout(counts: BatchCounts) -> dict[str, np.ndarray]:
+    """The features of a batch in each layout: padded, without padding, and with shared prefixes; all tokens score."""
+    of_layouts = {
+        "padded": (counts.padded, counts.padded),
+        "padding_free": (counts.real, counts.real),
+        "shared": (counts.computed, counts.real),
     }
+    return {layout: features_of(tokens, keys, tokens) for layout, (tokens, keys) in of_layouts.items()}
 
 
 def step_units(task: str, tuning: str) -> int:
@@ -181,41 +187,34 @@ def memory_report(
     task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
     """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits and what a budget gains."""
-    needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
-    budget = None if memory_gib is None else int(memory_gib * GIB)
+    needs, units = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE)), step_units(task, tuning)
     sizes = []
     for batch_size, counts in batches.items():
         row: dict[str, Any] = {"batch_size": batch_size}
-        for layout in ("padded", "padding_free", "shared"):
-            every = [loads(batch)[layout] for batch in counts]
-            largest = max(every, key=lambda load: int(load[1]))
+        batches_of = [features_by_layout(each) for each in counts]
+        for layout in batches_of[0]:
+            every = np.array([each[layout] for each in batches_of])
+            largest = every[every[:, TOKENS].argmax()]
             peaks, (offloaded, host) = needs.peaks(largest), needs.offloaded(largest)
-            row[layout] = {
-                "tokens": int(largest[1]),
-                "recomputed_gib": peaks[-1] / GIB,
-                "kept_gib": peaks[0] / GIB,
-                "offloaded_gib": offloaded / GIB,
-                "host_gib": host / GIB,
-            }
-            if budget is not None:
-                row[layout] |= _largest_batches(needs, largest, batch_size, budget)
-                row[layout]["speed_up"] = _speed_up(needs, every, step_units(task, tuning), budget)
+            gib = {"recomputed": peaks[-1], "kept": peaks[0], "offloaded": offloaded, "host": host}
+            row[layout] = {"tokens": int(largest[TOKENS]), **{f"{name}_gib": x / GIB for name, x in gib.items()}}
+            if memory_gib is not None:
+                row[layout] |= _within(int(memory_gib * GIB), needs, every, largest / batch_size, units)
         sizes.append(row)
     return {"model": model, "tuning": tuning, "memory_gib": memory_gib, "fixed_gib": needs.fixed / GIB, "sizes": sizes}
 
 
-def _largest_batches(needs: MemoryNeeds, load: np.ndarray, batch_size: int, budget: int) -> dict[str, int]:
-    """The batch sizes that fit if all layers recompute, and if none does, of examples like those behind a load."""
+def _within(budget: int, needs: MemoryNeeds, every: np.ndarray, example: np.ndarray, units: int) -> dict[str, float]:
+    """
+    Within a budget: the batch sizes that fit, of examples like `example`, if all layers recompute and if none does; and
+    the speed-up over recomputing every layer, if only as many recompute in `every (batches, F)` as must.
+    """
 
-    def scaled(tokens: int) -> np.ndarray:
-        return np.array([1, *(load[1:] * tokens / load[1])])
+    def fitting(number: int) -> int:
+        sizes = range(1, MOST_EXAMPLES)
+        return bisect_right(sizes, budget, key=lambda size: int(needs.peaks(size * example)[number]))
 
-    most = {name: needs.most_tokens(scaled, budget, n) for name, n in (("recomputed_batch", -1), ("kept_batch", 0))}
-    return {name: int(tokens * batch_size // load[1]) for name, tokens in most.items()}
-
-
-def _speed_up(needs: MemoryNeeds, every: Sequence[np.ndarray], units: int, budget: int) -> float:
-    """The speed-up over recomputing every layer, if only as many layers recompute as the budget demands."""
-    tokens = np.array([load[1] for load in every])
-    recomputed = np.array([needs.fewest_recomputed(load, budget)[0] for load in every]) / len(np.asarray(needs.kept))
-    return float(tokens.sum() * (units + 1) / (tokens @ (units + recomputed)))
+    tokens, layers = every[:, TOKENS], len(needs.per_feature.kept)
+    recomputed = np.array([needs.fewest_recomputed(batch, budget)[0] for batch in every]) / layers
+    speed_up = float(tokens.sum() * (units + 1) / (tokens @ (units + recomputed)))
+    return {"recomputed_batch": fitting(-1), "kept_batch": fitting(0), "speed_up": speed_up}

@@ -21,7 +21,7 @@ from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
 from .device import GIB, PeakMemory
 from .engine import is_sharded
-from .kept_bytes import LOADS, joined_load, load, slice_loads
+from .features import SCORED, TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
 
 # The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
@@ -105,7 +105,7 @@ class MemoryPlanner:
     def _scheduled(self, batch: FlatBatch) -> Schedule:
         segments, tokens = batch.layout.segments, batch.counts.computed
         number, peak = None, 0
-        whole = None if self.needs is None else self.load(batch)
+        whole = None if self.needs is None else self.features(batch)
         if self.needs is not None and whole is not None:
             number, peak = self.needs.fewest_recomputed(whole, self.budget)
         if self.why_whole or self._holds(tokens, peak):
@@ -136,8 +136,8 @@ class MemoryPlanner:
             return own
         if number == 1:
             assert self.needs is not None
-            return Schedule(recompute=layers, peak=int(self.needs.peaks(self.load(batch))[layers]))
-        whole = None if self.needs is None else self.load(batch)
+            return Schedule(recompute=layers, peak=int(self.needs.peaks(self.features(batch))[layers]))
+        whole = None if self.needs is None else self.features(batch)
         return self._in_slices(batch, whole, cut_by_number(batch.counts.computed, number, batch.layout.host_blocks))
 
     def _holds(self, tokens: int, peak: int) -> bool:
@@ -145,7 +145,7 @@ class MemoryPlanner:
         return (self.limit is None or tokens <= self.limit) and peak <= self.budget
 
     def _cut(self, batch: FlatBatch, whole: np.ndarray | None, size: int) -> Schedule:
-        """The schedule in slices of at most `size` tokens, given the load of the `whole` batch if there are needs."""
+        """The schedule in slices of at most `size` tokens, given the `whole` batch's features if there are needs."""
         return self._in_slices(batch, whole, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
 
     def _in_slices(self, batch: FlatBatch, whole: np.ndarray | None, cuts: tuple[int, ...]) -> Schedule:
@@ -155,37 +155,36 @@ class MemoryPlanner:
         chunk = None if self.is_sharded else int(np.diff(cuts).max())
         if self.needs is None or whole is None:
             return Schedule(cuts, head_chunk=chunk)
-        scored = whole[-1] if chunk is None else min(whole[-1], chunk)
-        loads = slice_loads(segments, cuts, self.flat_model.route, whole)
-        peak = self.needs.peak_of_slices(loads, num_kept(segments, cuts), whole, int(scored))
+        scored = whole[SCORED] if chunk is None else min(whole[SCORED], chunk)
+        slices = slice_features(segments, cuts, self.flat_model.route)
+        peak = self.needs.peak_of_slices(slices, num_kept(segments, cuts), whole, int(scored))
         return Schedule(cuts, 0, chunk, peak)
 
-    def load(self, batch: FlatBatch) -> np.ndarray:
-        """The [`load`] of a batch: the sizes by which its memory is predicted."""
+    def features(self, batch: FlatBatch) -> np.ndarray:
+        """The features of a batch by which its memory is predicted."""
         group = self.flat_model.group
-        # In a group, the load of the process with the most scored tokens: all processes must decide alike
+        # In a group, those of the process with the most scored tokens: all processes must decide alike
         scored = None if group is None else max(scored_sizes(batch, group.size))
-        return load(batch, self.flat_model.route, self.device_memory.device, scored)
+        return memory_features(batch, self.flat_model.route, scored)
 
-    def parts(self, loads: Sequence[np.ndarray]) -> list[list[int]]:
+    def parts(self, examples: Sequence[np.ndarray]) -> list[list[int]]:
         """
-        The examples of each part of a micro-batch whose losses add up, by the [`load`] of each: as few parts as
+        The examples of each part of a micro-batch whose losses add up, by the features of each: as few parts as
         first-fit finds. One that does not fit by itself has a part of its own, which is computed in slices.
         """
-        tokens = LOADS.index("tokens")
         parts: list[list[int]] = []
         sums: list[np.ndarray] = []
-        for item in sorted(range(len(loads)), key=lambda i: -loads[i][tokens]):
+        for item in sorted(range(len(examples)), key=lambda i: -examples[i][TOKENS]):
             for i, total in enumerate(sums):
-                joined = joined_load(total, loads[item], self.flat_model.route)
+                joined = joined_features(total, examples[item], self.flat_model.route)
                 peak = 0 if self.needs is None else int(self.needs.peaks(joined).min())
-                if self._holds(joined[tokens], peak):
+                if self._holds(joined[TOKENS], peak):
                     parts[i].append(item)
                     sums[i] = joined
                     break
             else:
                 parts.append([item])
-                sums.append(loads[item])
+                sums.append(examples[item])
         return [sorted(part) for part in parts]
 
     def is_whole(self, batch: FlatBatch) -> bool:
@@ -198,7 +197,7 @@ class MemoryPlanner:
     def least_bytes(self, batch: FlatBatch) -> int:
         """The least bytes in which a batch can be computed."""
         assert self.needs is not None
-        whole, segments, tokens = self.load(batch), batch.layout.segments, batch.counts.computed
+        whole, segments, tokens = self.features(batch), batch.layout.segments, batch.counts.computed
         peaks = list[int]()
         if self.why_whole or self.limit is None or tokens <= self.limit:
             peaks.append(int(self.needs.peaks(whole).min()))

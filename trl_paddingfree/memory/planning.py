@@ -14,7 +14,7 @@ from ..model.flat_model import FlatModel
 from .device import PeakMemory, budget_bytes
 from .engine import is_sharded
 from .kept_bytes import KeptBytes, count_kept_bytes
-from .needs import HeadBytes, fixed_bytes, needs_of, tensor_bytes
+from .needs import HeadBytes, MemoryNeeds, fixed_bytes, tensor_bytes
 from .planner import MemoryPlanner
 
 
@@ -84,5 +84,5 @@ def make_planner(
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers
-    needs = needs_of(kept, fixed, head)
+    needs = MemoryNeeds(fixed, kept, head, float(kept.factor))
     return MemoryPlanner(flat_model, accelerator, device_memory, budget=budget, needs=needs, **options)

@@ -1,10 +1,11 @@
 """Bytes that autograd keeps of a forward pass, layer by layer: counted, as each tensor is saved."""
 
-import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -17,15 +18,7 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor):
         self.storage = local_part(tensor).untyped_storage()
-
-
-class _Record(NamedTuple):
-    """A storage that was saved."""
-
-    storage: int
-    layer: int  # -1: outside of all
-    size: int
-    saved: weakref.ref[_Saved]  # dead once autograd has let go of it
+        self.pointer, self.nbytes = self.storage.data_ptr(), self.storage.nbytes()  # sharded weights are freed
 
 
 class SavedBytes:
@@ -37,29 +30,24 @@ class SavedBytes:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module]):
         self.layers = layers
-        self.weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self.weights = {_Saved(tensor).pointer for tensor in (*model.parameters(), *model.buffers())}
         self.gathered: set[int] = set()  # weights of the layer that is being computed, if they are sharded
         self.current = -1  # the layer that is being computed; -1: none
-        self.records: list[_Record] = []
+        self.saved: WeakKeyDictionary[_Saved, int] = WeakKeyDictionary()  # the layer, as long as autograd holds it
         self.arguments: list[_Saved] = []  # other arguments of layers, which stay as long as any layer may recompute
         self.inputs = [0] * len(layers)  # bytes of the hidden states that each layer gets
 
+    def sizes(self, layer: int) -> list[int]:
+        """Bytes of each tensor that a layer keeps; -1: outside of the layers."""
+        owners, sizes = defaultdict[int, set[int]](set), dict[int, int]()
+        for saved, owner in self.saved.items():
+            owners[saved.pointer].add(owner)
+            sizes[saved.pointer] = saved.nbytes
+        return [sizes[pointer] for pointer, of in owners.items() if (of if len(of) == 1 else {-1}) == {layer}]
+
     def total(self, layer: int) -> int:
         """Bytes that a layer keeps; -1: everything outside of the layers."""
-        return sum(size for owner, size in self._storages().values() if owner == layer)
-
-    def largest(self, layer: int) -> int:
-        """Bytes of the largest tensor that a layer keeps."""
-        return max((size for owner, size in self._storages().values() if owner == layer), default=0)
-
-    def _storages(self) -> dict[int, tuple[int, int]]:
-        """Of each storage that is kept: the layer, or -1, and its bytes."""
-        storages: dict[int, tuple[int, int]] = {}
-        for record in self.records:
-            if record.saved() is not None:
-                layer, _ = storages.get(record.storage, (record.layer, 0))
-                storages[record.storage] = (record.layer if layer == record.layer else -1), record.size
-        return storages
+        return sum(self.sizes(layer))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -79,24 +67,19 @@ class SavedBytes:
                 if isinstance(tensor, torch.Tensor):
                     self.arguments.append(self._pack(tensor))
         self.current = layer
-        self.inputs[layer] = sum(x.numel() * x.element_size() for x in args[:1])  # the hidden states
-        self.gathered = {_storage(tensor) for tensor in module.parameters()}
+        self.inputs[layer] = sum(x.nbytes for x in args[:1])  # the hidden states
+        self.gathered = {_Saved(tensor).pointer for tensor in module.parameters()}
 
     def _leave(self) -> None:
         self.current, self.gathered = -1, set()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        owner = tensor if tensor._base is None else tensor._base
-        storage, saved = _storage(tensor), _Saved(tensor)
-        is_weight = storage in self.weights or storage in self.gathered or isinstance(owner, torch.nn.Parameter)
-        if not is_weight:
-            self.records.append(_Record(storage, self.current, saved.storage.nbytes(), weakref.ref(saved)))
+        saved = _Saved(tensor)
+        is_weight = isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
+        if not is_weight and saved.pointer not in self.weights | self.gathered:
+            self.saved[saved] = self.current
         return saved
 
 
 def _refuse(saved: _Saved) -> torch.Tensor:
     raise RuntimeError("A pass whose bytes are counted has no backward pass.")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return local_part(tensor).untyped_storage().data_ptr()

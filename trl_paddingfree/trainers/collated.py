@@ -252,7 +252,9 @@ class CollatedTrainer(FlatTrainer):
             return [inputs]
         refuse_lost_values(inputs, rows.rows)
         reach = self.flat.reach_of(whole)
-        parts = [rows.take(items).with_flat(reach) for items in planner.parts(list(map(planner.load, rows.alone())))]
+        parts = [
+            rows.take(items).with_flat(reach) for items in planner.parts(list(map(planner.features, rows.alone())))
+        ]
         # transformers moves the tensors of inputs, but no flat batches: the data loader has done so for the whole
         device = self.args.device
         return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]

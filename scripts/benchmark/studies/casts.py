@@ -14,7 +14,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.cli.memory import model_config
 from trl_paddingfree.memory.adapters import cast_inputs_once
-from trl_paddingfree.memory.kept_bytes import LOADS, count_kept_bytes
+from trl_paddingfree.memory.features import KEYS, TOKENS
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
@@ -77,7 +78,7 @@ class Way:
         """Bytes that a token keeps for the backward pass in the last layer."""
         with torch.autocast("cpu", torch.bfloat16):
             kept = count_kept_bytes(self.model, self.route).kept[-1]
-        return float(kept[LOADS.index("tokens")] + kept[LOADS.index("keys")])
+        return float(kept[TOKENS] + kept[KEYS])
 
     def core_seconds(self) -> float:
         """Core time of a step."""

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_paddingfree.cli.memory import load_of, model_config, training_needs
+from trl_paddingfree.cli.memory import features_of, model_config, training_needs
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of, make_trainer
 from trl_paddingfree.memory.device import GIB
 
@@ -34,9 +34,9 @@ def measure(model: str | None = None) -> dict[str, Any]:
     base = make_model(model, dtype, device)
     pairs = [_pair(np.random.default_rng(i)) for i in range(BATCH_SIZE * STEPS)]
     tokens = sum(len(text.split()) for pair in pairs[:HELD] for text in pair.values())
-    needs, load = training_needs(model_config(model, SHAPES), "lora", 1), load_of(tokens, tokens, tokens)
+    needs, held = training_needs(model_config(model, SHAPES), "lora", 1), features_of(tokens, tokens, tokens)
     # The prediction is in bfloat16: in float32, weights and activations have twice the bytes
-    budget = float(needs.peaks(load)[-1]) / GIB * dtype.itemsize / 2
+    budget = float(needs.peaks(held)[-1]) / GIB * dtype.itemsize / 2
     padded = _train(base, pairs, on_accelerator, {})
     ours = _train(base, pairs, on_accelerator, {"memory_budget": budget})
     allowed = TOLERANCES[str(dtype).removeprefix("torch.")]

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, Segments
-from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, load_of, model_config, training_needs
+from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, features_of, model_config, training_needs
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import cut_by_size, num_kept
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.kept_bytes import count_kept_bytes, slice_loads
-from trl_paddingfree.memory.needs import MemoryNeeds, fused_head, needs_of
+from trl_paddingfree.memory.features import slice_features
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
+from trl_paddingfree.memory.needs import MemoryNeeds, fused_head
 from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
@@ -69,7 +70,8 @@ def measure() -> dict[str, Any]:
     model.enable_input_require_grads()
     add_fused_lm_head(model)
     flat = FlatModel.install(model, choose_route(model))
-    needs = needs_of(count_kept_bytes(model, flat.route), 0, fused_head(model))
+    kept = count_kept_bytes(model, flat.route)
+    needs = MemoryNeeds(0, kept, fused_head(model), float(kept.factor))
     return {"counted": [_count(flat, needs, name, *case) for name, case in CASES.items()], "fit": _lengths_that_fit()}
 
 
@@ -106,9 +108,9 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run(*arguments)
         found[method] = {"flops": flops.get_total_flops(), "peak_bytes": most_allocated(profiler)}
-    whole = load_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
-    loads = slice_loads(segments, cuts, flat.route, whole)
-    predicted = needs.peak_of_slices(loads, num_kept(segments, cuts), whole, size)
+    whole = features_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
+    slices = slice_features(segments, cuts, flat.route)
+    predicted = needs.peak_of_slices(slices, num_kept(segments, cuts), whole, size)
     return {
         "name": name,
         "tokens": segments.num_tokens,
@@ -124,11 +126,11 @@ def _lengths_that_fit() -> list[dict[str, Any]]:
 
     def peak(batch: Callable[[int], tuple[Segments, int]], method: str, number: int) -> int:
         segments, scored = batch(number)
-        whole = load_of(segments.num_tokens, sum(segments.key_lengths), scored)
+        whole = features_of(segments.num_tokens, sum(segments.key_lengths), scored)
         if method != "slices":
             return int(needs.peaks(whole)[0 if method == "nothing" else -1])
         cuts = cut_by_size(segments, SLICE)
-        return needs.peak_of_slices(slice_loads(segments, cuts, route, whole), num_kept(segments, cuts), whole, SLICE)
+        return needs.peak_of_slices(slice_features(segments, cuts, route), num_kept(segments, cuts), whole, SLICE)
 
     return [
         {"layout": layout, "most": {method: _most(partial(peak, batch, method)) for method in METHODS}}
