@@ -21,7 +21,7 @@ from trl_paddingfree.trainers.registry import TRAINERS
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 FILES = {str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))}
 
-WORDS, WORDS_OF_TESTS = 111_100, 189_800
+WORDS, WORDS_OF_TESTS = 110_300, 189_800
 ENTRIES = 13  # of the folder
 IN_CIRCLES = 16  # files that import each other by any way, imports for annotations counted
 LINES_OF_A_MODULE = 310
@@ -31,8 +31,8 @@ CLASSES_ABOVE_A_TRAINER = 2  # between it and TRL's
 # Task and options of a step of two layers, and its limits: functions, files, and hops from one file to another
 STEPS = {
     "dpo": ("dpo", {"gradient_checkpointing": True}, (49, 14, 184)),
-    "memory budget": ("dpo", {"memory_budget": 8}, (74, 20, 163)),
-    "slices": ("dpo", {"max_tokens_per_micro_batch": 24, "per_device_train_batch_size": 6}, (158, 30, 1811)),
+    "memory budget": ("dpo", {"memory_budget": 8}, (76, 21, 164)),
+    "slices": ("dpo", {"max_tokens_per_micro_batch": 24, "per_device_train_batch_size": 6}, (157, 30, 1811)),
     "grpo": ("grpo", {}, (95, 19, 102)),
 }
 

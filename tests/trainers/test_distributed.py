@@ -173,7 +173,7 @@ def test_fsdp2_may_leave_weights_whole_after_a_pass(tokenizer, tmp_path):
 @pytest.mark.slow
 def test_a_leak_is_found_where_fsdp2_has_sharded_the_weights(model_dir, tmp_path):
     """The check runs once they are, on all processes alike: the same model without the leak passes it, and trains."""
-    options = {"max_steps": 1, "per_device_train_batch_size": 2}
+    options = {"max_steps": 1, "per_device_train_batch_size": 2, "leaks": False}
     settings = {"right": options, "leak": {**options, "leaks": True, "refused": True}}
     right, _ = launch(2, *(("dpo", model_dir, tmp_path / n, given) for n, given in settings.items()), engine="fsdp")
     assert right["engine"] == "FSDP"

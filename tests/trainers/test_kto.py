@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.helpers.tiny import arguments, preference_data, unpaired
-from tests.runs import compare, run
+from tests.runs import compare, make_trainer, run
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -36,8 +36,10 @@ def test_examples_without_a_completion_left_are_counted_and_no_others(rows, per_
         caplog.clear()
         run("kto", "shared", **arguments("kto"), train_dataset=rows, steps=1)
     assert "dropped" not in caplog.text
+    longer = rows.filter(lambda row: len(str(row["prompt"]).split()) > 1)
+    total = len(longer) * per_row
     with pytest.raises(ValueError, match=f"dropped {total} of {total} examples, .* Raise `max_length`"):
-        run("kto", "shared", **arguments("kto"), train_dataset=rows, steps=1, max_length=1, memory_budget=8)
+        make_trainer("kto", "shared", **arguments("kto"), train_dataset=longer, max_length=2, memory_budget=8)
 
 
 def test_matched_and_mismatched_rows_of_one_width_are_kept_apart(data):
