@@ -3,6 +3,8 @@
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,21 +17,19 @@ from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.restored import local_part
 from .anywhere import log_probs_of
-from .gradients import GradientResult, RowsInTraining
+from .comparison import HALF_DIGITS_FACTOR, Comparison, Verdict, relative_error, root_mean_square
+from .gradients import RowsInTraining
 from .probe import (
-    NOISE_FACTOR,
     Call,
     Rows,
     RowsAlone,
     check_rows,
     narrowed,
-    relative_error,
-    root_mean_square,
     rounding_unit,
     row_inputs,
     undisturbed,
 )
-from .training import as_in_training
+from .training import sketch
 
 # A function that takes rows, each `(n,)` int64, and returns the logits of each, `(n, vocabulary)`
 PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -43,11 +43,6 @@ _PADDING = (1, 37)
 # Units of float32 by which log-probabilities of long rows may differ beside the noise: packed rows may go on counting
 # positions, and rotary angles round the more the larger they are
 _ANGLES = 16
-# The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
-_WHOLE = 2**18
-# Errors of a gradient are relative to its norm, or to this share of the largest norm if that is more: in float32, and
-# in lower precision, where rounding may send a token to another expert
-_LEAST_NORM, _LEAST_NORM_IN_LOW_PRECISION = 0.01, 0.1
 # The most that measured noise may raise the tolerance of these errors to: a gradient that is halved is off by 0.5
 _MOST_NOISE = 0.4
 
@@ -192,56 +187,42 @@ class PackedInTraining(RowsInTraining):
     """
 
     def __init__(self, model: PreTrainedModel, called: Call, draw: int, every_layer: bool):
-        self.every_layer = every_layer
-        super().__init__(model, called, draw)
+        super().__init__(model, called, draw, everything=every_layer)
         named = sorted(model.named_parameters(), key=lambda entry: entry[1].numel())
         trained = [(name, p) for name, p in named if p.requires_grad and p.numel()]
         sizes = np.cumsum([p.numel() for _, p in trained])
         is_kept = [local_part(p) is p and size <= LOGITS for (_, p), size in zip(trained, sizes, strict=True)]
-        self.parameters = [p for (_, p), kept in zip(trained, is_kept, strict=True) if kept]
+        self.weights = {name: p for (name, p), kept in zip(trained, is_kept, strict=True) if kept}
         others = [name for (name, _), kept in zip(trained, is_kept, strict=True) if not kept]
         self.left_out: tuple[str, ...] = ()
         if others:
             self.left_out += (f"gradients of {', '.join(f'`{name}`' for name in others)} were not compared",)
-        if not every_layer:
-            self.left_out += ("in training mode, only the first and the last layer of each kind computed",)
 
-    def in_training(self) -> AbstractContextManager[None]:
-        return as_in_training(self.model, self.call, self.every_layer)
-
-    def compare_parameters(self) -> GradientResult:
+    def compare_parameters(self) -> Verdict:
         """How far gradients of all parameters are off, of a loss that weighs each token differently."""
         room = min([max(_PADDING), *(limit - len(self.rows[0]) for limit in architecture.position_limits(self.model))])
+        half = HALF_DIGITS_FACTOR * self.unit**0.5
         try:
             with self.in_training():
                 alone, packed = self._sketches(), self._sketches(is_packed=True)
-                error, tolerance = self._error(packed, alone), self.tolerance
-                if not error <= tolerance:
-                    noise = self._error(self._sketches(padding=room), alone)
-                    tolerance = max(tolerance, min(NOISE_FACTOR * noise, _MOST_NOISE))
+                padded = partial(self._sketches, padding=room)
+                verdict = Comparison(alone, packed, padded, self.unit, half, max(half, _MOST_NOISE), True).verdict()
         except Exception as raised:
-            return GradientResult(failure=f"{type(raised).__name__}: {raised}")
-        return GradientResult(error, "gradients of parameters", tolerance, notes=self.notes)
+            return Verdict(failure=f"{type(raised).__name__}: {raised}")
+        return replace(verdict, worst="gradients of parameters", notes=self.notes)
 
-    def _error(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-        is_low = self.unit > torch.finfo(torch.float32).eps
-        norms = [float(x.norm()) for x in expected]
-        least = (_LEAST_NORM_IN_LOW_PRECISION if is_low else _LEAST_NORM) * max(norms, default=0.0)
-        errors = [float((a - b).norm()) / max(n, least, 1e-300) for a, b, n in zip(found, expected, norms, strict=True)]
-        return float(np.max(errors, initial=0.0))
-
-    def _sketches(self, is_packed: bool = False, padding: int = 0) -> list[torch.Tensor]:
+    def _sketches(self, is_packed: bool = False, padding: int = 0) -> dict[str, torch.Tensor]:
         """Gradients of parameters, zeros where none arrive, and of large ones their product with a vector."""
-        rng, totals = np.random.default_rng(0), list[torch.Tensor]()
-        if not self.parameters:  # all are frozen
-            return []
+        rng, totals = np.random.default_rng(0), dict[str, torch.Tensor]()
+        if not self.weights:  # all are frozen
+            return totals
         for rows in [self.rows] if is_packed else [[row] for row in self.rows]:
             inputs = row_inputs(self.model, rows, len(rows[0]) + padding, prefix_sharing=False if is_packed else None)
             log_probs = self.answers(inputs)[:, : len(rows[0]) - 1]
             weights = torch.from_numpy(rng.uniform(0.5, 1.5, log_probs.shape)).to(log_probs)
-            gradients = torch.autograd.grad((log_probs * weights).sum(), self.parameters, allow_unused=True)
-            sketches = [_sketch(p, g) for p, g in zip(self.parameters, gradients, strict=True)]
-            totals = [a + b for a, b in zip(totals, sketches, strict=True)] if totals else sketches
+            parameters = [*self.weights.values()]
+            found = torch.autograd.grad((log_probs * weights).sum(), parameters, materialize_grads=True)
+            totals = {name: totals.get(name, 0) + sketch(x).cpu() for name, x in zip(self.weights, found, strict=True)}
         return totals
 
     @contextmanager
@@ -270,12 +251,3 @@ class PackedInTraining(RowsInTraining):
 
         with embeddings.register_forward_hook(add):
             yield [added]
-
-
-def _sketch(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """A gradient, or a large one times a random vector, float64 on the CPU."""
-    gradient = torch.zeros_like(parameter) if gradient is None else gradient
-    if gradient.numel() > _WHOLE:
-        vector = np.random.default_rng(0).standard_normal(gradient.size(-1))
-        gradient = gradient.flatten(0, -2) @ torch.from_numpy(vector).to(gradient)
-    return gradient.double().cpu()
