@@ -94,8 +94,8 @@ def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     gc.collect()  # an error of a test before may keep a checkpoint open, which would take what is saved here
     layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
     layer(x).sum().backward()
-    device, counts = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(new=[])
-    trainer = SimpleNamespace(model=layer, accelerator=device, counts=counts, changed_by_loss=())
+    device, flat = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(counts=SimpleNamespace(new=[]))
+    trainer = SimpleNamespace(model=layer, accelerator=device, flat=flat, changed_by_loss=())
     trainer._metrics, trainer._total_train_tokens = {"train": {}}, 0
     attempt = Attempt(trainer)
     layer(x).sum().backward()

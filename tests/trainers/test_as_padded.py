@@ -353,3 +353,10 @@ def test_evaluation_follows_padded_trl(name, model_dir):
     logged = {name for entry in results[0].log_history for name in entry}
     assert logged >= ({"eval_loss"} if generates else {"eval_one_loss", "eval_two_loss", "eval_three_loss"})
     assert_same(*results, ignored=(*ROUNDED, "accuracy") if task == "reward" else ROUNDED)
+
+
+def test_a_streamed_evaluation_weighs_its_last_batch_as_padded_trl():
+    """Beside training data that is no stream, TRL dispatches the batches, and knows that the last has fewer rows."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "steps": 1}
+    options["eval_dataset"] = DATA["sft"](4, SEED).to_iterable_dataset()
+    compare("sft", lambda: arguments("sft", False), DATA["sft"](8, SEED), ("flat",), **options)

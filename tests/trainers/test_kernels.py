@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
 from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, prompts, score, unpaired
 from tests.runs import LAYOUTS, Run, assert_as_close, run
-from trl_paddingfree.trainers import base
+from trl_paddingfree.trainers import runtime
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
@@ -89,7 +89,7 @@ def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypa
     once, casts = with_adapters()
     assert casts == {False}
     assert with_adapters(padding_free=False, steps=1)[1] == {True}
-    monkeypatch.setattr(base, "cast_inputs_once", lambda *args: None)
+    monkeypatch.setattr(runtime, "cast_inputs_once", lambda *args: None)
     twice, _ = with_adapters()
     assert once.losses == twice.losses
     assert all(torch.equal(weight, twice.weights[name]) for name, weight in once.weights.items())

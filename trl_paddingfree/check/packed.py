@@ -116,8 +116,8 @@ def check_packed(
     >>> from trl_paddingfree import check_packed
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> result = check_packed(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2))
-    >>> result.verdict, result.documents, result.length
-    ('exact', 8, 2048)
+    >>> result.verdict, result.documents
+    ('exact', 8)
     """
     base = transformers_model(model, "check_packed")
     if is_pooled(base):

@@ -30,7 +30,7 @@ from .checkpoints import append_to_card, checkpoint_to_resume, invalidate, namin
 from .configs import Arguments, config_of, given_datasets, options_of, silence
 from .groups import form_group, refuse_ungrouped
 from .runtime import Runtime, when_flat
-from .steps import Part
+from .steps import Part, weigh_last_batch
 
 
 class FlatTrainer(Trainer):
@@ -119,6 +119,8 @@ class FlatTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.flat.peak_memory = PeakMemory(self.accelerator.device)
+        if not self.flat.pads and not self.accelerator.dataloader_config.dispatch_batches:
+            self.accelerator.dataloader_config.dispatch_batches = False  # the default dispatches batches of streams
         if (size := self.flat.options.sequence_parallel_size) > 1:
             self.flat.group = form_group(self.accelerator, size)
 
@@ -185,8 +187,9 @@ class FlatTrainer(Trainer):
         return loss
 
     @when_flat
-    def prediction_step(self, *args, **kwargs):
-        outputs = super().prediction_step(*args, **kwargs)
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        weigh_last_batch(self.accelerator, inputs)
+        outputs = super().prediction_step(model, inputs, *args, **kwargs)
         self.refuse_edits()
         return outputs
 

@@ -51,8 +51,6 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
                 f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
                 f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
             )
-    if not is_stream or config.accelerator_config.dispatch_batches is None:
-        config.accelerator_config.dispatch_batches = False  # the default dispatches the batches of streaming data
     if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "

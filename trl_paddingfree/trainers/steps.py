@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import find_batch_size
+from transformers.utils import logging
 
 from ..flat.batch import Inputs
 from ..flat.counts import of_all_processes
@@ -22,6 +24,8 @@ from ..memory.engine import adds_up_shards
 from ..memory.planner import MemoryPlanner
 from ..model.restored import attributes_set
 from .attempts import Attempt, halve
+
+logger = logging.get_logger(__name__)
 
 # Methods by which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
@@ -74,6 +78,23 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
             yield
     finally:
         state._set_sync_gradients(sync_gradients)
+
+
+def weigh_last_batch(accelerator: Accelerator, inputs: Inputs) -> None:
+    """
+    Give the last batch of a stream in evaluation the weight of its rows. accelerate knows them where it dispatches
+    batches, as it does for padded ones, and takes the last one for a whole batch where processes read them themselves.
+    """
+    loader = accelerator.gradient_state.active_dataloader
+    if loader is None or not loader.end_of_dataloader or loader.remainder != -1:
+        return
+    if accelerator.num_processes == 1:
+        loader.remainder = find_batch_size(inputs)
+    else:
+        logger.warning_once(
+            "The last batches of a stream in evaluation are filled with its first rows, and these count once more: "
+            "figures of evaluation differ from those of TRL, which dispatches padded batches to its processes."
+        )
 
 
 class PartMetrics:
