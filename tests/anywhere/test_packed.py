@@ -191,5 +191,10 @@ def test_what_takes_too_long_is_left_out_and_named(monkeypatch):
     result = check_packed(make_model(num_hidden_layers=4))
     assert result.passed
     assert (result.documents, result.longest) == (4, 104)
-    for named in ("embed_tokens.weight", "the first and the last layer", "give `length` and `documents`"):
+    for named in (
+        "lm_head.weight",
+        "embed_tokens.weight",
+        "2 of 4 `layers` (1, 2) were left out",
+        "give `length` and `documents`",
+    ):
         assert named in str(result)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from .. import upstream
@@ -239,7 +240,10 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
 
     def differentiate(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         states = args[0] if args else None
-        if name in tried or not (torch.is_grad_enabled() and torch.is_tensor(states) and states.requires_grad):
+        # PEFT's adapters of parameters compute the weight once for all calls: it must not be made in this one
+        if name in tried or is_parametrized(module) or not torch.is_grad_enabled():
+            return
+        if not (torch.is_tensor(states) and states.requires_grad):
             return
         tried.add(name)
         # Hooks of a checkpoint around the layer would count these tensors as its own: these hooks hide them
