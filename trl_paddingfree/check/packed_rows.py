@@ -196,8 +196,8 @@ class PackedInTraining(RowsInTraining):
         others = [name for (name, _), kept in zip(trained, is_kept, strict=True) if not kept]
         self.left_out: tuple[str, ...] = ()
         if others:
-            named = " and ".join(f"`{name}`" for name in others[:-3:-1])
-            self.left_out += (f"gradients of {named} were not compared, nor of {len(others[:-2])} smaller weights",)
+            largest = " and ".join(f"`{name}`" for name in others[:-3:-1])
+            self.left_out += (f"gradients of {largest} were not compared, nor of {len(others[:-2])} smaller weights",)
 
     def compare_parameters(self) -> Verdict:
         """How far gradients of all parameters are off, of a loss that weighs each token differently."""
