@@ -80,13 +80,15 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
         state._set_sync_gradients(sync_gradients)
 
 
-def weigh_last_batch(accelerator: Accelerator, inputs: Inputs) -> None:
+def weigh_last_batch(accelerator: Accelerator, args: Any, inputs: Inputs) -> None:
     """
     Give the last batch of a stream in evaluation the weight of its rows. accelerate knows them where it dispatches
-    batches, as it does for padded ones, and takes the last one for a whole batch where processes read them themselves.
+    batches, as it does for padded ones unless `args` or a stream in training forbid it, and takes the last one for a
+    whole batch where processes read them themselves.
     """
     loader = accelerator.gradient_state.active_dataloader
-    if loader is None or not loader.end_of_dataloader or loader.remainder != -1:
+    is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
+    if not is_last or args.accelerator_config.dispatch_batches is not None:
         return
     if accelerator.num_processes == 1:
         loader.remainder = find_batch_size(inputs)
