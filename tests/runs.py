@@ -34,6 +34,8 @@ PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
 # Gradients count relative to the largest of their tensor, or of all tensors where theirs is less than this share: that
 # of keys' biases, to which attention is indifferent, is zero but for rounding
 LEAST_GRADIENT = 1e-2
+# Gradients of a run of which none is larger are rounding: of identical pairs, padded TRL has some, and ours none
+_LEAST_LARGEST = 1e-3
 # Adam divides gradients by their size, and makes whole steps of what is only rounding: a weight's difference counts in
 # full if its gradient was at least this share of the largest in some step, and else in proportion
 _FULL_WEIGHT = 1e-3
@@ -202,8 +204,8 @@ def off_by(padded: Run, ours: Run, tolerance: float, ignored: tuple[str, ...] = 
 
 
 def largest_of(*gradients: Mapping[str, torch.Tensor]) -> float:
-    """The largest entry of all gradients, and one if they have none but zeros."""
-    return max((float(x.abs().max()) for each in gradients for x in each.values()), default=0.0) or 1.0
+    """The largest entry of all gradients: at least what a run has that draws none but identical pairs."""
+    return max([_LEAST_LARGEST, *(float(x.abs().max()) for each in gradients for x in each.values())])
 
 
 def gradient_differences(

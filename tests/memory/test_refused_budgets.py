@@ -36,7 +36,6 @@ def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
     ("options", "reason"),
     [
         ({"activation_offloading": True}, "activation_offloading=True"),
-        ({"torch_compile": True}, "torch_compile=True"),
         ({"gradient_checkpointing_kwargs": {"selective": True}}, "'selective': True"),
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "'every_n_layers': 2"),
         ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'` steps within each backward pass"),

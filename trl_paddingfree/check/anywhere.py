@@ -14,6 +14,7 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..model import architecture
 from ..model.adapters import why_padded
+from ..model.compiled import compile_layers
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from ..model.padded import PaddedCalls
@@ -22,13 +23,14 @@ from ..model.routes import choose_route
 from .comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
 from .probe import check_rows, compute_dtype, rounding_unit, row_inputs, undisturbed
 from .prove import UnprovenModelError, prove
+from .slices import check_slices
 
 logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) -> Model:
+def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, torch_compile: bool = False) -> Model:
     """
     Have a model compute padded rows without their padding, in whatever trainer or loop calls it.
 
@@ -45,6 +47,9 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
             wrong answers, and nothing says so.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether to compute prefixes that rows share once.
+        torch_compile (`bool`, *optional*, defaults to `False`):
+            Whether to compile decoder layers for calls that are computed flat, each kind of layer once. Set it here
+            and not in the trainer, which would compile the whole model in pieces.
 
     Returns:
         `model` itself.
@@ -73,6 +78,8 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
     flat = FlatModel.install(base, route)
     calls = PaddedCalls.install(flat)
     if not check:
+        if torch_compile:
+            compile_layers(flat, {})
         return model
     call = _CallWithRows(model, calls)
     try:
@@ -83,6 +90,11 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True) 
             with undisturbed(base):
                 call.try_padding(result.tolerance)
                 call.try_labels()
+            if torch_compile:
+                compile_layers(flat, {})
+                compiled = check_slices(base, call, is_compiled=True)
+                if not compiled.passed:
+                    raise UnprovenModelError(f"{type(base).__name__} is not the same compiled ({compiled}).")
     except BaseException as error:
         calls.remove()
         upstream.set_attn_implementation(base, before)

@@ -6,6 +6,7 @@ that reads keys which are not on its paths reaches more tokens, and one that mis
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -47,10 +48,16 @@ class SlicesResult(NamedTuple):
 
 
 def check_slices(
-    model: PreTrainedModel, call: probe.Call | None = None, *, skipped: str = "", draw: int = 0
+    model: PreTrainedModel,
+    call: probe.Call | None = None,
+    *,
+    skipped: str = "",
+    draw: int = 0,
+    is_compiled: bool = False,
 ) -> SlicesResult:
     """
     Compute a flat batch whole and in slices, with windows that are shorter than its rows. Leaves the model as it was.
+    If it `is_compiled`, compute the whole by compiled code instead, beside eager code.
 
     `call` is what to call in place of `model`, the same under a wrapper. `skipped` says why no gradients are compared:
     then nothing is differentiated. Each `draw` has other rows.
@@ -61,17 +68,20 @@ def check_slices(
     rows = probe.long_rows(model.config.get_text_config().vocab_size, length, draw)
     inputs = probe.row_inputs(model, rows, prefix_sharing=flat.route.prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"]
-    cuts = cut_by_size(batch.layout.segments, min(_SIZE, length))
+    cuts = () if is_compiled else cut_by_size(batch.layout.segments, min(_SIZE, length))
     unit = probe.rounding_unit(model)
     # A pooled head gives one number a row: of so few, noise may be near zero by chance
     least = NOISE_FACTOR * unit * (NOISE_FACTOR if flat.is_pooled else 1)
     if vars(model).get("is_quantized"):  # slices have few tokens, for which some have kernels that round more
         least = math.inf
     trying = as_it_answers(model) if skipped else as_in_training(model, call)
-    with probe.narrowed(model), trying as left_out:
+    # Windows of other sizes would be compiled by themselves
+    with nullcontext() if is_compiled else probe.narrowed(model), trying as left_out:
         passed = partial(_passed, flat, call=call, trains=not skipped)
         padded = cache(lambda: passed(probe.row_inputs(model, rows), Schedule()))
-        whole, sliced = (passed(inputs, Schedule(each)) for each in ((), cuts))
+        whole = passed(inputs, Schedule())
+        with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
+            sliced = passed(inputs, Schedule(cuts))
         comparisons = [
             Comparison.of_answers(whole.answers, sliced.answers, lambda: padded().answers, unit, least),
             Comparison.of_gradients(whole.at_tokens, sliced.at_tokens, lambda: padded().at_tokens, unit),
@@ -83,7 +93,7 @@ def check_slices(
         found = Verdict(skipped=skipped or "none were in sight")
     elif whole.touched is not None and not torch.equal(whole.touched, sliced.touched):  # type: ignore[arg-type]
         found = Verdict(failure="gradients in other tokens than those of the whole")
-    return SlicesResult(len(cuts) - 1, answers, replace(found, notes=left_out))
+    return SlicesResult(max(len(cuts) - 1, 1), answers, replace(found, notes=left_out))
 
 
 class _Pass(NamedTuple):

@@ -23,6 +23,7 @@ from ..memory.device import PeakMemory
 from ..memory.engine import base_of
 from ..memory.needs import HeadBytes, fused_head
 from ..memory.planner import MemoryPlanner
+from ..model.compiled import taken_from
 from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
@@ -119,6 +120,8 @@ class FlatTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.flat.peak_memory = PeakMemory(self.accelerator.device)
+        if not self.flat.pads:
+            self.flat.compiler = taken_from(self.accelerator)
         if not self.flat.pads and not self.accelerator.dataloader_config.dispatch_batches:
             self.accelerator.dataloader_config.dispatch_batches = False  # the default dispatches batches of streams
         if (size := self.flat.options.sequence_parallel_size) > 1:

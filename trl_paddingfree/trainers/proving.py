@@ -133,28 +133,37 @@ class StartUpCheck:
                 logger.warning(description)
         return results[0].route
 
-    def prove_slices(self, models: Sequence[torch.nn.Module]) -> None:
-        """Prove that models which may compute batches in slices get the results of whole ones."""
+    def prove_slices(self, models: Sequence[torch.nn.Module], is_compiled: bool = False) -> None:
+        """
+        Prove that models which may compute batches in slices get the results of whole ones; or, if their layers are
+        compiled, those of eager ones.
+        """
         for model in models:
             base = self._base(model)
             flat = FlatModel.of(base)
-            if flat is None or why_not_in_slices(base, flat.route, flat.group):
+            if flat is None or (not is_compiled and why_not_in_slices(base, flat.route, flat.group)):
                 continue
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
             for draw in range(draws_of(base)):
                 with self.in_precision():
-                    result = check_slices(base, model, skipped=skipped, draw=draw)
+                    result = check_slices(base, model, skipped=skipped, draw=draw, is_compiled=is_compiled)
                 if is_exact := self._all_agree(result.passed):
                     break
             if not is_exact:
+                how, options = (
+                    "slices of a flat batch differently from the whole",
+                    "`max_tokens_per_micro_batch`, `memory_budget`",
+                )
+                if is_compiled:
+                    how, options = "flat batches by compiled code differently from eager ones", "`torch_compile`"
                 raise UnprovenModelError(
-                    f"{type(base).__name__} computes slices of a flat batch differently from the whole ({result}): "
-                    "training within a budget would be wrong. Leave `max_tokens_per_micro_batch`, `memory_budget` out."
+                    f"{type(base).__name__} computes {how} ({result}): training would be wrong. Leave {options} out."
                 )
             if trains and self.accelerator.is_main_process:
                 verdict = "exact as far as it was compared" if result.gradients.not_compared else "exact on this model"
-                logger.warning(f"Slices within the budget: {verdict} ({result}).")
+                what = "Compiled layers" if is_compiled else "Slices within the budget"
+                logger.warning(f"{what}: {verdict} ({result}).")
 
     def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
         """What the check finds on each model, all with shared prefixes or none."""

@@ -194,7 +194,6 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments)
     hides = "it keeps results of attention that no count of saved tensors shows"
     for is_set, name, reason in (
         (offloads, "`activation_offloading=True`", moves),
-        (config.torch_compile, "`torch_compile=True`", "every number of recomputed layers is another graph to compile"),
         (kwargs.get("selective"), f"`{of_kwargs}={{'selective': True}}`", hides),
         (kwargs.get("offload"), f"`{of_kwargs}={{'offload': True}}`", moves),
         (every != 1, f"`{of_kwargs}={{'every_n_layers': {every}}}`", "it decides which layers recompute, too"),

@@ -19,6 +19,7 @@ from ..memory.engine import is_sharded
 from ..memory.planner import MemoryPlanner
 from ..memory.planning import make_planner
 from ..model import architecture
+from ..model.compiled import CompilerOptions, compile_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from ..model.sequence import SequenceGroup
@@ -40,6 +41,7 @@ class Runtime:
     options: PaddingFreeOptions
     pads: bool = False  # whether the trainer pads as TRL's does; then nothing but the counts is ever set
     counts: TokenCounts = field(default_factory=TokenCounts)
+    compiler: CompilerOptions | None = None  # how layers are compiled; `None`: they are not
     group: SequenceGroup | None = None  # the processes that compute shards of a batch with this one
     check: StartUpCheck = field(init=False)
     models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
@@ -66,6 +68,11 @@ class Runtime:
         self.models = self.check.install(trainer.flat_models())
         self.trained = self.models[0]
         upstream.keep_varlen_results(trainer.model)
+        if self.compiler is not None:
+            for flat_model in self.models:
+                compile_layers(flat_model, self.compiler)
+            if not self.check.awaits_weights:
+                self.check.prove_slices(trainer.flat_models(), is_compiled=True)
         warn_of_dropout(self.trained.model, trainer.args)
 
     def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
@@ -78,6 +85,8 @@ class Runtime:
             models += trainer.flat_models()[1:]
         chosen = self.trained.route
         proven = self.check.prove_all(models)
+        if self.compiler is not None:
+            self.check.prove_slices(models, is_compiled=True)
         if chosen.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.trained.model).__name__} cannot share prefixes, which was found out after the first "

@@ -1,0 +1,133 @@
+"""With `torch_compile=True`, layers are compiled one by one, and train as padded TRL does."""
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.helpers.architectures import tiny_model
+from tests.helpers.tiny import DATA, SEED, arguments, lora, make_model, make_tokenizer
+from tests.runs import assert_same, make_trainer, run
+from trl_paddingfree import padding_free
+from trl_paddingfree.model.architecture import recomputable_layers
+from trl_paddingfree.model.flat_model import FlatModel
+
+# Traces as compiling does, and leaves out the C++, which takes minutes on a CPU
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+BUDGETS = [{"max_tokens_per_micro_batch": 20}, {"memory_budget": 1}, CHECKPOINTED]
+# Recurrences in chunks round more
+TOLERANCES = {"qwen3_next": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+    counters.clear()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def trained_as_padded(task, make, tolerance=None, **options):
+    data, made = DATA[task](8, SEED), {} if tolerance is None else {"tolerance": tolerance}
+    padded = run(task, "padded", **make(), train_dataset=data, steps=2)
+    ours = run(task, "shared", **make(), train_dataset=data, steps=2, **COMPILED, **options)
+    assert graphs()
+    assert_same(padded, ours, **made)
+    return ours.trainer
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("task", DATA)
+def test_every_trainer(task):
+    options = BUDGETS[(SEED + list(DATA).index(task)) % len(BUDGETS)]
+    trained_as_padded(task, lambda: arguments(task, adapters=bool(SEED % 2)), **options)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "lfm2", "qwen3_next"])
+def test_architectures(model_type):
+    def make():
+        return {"model": tiny_model(model_type), "processing_class": make_tokenizer()}
+
+    trained_as_padded("sft", make, TOLERANCES.get(model_type), max_tokens_per_micro_batch=20)
+
+
+def batches(trainer, number):
+    """Training steps on flat batches of other lengths."""
+    for seed in range(number):
+        data = [trainer.train_dataset[i] for i in random.Random(seed).sample(range(8), 3)]
+        yield trainer._prepare_inputs(trainer.data_collator(data))
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_graphs_grow_neither_with_layers_nor_with_batches(adapters):
+    found = []
+    for layers in (2, 4):
+        torch.compiler.reset()
+        counters.clear()
+        model = make_model(num_hidden_layers=layers)
+        given = {"peft_config": lora()} if adapters else {}
+        trainer = make_trainer(
+            "sft", "shared", model=model, processing_class=make_tokenizer(), train_dataset=DATA["sft"](8, SEED),
+            **given, **COMPILED,
+        )  # fmt: skip
+        trainer.model.train()
+        counted = []
+        for inputs in batches(trainer, 20):
+            trainer.compute_loss(trainer.model, inputs).backward()
+            counted.append(graphs())
+        assert counted[1:] == counted[1:2] * 19
+        found.append(counted[-1])
+        before = graphs()
+        rows = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        trainer.model.eval().generate(**rows, max_new_tokens=2, do_sample=False)
+        assert graphs() == before
+    assert found[0] == found[1]
+
+
+def test_copies_and_saved_models_are_eager():
+    model = make_model()
+    trainer = make_trainer(
+        "sft", "shared", model=model, processing_class=make_tokenizer(), train_dataset=DATA["sft"](4, SEED), **COMPILED
+    )
+    layer = recomputable_layers(trainer.model)[0]
+    eager = type(recomputable_layers(make_model())[0])
+    assert eager in type(layer).__bases__
+    assert type(layer).__name__ == eager.__name__
+    assert type(copy.deepcopy(layer)) is eager
+    assert type(pickle.loads(pickle.dumps(layer))) is eager
+
+
+def test_layers_that_cannot_be_compiled_are_named(caplog):
+    model = make_model()
+    first = recomputable_layers(model)[0]
+    first.forward = first.forward
+    make_trainer(
+        "sft", "shared", model=model, processing_class=make_tokenizer(), train_dataset=DATA["sft"](4, SEED), **COMPILED
+    )
+    assert "1 of 2 layers of LlamaForCausalLM stay eager, because something has replaced their forward" in caplog.text
+
+
+def test_backends_without_segments_are_refused():
+    given = {"model": make_model(), "processing_class": make_tokenizer(), "train_dataset": DATA["sft"](4, SEED)}
+    with pytest.raises(ValueError, match="`torch_compile=True`: LlamaForCausalLM computes flat batches by `mask`"):
+        make_trainer("sft", "flat", **given, flat_attention="mask", **COMPILED)
+
+
+def test_padding_free_compiles_flat_calls(monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: compile_(forward, backend="aot_eager", **options))
+    model = make_model().train()
+    rows = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0]])
+    inputs = {"input_ids": rows, "attention_mask": (rows > 0).long(), "labels": rows.masked_fill(rows == 0, -100)}
+    expected = model(**inputs).loss
+    padding_free(model, torch_compile=True)
+    assert graphs()
+    torch.testing.assert_close(model(**inputs).loss, expected)
+    assert FlatModel.of(model).counts.computed

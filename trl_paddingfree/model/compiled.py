@@ -1,0 +1,109 @@
+"""Decoder layers compiled one by one: each kind once, for all lengths, all layers of the kind, and all micro-batches.
+
+What is compiled lies inside the checkpoint of a layer, so recomputation and slices stay outside. Calls that bring no
+flat batch, such as generation, stay eager, and so does attention, whose layout differs from batch to batch.
+"""
+
+import functools
+from typing import Any, TypeAlias
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from .architecture import recomputable_layers
+from .flat_model import FlatModel
+from .masks import ATTENTION_BACKENDS, FlatMask
+
+logger = logging.get_logger(__name__)
+
+# Arguments of [`torch.compile`]
+CompilerOptions: TypeAlias = dict[str, Any]
+
+# Layers of one class differ by what the compiler guards: mode, window, adapters, and the strides of slices. Beyond its
+# own limit of 8, the compiler leaves them eager and says so in its log alone
+_MOST_VARIANTS = 64
+
+
+def taken_from(accelerator: Accelerator) -> CompilerOptions | None:
+    """
+    How an `accelerator` was asked to compile models, by `torch_compile=True` or its launcher; `None` if it was not.
+    From here on it compiles none: it would compile the whole model, in pieces.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO:
+        return None
+    accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+    given = plugin.to_kwargs()
+    return {name: given[name] for name in ("backend", "mode", "options") if given.get(name) is not None}
+
+
+def compile_layers(flat_model: FlatModel, options: CompilerOptions) -> None:
+    """
+    Have the decoder layers of a model compute flat batches by code that [`torch.compile`] makes with `options` in the
+    first passes. Layers that cannot be compiled stay eager, and a warning says why.
+
+    Raises:
+        `ValueError`: The model leaves attention as it is, so that its layers cannot tell flat batches from others, or
+        its processes compute batches together.
+    """
+    model, backend = flat_model.model, flat_model.route.backend
+    if backend not in ATTENTION_BACKENDS:
+        raise ValueError(
+            f"`torch_compile=True`: {type(model).__name__} computes flat batches by `{backend}`, whose layers are not "
+            f"compiled. Leave it out, or set `flat_attention` to one of {', '.join(ATTENTION_BACKENDS)}."
+        )
+    if flat_model.group is not None:
+        raise ValueError("`torch_compile=True`: what processes exchange is not compiled. Leave it out.")
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    layers = recomputable_layers(model)
+    reasons = {layer: reason for layer in layers if (reason := _why_eager(layer))}
+    for layer in layers:
+        if layer not in reasons and not isinstance(layer, _Compiled):
+            layer.__class__ = _compiled_class(type(layer), options)
+    if reasons or not layers:
+        why = "; ".join(dict.fromkeys(reasons.values())) or "transformers puts no checkpoints around them"
+        number = f"{len(reasons)} of {len(layers)} layers" if layers else "the layers"
+        logger.warning(f"`torch_compile=True`: {number} of {type(model).__name__} stay eager, because {why}.")
+
+
+def _why_eager(layer: GradientCheckpointingLayer) -> str:
+    """Why a layer cannot be compiled; empty if it can."""
+    if "forward" in vars(layer):
+        return "something has replaced their forward, such as hooks that move weights"
+    if any("parameter_name" in vars(module) for module in layer.modules()):
+        return "PEFT's adapters of expert weights change the class of a module in each call"
+    return ""
+
+
+class _Compiled:
+    """Marks classes of layers that are compiled."""
+
+
+# By the class of the layers, and the options that they are compiled with
+_CLASSES: dict[tuple[type, str], type] = {}
+
+
+def _compiled_class(eager: type[GradientCheckpointingLayer], options: CompilerOptions) -> type:
+    """
+    A class like `eager` whose forward is compiled. transformers puts a checkpoint around the forward of each class of
+    layers, and only around that: a forward of an instance would have none.
+    """
+    if (key := (eager, repr(options))) in _CLASSES:
+        return _CLASSES[key]
+    forward = eager.forward.__wrapped__  # type: ignore[attr-defined]
+    compiled = torch.compile(forward, dynamic=True, **options)
+
+    @functools.wraps(forward)
+    def compiled_if_flat(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_flat = any(isinstance(value, FlatMask) for value in (*args, *kwargs.values()))
+        return (compiled if is_flat else forward)(self, *args, **kwargs)
+
+    def reduce(self: torch.nn.Module, protocol: Any) -> Any:  # copies, and models that are saved whole, are eager
+        return object.__new__, (eager,), *eager.__reduce_ex__(self, protocol)[2:]
+
+    members = {"forward": compiled_if_flat, "__reduce_ex__": reduce, "__module__": eager.__module__}
+    made = type(eager.__name__, (eager, _Compiled), {**members, "__qualname__": eager.__qualname__})
+    return _CLASSES.setdefault(key, made)
