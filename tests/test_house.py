@@ -21,10 +21,10 @@ from trl_paddingfree.trainers.registry import TRAINERS
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 FILES = {str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))}
 
-WORDS, WORDS_OF_TESTS = 112_100, 191_500
+WORDS, WORDS_OF_TESTS = 113_000, 192_700
 ENTRIES = 13  # of the folder
 IN_CIRCLES = 16  # files that import each other by any way, imports for annotations counted
-LINES_OF_A_MODULE = 313
+LINES_OF_A_MODULE = 316
 PLACES_THAT_SET_ATTRIBUTES = 24  # of others, for a time
 ATTRIBUTES_OF_FLAT_MODEL = 14
 CLASSES_ABOVE_A_TRAINER = 2  # between it and TRL's
