@@ -7,11 +7,11 @@ from trl_paddingfree import check_packed
 
 COLUMNS = ("packed", "as it is loaded", "error", "leak", "with flash attention", "error", "leak")
 HEADER = """\
-# Packed rows of others
+# Is your packing exact?
 
 Packing puts several documents into one row. It is exact only if no token sees another document. Each layer has to keep
-documents apart: attention, convolutions, recurrences. Where one does not, training goes on, and nothing is logged.
-`trl-paddingfree check MODEL --packed` says what a model does in your environment:
+documents apart: attention, convolutions, recurrences. Where one does not, training goes on, and nothing is logged. One
+command says what a model does in your environment:
 
 ```bash
 trl-paddingfree check Qwen/Qwen3-0.6B --packed
@@ -27,6 +27,46 @@ one of these:
 - **LEAKS**: A document moves when another one changes, or its gradients reach another one.
 - **INEXACT**: No document sees another, but positions, context or gradients are wrong.
 - **failed**: The model raises an error on packed rows. The result has it.
+
+## What leaks, by family
+
+| models | as they are loaded | with flash attention |
+|-|-|-|
+| Llama 2 and 3, Qwen 2 and 3 (with MoE), Gemma 1 to 3, Mistral, Mixtral, Phi 1 to 3, GLM, OLMo 1 to 3, SmolLM3, DeepSeek V2 and V3, GPT-2, GPT-NeoX | exact | exact |
+| gpt-oss, OPT, BERT and its kind | LEAKS | exact (RoBERTa: INEXACT) |
+| recurrences and short convolutions: Mamba, Jamba, Bamba, Falcon-H1, Nemotron-H, Granite 4 hybrids, Zamba, LFM2, Qwen3-Next, Qwen3.5, OLMo hybrids, Kimi Linear, MiniMax | LEAKS | LEAKS |
+| Llama 4, whose queries grow with positions on the whole row | INEXACT | not in transformers |
+
+The table of all models is below. The trainers of this package compute all of these
+exactly, or [refuse them](models.md).
+
+## A reproducer without this package
+
+TRL 1.16 warns of none of this. The following needs TRL only. It evaluates the same four documents in rows of their own
+and packed into one row. The losses should be equal, and those of gpt-oss are not:
+
+```python
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+tokenizer = Tokenizer(models.WordLevel({{"<pad>": 0, "<eos>": 1}}, unk_token="<pad>"))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+torch.manual_seed(0)
+documents = Dataset.from_list([{{"input_ids": torch.randint(2, 96, (n,)).tolist()}} for n in (9, 14, 20, 11)])
+sizes = {{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0}}  # fmt: skip
+for model_type in ("qwen3", "gpt_oss"):
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype="float32")
+    for packing in (False, True):
+        args = SFTConfig("out", packing=packing, eval_packing=packing, max_length=64, use_cpu=True, bf16=False,
+                         per_device_eval_batch_size=4, report_to="none", disable_tqdm=True)  # fmt: skip
+        trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, processing_class=tokenizer)
+        print(f"{{model_type}}, packed: {{packing}}, loss {{trainer.evaluate()['eval_loss']:.4f}}")
+```
 
 ## Check the forward of a framework
 
@@ -91,7 +131,7 @@ CPU. The first verdict is that of the attention with which transformers loads th
 log-probabilities are from those of each document alone, and how much they move when other documents change. Kernels of
 `mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not installed. With them, some layers with a state may
 keep documents apart if they are told of the boundaries, which `position_ids` alone do not.
-"""
+"""  # noqa: E501
 
 
 def check(model_type: str, attention: str | None) -> list[str]:

@@ -63,7 +63,7 @@ def table(head: str) -> list[list[str]]:
 # These pages have tests of their own
 OTHERS = (CHINESE, "docs/write_a_trainer.md", "docs/any_trainer.md", "docs/packed.md")
 PYTHON = [(name, block) for name, page in PAGES.items() if name not in OTHERS for block in blocks(page, "python")]
-EXAMPLES = [pytest.param(block, id=name) for name, block in PYTHON if not block.startswith(">>>")]
+EXAMPLES = [pytest.param(block, id=name) for name, block in PYTHON if not block.startswith((">>>", '"""'))]
 SESSIONS: dict[str, str] = {}  # by page: what one block defines, the next ones use
 for name, block in PYTHON:
     if block.startswith(">>>"):
@@ -104,6 +104,20 @@ def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir, visi
     exec(short_and_local(example, models, tmp_path), names)
     assert names["trainer"].state.global_step == 1
     assert names["trainer"].method.startswith("padding-free")
+
+
+def test_the_idea_in_one_file_equals_padded_trl(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (program,) = [block for name, block in PYTHON if block.startswith('"""')]
+    assert len(program.splitlines()) <= 150
+    assert "trl_paddingfree" not in program
+    exec(program, {"__name__": "__main__"})
+    computed, padded = map(int, re.search(r"(\d+) tokens computed in place of (\d+)", capsys.readouterr().out).groups())
+    assert computed < padded / 2
+    sees_all = program.replace("path[: position + 1]", "range(position + 1)")
+    assert sees_all != program
+    with pytest.raises(AssertionError, match="not close"):
+        exec(sees_all, {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("session", SESSIONS.values(), ids=SESSIONS)

@@ -3,10 +3,11 @@
 import re
 
 import pytest
+import transformers
 from transformers import Trainer
 
 from scripts.model_table import verdicts
-from scripts.packed_table import check, packed_page
+from scripts.packed_table import HEADER, check, packed_page
 from tests.helpers.architectures import MODEL_TYPES
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import conversations, preference_data
@@ -35,9 +36,18 @@ def test_the_examples_train_flat(title, example, monkeypatch, tmp_path, model_di
 
 
 def test_the_check_of_a_framework_runs(model_dir, capsys):
-    (example,) = blocks(PACKED, "python")
+    example = blocks(PACKED, "python")[1]
     exec(example.replace("Qwen/Qwen3-0.6B", model_dir), {})
     assert "packed by forward_of_a_framework: LEAKS" in capsys.readouterr().out
+
+
+def test_the_reproducer_shows_that_trl_packs_some_models_wrongly(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(blocks(PACKED, "python")[0], {})
+    losses = dict(re.findall(r"(\w+, packed: \w+), loss ([\d.]+)", capsys.readouterr().out))
+    assert losses["qwen3, packed: True"] == losses["qwen3, packed: False"]
+    assert losses["gpt_oss, packed: True"] != losses["gpt_oss, packed: False"]
+    assert PACKED.startswith(HEADER.format(version=transformers.__version__))
 
 
 def test_the_page_says_of_some_models_what_the_check_does():
