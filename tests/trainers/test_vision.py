@@ -168,7 +168,10 @@ def test_equal_images_are_computed_once(task):
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_images_are_processed_once_and_cut_into_parts(kind):
     model, processor = make_vision(kind, seed=SEED)
-    rows = [{**row, "images": row["images"][:1]} for row in vision_pairs(6, SEED)]
+    rows = [{**row, "images": row["images"][:1]} for row in vision_pairs(24, SEED)]
+    if kind == "llava_onevision":  # its processor leaves rows without images out of its counts: those are not cut
+        rows = [row for row in rows if row["images"]]
+    rows = rows[:6]
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model), keeps_rows=True)
     images = []
     process = type(processor.image_processor).__call__
