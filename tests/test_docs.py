@@ -53,10 +53,11 @@ def page_with(head: str) -> str:
 
 
 def table(head: str) -> list[list[str]]:
-    """The rows of the one table whose first column is called `head`."""
-    _, after = page_with(head).split(f"\n| {head} |")
-    lines = [*after.splitlines()[2:], ""]
-    rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+    """The rows of the tables of one page whose first column is called `head`."""
+    rows = []
+    for after in page_with(head).split(f"\n| {head} |")[1:]:
+        lines = [*after.splitlines()[2:], ""]
+        rows += lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 

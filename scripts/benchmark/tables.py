@@ -18,19 +18,20 @@ HEADLINE = {
     ("dpo", "hh_harmless_1500"): "DPO, Anthropic HH",
     ("sft", "p3_flanlike_clear_5000"): "SFT, P3",
     ("sft", "gsm8k_train_3000"): "SFT, GSM8K",
+    ("sft", "sgd_multiturn_1500, one sample per turn"): "SFT, agents: a sample per turn",
 }
 # What a reader understands without a legend
 HEADLINE_HEADS = (
     "training",
-    "times as fast (memory)",
-    "with `memory_budget` (memory)",
-    "padded TRL, nothing recomputed (memory)",
-    "TRL's `padding_free` (memory)",
+    "speed and peak memory",
+    "with `memory_budget`",
+    "padded TRL, nothing recomputed",
+    "TRL's `padding_free`",
     "log-probabilities differ by",
     "gradient norms differ by",
 )
-# What a trainer does by default
-DEFAULTS = {"dpo": "shared", "sft": "flat"}
+# What a trainer does by default, and samples of turns with `prefix_sharing=True`
+METHODS = {"dpo": "shared", "sft": "flat", "sft-turns": "shared"}
 HEADS = (
     *("machine, model", "rows", "padding-free", "with shared prefixes", "with `memory_budget`"),
     *("FLOPs", "FLOPs / limit"),
@@ -140,10 +141,10 @@ def headline(folder: Path) -> str:
     stronger = {compared(*each): each for each in measured if KEPT in each[2]["methods"]}
     for page, result, run in measured:
         key = result["settings"]["task"], run["rows"]
-        if key not in HEADLINE or Path(page).stem not in ("dpo", "sft"):
+        if key not in HEADLINE or Path(page).stem not in METHODS:
             continue
         kept_page, kept_result, kept_run = stronger.get(compared(page, result, run), (page, result, run))
-        kept, default = speed_and_memory(kept_run, kept_result, KEPT), DEFAULTS[key[0]]
+        kept, default = speed_and_memory(kept_run, kept_result, KEPT), METHODS[Path(page).stem]
         ours, budgeted, theirs = (speed_and_memory(run, result, x) for x in (default, "budget", "trl-padding-free"))
         kept, off = kept if kept_page == page else f"[{kept}]({kept_page})", run["differences"][default]
         log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is their mean
@@ -165,7 +166,7 @@ def speed_and_memory(run: dict[str, Any], result: dict[str, Any], name: str) -> 
         return ""
     above = {each: (methods[each] | run["profile"].get(each, {}))["bytes_above"] for each in (name, BASELINE)}
     peaks = [state[each] + above[each] for each in (name, BASELINE)]
-    memory = f" ({peaks[0] / peaks[1]:.0%})" if all(above.values()) else ""
+    memory = f", {peaks[0] / peaks[1]:.0%} of the memory" if all(above.values()) else ""
     return f"{methods[name]['speedup']:.1f}x{memory}{flag(run, name)}"
 
 

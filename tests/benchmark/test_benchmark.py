@@ -326,9 +326,9 @@ def test_the_command_writes_results_that_name_the_command(tmp_path, capsys):
     run["rows"] = next(rows for task, rows in tables.HEADLINE if task == "dpo")
     (tmp_path / "machine" / "dpo.json").write_text(json.dumps(result))
     _, speed, budget, kept, packed, loss, norm = tables.headline(tmp_path).splitlines()[2].split(" | ")
-    assert re.fullmatch(rf"{run['methods']['shared']['speedup']:.1f}x \([1-9]\d?%\)", speed)
+    assert re.fullmatch(rf"{run['methods']['shared']['speedup']:.1f}x, [1-9]\d?% of the memory", speed)
     assert budget == packed == ""  # TRL's `padding_free` is one of SFT
-    assert kept.startswith(f"{run['methods']['trl-kept']['speedup']:.1f}x (")
+    assert kept.startswith(f"{run['methods']['trl-kept']['speedup']:.1f}x, ")
     off = run["differences"]["shared"]
     assert loss == f"{max(off['logps/chosen'], off['logps/rejected']):.0e}"
     assert norm == f"{off['grad_norm']:.0e} |"
