@@ -106,7 +106,7 @@ def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
     columns = (dataset.column_names or []) if task.reads else []
     if unread := [f"`{column}`" for column in columns if column not in read]:
         has_pairs = {"chosen", "rejected"} <= set(columns) and "prompt" not in columns
-        prompt = " Without a `prompt`, it is inferred from the common start of `chosen` and `rejected`." if has_pairs else ""
+        prompt = " Without a `prompt`, it is the common start of `chosen` and `rejected`." if has_pairs else ""
         listed = f"{task.name.upper()} does not read: {', '.join(unread)}"
         logger.warning(f"The {name} data has columns that {listed}.{prompt}")
 

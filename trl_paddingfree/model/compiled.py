@@ -88,12 +88,14 @@ _CLASSES: dict[tuple[type, str], type] = {}
 
 def _compiled_class(eager: type[GradientCheckpointingLayer], options: CompilerOptions) -> type:
     """
-    A class like `eager` whose forward is compiled. transformers puts a checkpoint around the forward of each class of
-    layers, and only around that: a forward of an instance would have none.
+    A class like `eager` whose forward is compiled. A forward of an instance would have no checkpoint: transformers puts
+    one around the forward of each class of layers.
     """
     if (key := (eager, repr(options))) in _CLASSES:
         return _CLASSES[key]
-    forward = eager.forward.__wrapped__  # type: ignore[attr-defined]
+    # Of transformers 5.24 the checkpoint is around `forward`, of 5.20 around `__call__`
+    has_checkpoint = "__init_subclass__" in vars(GradientCheckpointingLayer)
+    forward = eager.forward.__wrapped__ if has_checkpoint else eager.forward  # type: ignore[attr-defined]
     compiled = torch.compile(forward, dynamic=True, **options)
 
     @functools.wraps(forward)
