@@ -268,6 +268,12 @@ def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
         liger.apply_liger_kernel(model, args.liger_kernel_config)
 
 
+def allow_recompilations(number: int) -> None:
+    """Have PyTorch compile a function anew at least so often: calls of `torch.compile` take no limit of their own."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, number)
+
+
 def put_head(model: PreTrainedModel) -> None:
     """Put TRL's fused LM head on a model that does not have it yet: not all of TRL's trainers put it there."""
     from trl.trainer.utils import add_fused_lm_head

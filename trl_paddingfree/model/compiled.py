@@ -13,6 +13,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from .. import upstream
 from .architecture import recomputable_layers
 from .flat_model import FlatModel
 from .masks import ATTENTION_BACKENDS, FlatMask
@@ -40,16 +41,22 @@ def taken_from(accelerator: Accelerator) -> CompilerOptions | None:
     return {name: given[name] for name in ("backend", "mode", "options") if given.get(name) is not None}
 
 
-def compile_layers(flat_model: FlatModel, options: CompilerOptions) -> None:
+def compile_layers(flat_model: FlatModel, options: CompilerOptions | None) -> None:
     """
     Have the decoder layers of a model compute flat batches by code that [`torch.compile`] makes with `options` in the
-    first passes. Layers that cannot be compiled stay eager, and a warning says why.
+    first passes, or with `None` by eager code again. Layers that cannot be compiled stay eager, and a warning says why.
 
     Raises:
         `ValueError`: The model leaves attention as it is, so that its layers cannot tell flat batches from others, or
         its processes compute batches together.
     """
     model, backend = flat_model.model, flat_model.route.backend
+    layers = recomputable_layers(model)
+    for layer in layers:
+        if _Compiled in (bases := type(layer).__bases__):
+            layer.__class__ = bases[0]
+    if options is None:
+        return
     if backend not in ATTENTION_BACKENDS:
         raise ValueError(
             f"`torch_compile=True`: {type(model).__name__} computes flat batches by `{backend}`, whose layers are not "
@@ -57,11 +64,10 @@ def compile_layers(flat_model: FlatModel, options: CompilerOptions) -> None:
         )
     if flat_model.group is not None:
         raise ValueError("`torch_compile=True`: what processes exchange is not compiled. Leave it out.")
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-    layers = recomputable_layers(model)
+    upstream.allow_recompilations(_MOST_VARIANTS)
     reasons = {layer: reason for layer in layers if (reason := _why_eager(layer))}
     for layer in layers:
-        if layer not in reasons and not isinstance(layer, _Compiled):
+        if layer not in reasons:
             layer.__class__ = _compiled_class(type(layer), options)
     if reasons or not layers:
         why = "; ".join(dict.fromkeys(reasons.values())) or "transformers puts no checkpoints around them"

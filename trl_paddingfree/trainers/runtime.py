@@ -68,11 +68,10 @@ class Runtime:
         self.models = self.check.install(trainer.flat_models())
         self.trained = self.models[0]
         upstream.keep_varlen_results(trainer.model)
-        if self.compiler is not None:
-            for flat_model in self.models:
-                compile_layers(flat_model, self.compiler)
-            if not self.check.awaits_weights:
-                self.check.prove_slices(trainer.flat_models(), is_compiled=True)
+        for flat_model in self.models:
+            compile_layers(flat_model, self.compiler)
+        if self.compiler is not None and not self.check.awaits_weights:
+            self.check.prove_slices(trainer.flat_models(), is_compiled=True)
         warn_of_dropout(self.trained.model, trainer.args)
 
     def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
