@@ -147,8 +147,13 @@ class RowsAlone:
             moved = self.answers([np.concatenate([[token], others]) for token in (first + steps) % self.vocab_size])
             self.measure(padded, torch.cat(moved), self.alone[3].repeat(len(moved)))
 
-    def measure(self, padded: list[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor) -> None:
-        """Set the tolerances by `padded` answers to all rows, and by `moved` ones, in other context than `still`."""
+    def measure(
+        self, padded: list[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor, units: float = 1.0
+    ) -> None:
+        """
+        Set the tolerances by `padded` answers to all rows, but to at least so many `units` of rounding, and by `moved`
+        ones, in other context than `still`.
+        """
         if carries_state(self.model):  # recurrences in other chunks round differently
             with in_small_chunks(self.model):
                 padded = [*padded, self.answers(self.rows)]
@@ -161,7 +166,7 @@ class RowsAlone:
         scale = root_mean_square(torch.cat(self.alone))
         unit = rounding_unit(self.model)
         # A pooled head gives one number per row: of so few, the measured noise may be near zero by chance
-        least = unit * scale * (NOISE_FACTOR if is_pooled(self.model) else 1)
+        least = unit * scale * (NOISE_FACTOR if is_pooled(self.model) else units)
         explained = min(NOISE_FACTOR * self.noise + least, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
         # If context has next to no effect, half the digits of it are less than a unit of rounding, which is tolerated
         self.tolerance = max(explained, min(least, LEAK_FRACTION * self.effect))
