@@ -321,7 +321,7 @@ ODD_ROWS = [
 
 
 EXTRA = {
-    "dpo": ({"question": "q", "chosen": "q a", "rejected": "q b"}, ": `question`. Without a `prompt`, it is the common start of"),
+    "dpo": ({"question": "q", "chosen": "q a", "rejected": "q b"}, ": `question`. Without a `prompt`, it is the"),
     "kto": ({"prompt": "q", "completion": " a", "label": True, "score": 1.0}, ": `score`."),
     "reward": ({"prompt": "q", "chosen": " a", "rejected": " b", "margin": 1.0, "id": 3}, ": `id`."),
     "sft": ({"text": "q a", "answer": "a"}, ": `answer`."),
