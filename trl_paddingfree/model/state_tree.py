@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
-from ..flat.layout import FlatLayout, Gather
+from ..flat.layout import Gather
 from ..flat.pieces import Context, PieceCall, Pieces
 from .masks import PassContext
 
@@ -209,14 +209,6 @@ def _even_chunks(group: PieceCall) -> tuple[int, int]:
     """How many chunks a row of a call has in plain PyTorch, and their length, so that the last is hardly padded."""
     number = -(-group.shape[1] // _CHUNK)
     return number, -(-group.shape[1] // number)
-
-
-def chunk_sizes(layout: FlatLayout, device: torch.device) -> tuple[int, int, int]:
-    """Sums over all calls of a layout: slots that are padding, chunks, and pairs of tokens within chunks."""
-    pieces = Pieces.of(layout, step_cost(device))
-    calls = [(call.shape[0], *_even_chunks(call)) for level in pieces.levels for call in level]
-    pairs = sum(rows * chunks * length**2 for rows, chunks, length in calls)
-    return len(pieces.slots.index) - layout.segments.num_tokens, sum(rows * chunks for rows, chunks, _ in calls), pairs
 
 
 def _scan(
