@@ -37,8 +37,8 @@ one of these:
 | recurrences and short convolutions: Mamba, Jamba, Bamba, Falcon-H1, Nemotron-H, Granite 4 hybrids, Zamba, LFM2, Qwen3-Next, Qwen3.5, OLMo hybrids, Kimi Linear, MiniMax | LEAKS | LEAKS |
 | Llama 4, whose queries grow with positions on the whole row | INEXACT | not in transformers |
 
-The table of all models is below. The trainers of this package compute all of these
-exactly, or [refuse them](models.md).
+The table of all models is below. The trainers of this package compute all of these exactly, or
+[refuse them](models.md).
 
 ## A reproducer without this package
 

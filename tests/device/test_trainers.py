@@ -120,15 +120,16 @@ def test_a_token_budget_that_splits(name, slices_made):
 
 @pytest.mark.parametrize("name", [name for name, (splits, _) in BUDGETS.items() if splits])
 def test_a_memory_budget_that_splits(name, slices_made):
-    task, options, data = name.split("-")[0], BUDGETS[name][1], DATA[name.split("-")[0]](8, 0)
+    task, options = name.split("-")[0], BUDGETS[name][1]
+    data = DATA[task](8, 0)
     budget = tight_budget(task, train_dataset=data, **options)
     slices_made.clear()
     result = assert_as_on_cpu(lambda: train(task, data=data, memory_budget=budget, steps=5, **options))
     assert max(slices_made) > 1
     # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs;
-    # and of their slices, what works at a time is less than that of the largest tensor
+    # and of slices of a model without the LM head, what works at a time is less than that of the largest tensor
     assert result.trainer.flat.planner.observed == CORRECTED
-    assert 0.4 < result.trainer.flat.planner.needs.correction < 1.5
+    assert (0.4 if task == "reward" else 0.9) < result.trainer.flat.planner.needs.correction < 1.5
 
 
 @pytest.mark.parametrize("name", [name for name, (splits, _) in BUDGETS.items() if not splits])

@@ -7,13 +7,17 @@ import random
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import DATA, SEED, arguments, lora, make_model, make_tokenizer
-from tests.runs import ROUNDED, assert_same, make_trainer, run
-from trl_paddingfree import padding_free
+from tests.runs import ROUNDED, TOLERANCE, assert_same, make_trainer, run
+from trl_paddingfree import UnprovenModelError, padding_free
+from trl_paddingfree.check.slices import prove_slices
 from trl_paddingfree.model.architecture import recomputable_layers
+from trl_paddingfree.model.compiled import compile_layers
 from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.routes import choose_route
 
 # Traces as compiling does, and leaves out the C++, which takes minutes on a CPU
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -33,8 +37,13 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-def trained_as_padded(task, make, tolerance=None, **options):
-    made = {} if tolerance is None else {"tolerance": tolerance}
+def sft_trainer(model, layout="shared", compiled=True, **options):
+    """A trainer that has not trained."""
+    given = {"model": model, "processing_class": make_tokenizer(), "train_dataset": DATA["sft"](8, SEED)}
+    return make_trainer("sft", layout, **given, **(COMPILED if compiled else {}), **options)
+
+
+def assert_trains_as_padded(task, make, tolerance=TOLERANCE, **options):
     # Models of tests have no name that a reference could be loaded from
     both = {"train_dataset": DATA[task](8, SEED), "steps": 2, **({"beta": 0.0} if task in ("grpo", "rloo") else {})}
     padded = run(task, "padded", **make(), **both)
@@ -42,15 +51,14 @@ def trained_as_padded(task, make, tolerance=None, **options):
     assert graphs()
     # Which of two equal rewards of reward models is higher is rounding
     ignored = (*ROUNDED, "accuracy") if task == "reward" else ROUNDED
-    assert_same(padded, ours, ignored=ignored, **made)
-    return ours.trainer
+    assert_same(padded, ours, tolerance, ignored)
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("task", DATA)
 def test_every_trainer(task):
     options = BUDGETS[(SEED + list(DATA).index(task)) % len(BUDGETS)]
-    trained_as_padded(task, lambda: arguments(task, adapters=bool(SEED % 2)), **options)
+    assert_trains_as_padded(task, lambda: arguments(task, adapters=bool(SEED % 2)), **options)
 
 
 @pytest.mark.drawn(1)
@@ -59,7 +67,7 @@ def test_architectures(model_type):
     def make():
         return {"model": tiny_model(model_type), "processing_class": make_tokenizer()}
 
-    trained_as_padded("sft", make, TOLERANCES.get(model_type), max_tokens_per_micro_batch=20)
+    assert_trains_as_padded("sft", make, TOLERANCES.get(model_type, TOLERANCE), max_tokens_per_micro_batch=20)
 
 
 def batches(trainer, number):
@@ -75,12 +83,7 @@ def test_graphs_grow_neither_with_layers_nor_with_batches(adapters):
     for layers in (2, 4):
         torch.compiler.reset()
         counters.clear()
-        model = make_model(num_hidden_layers=layers)
-        given = {"peft_config": lora()} if adapters else {}
-        trainer = make_trainer(
-            "sft", "shared", model=model, processing_class=make_tokenizer(), train_dataset=DATA["sft"](8, SEED),
-            **given, **COMPILED,
-        )  # fmt: skip
+        trainer = sft_trainer(make_model(num_hidden_layers=layers), peft_config=lora() if adapters else None)
         trainer.model.train()
         counted = []
         for inputs in batches(trainer, 20):
@@ -97,16 +100,13 @@ def test_graphs_grow_neither_with_layers_nor_with_batches(adapters):
 
 def test_copies_and_saved_models_are_eager():
     model = make_model()
-    trainer = make_trainer(
-        "sft", "shared", model=model, processing_class=make_tokenizer(), train_dataset=DATA["sft"](4, SEED), **COMPILED
-    )
-    layer = recomputable_layers(trainer.model)[0]
+    layer = recomputable_layers(sft_trainer(model).model)[0]
     eager = type(recomputable_layers(make_model())[0])
     assert eager in type(layer).__bases__
     assert type(layer).__name__ == eager.__name__
     assert type(copy.deepcopy(layer)) is eager
     assert type(pickle.loads(pickle.dumps(layer))) is eager
-    make_trainer("sft", "shared", model=model, processing_class=make_tokenizer(), train_dataset=DATA["sft"](4, SEED))
+    sft_trainer(model, compiled=False)
     assert type(layer) is eager
 
 
@@ -114,16 +114,27 @@ def test_layers_that_cannot_be_compiled_are_named(caplog):
     model = make_model()
     first = recomputable_layers(model)[0]
     first.forward = first.forward
-    make_trainer(
-        "sft", "shared", model=model, processing_class=make_tokenizer(), train_dataset=DATA["sft"](4, SEED), **COMPILED
-    )
+    sft_trainer(model)
     assert "1 of 2 layers of LlamaForCausalLM stay eager, because something has replaced their forward" in caplog.text
 
 
 def test_backends_without_segments_are_refused():
-    given = {"model": make_model(), "processing_class": make_tokenizer(), "train_dataset": DATA["sft"](4, SEED)}
     with pytest.raises(ValueError, match="`torch_compile=True`: LlamaForCausalLM computes flat batches by `mask`"):
-        make_trainer("sft", "flat", **given, flat_attention="mask", **COMPILED)
+        sft_trainer(make_model(), "flat", flat_attention="mask")
+
+
+@pytest.mark.parametrize("skipped", ["", "it does not train"])
+def test_compiled_code_that_computes_something_else_is_refused(skipped):
+    def wrong(graph, inputs):
+        return lambda *given: tuple(
+            1.01 * x if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in graph(*given)
+        )
+
+    model = make_model()
+    add_fused_lm_head(model)
+    compile_layers(FlatModel.install(model, choose_route(model)), {"backend": wrong})
+    with pytest.raises(UnprovenModelError, match="flat batches by compiled code differently from eager ones"):
+        prove_slices(model, skipped=skipped, is_compiled=True)
 
 
 def test_padding_free_compiles_flat_calls(monkeypatch):

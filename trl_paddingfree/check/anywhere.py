@@ -23,7 +23,7 @@ from ..model.routes import choose_route
 from .comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
 from .probe import check_rows, compute_dtype, rounding_unit, row_inputs, undisturbed
 from .prove import UnprovenModelError, prove
-from .slices import check_slices
+from .slices import prove_slices
 
 logger = logging.get_logger(__name__)
 
@@ -78,8 +78,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     flat = FlatModel.install(base, route)
     calls = PaddedCalls.install(flat)
     if not check:
-        if torch_compile:
-            compile_layers(flat, {})
+        compile_layers(flat, {} if torch_compile else None)
         return model
     call = _CallWithRows(model, calls)
     try:
@@ -90,13 +89,12 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
             with undisturbed(base):
                 call.try_padding(result.tolerance)
                 call.try_labels()
+            compile_layers(flat, {} if torch_compile else None)
             if torch_compile:
-                compile_layers(flat, {})
-                compiled = check_slices(base, call, is_compiled=True)
-                if not compiled.passed:
-                    raise UnprovenModelError(f"{type(base).__name__} is not the same compiled ({compiled}).")
+                prove_slices(base, call, is_compiled=True)
     except BaseException as error:
         calls.remove()
+        compile_layers(flat, None)
         upstream.set_attn_implementation(base, before)
         if isinstance(error, UnprovenModelError):  # its message names the option of the trainers
             raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None

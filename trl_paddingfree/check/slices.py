@@ -6,6 +6,7 @@ that reads keys which are not on its paths reaches more tokens, and one that mis
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -24,6 +25,7 @@ from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from . import probe
 from .comparison import NOISE_FACTOR, Comparison, Values, Verdict, worst_of
+from .prove import UnprovenModelError, draws_of
 from .training import as_in_training, as_it_answers, compared_parameters, is_small, sketch, watched_embeddings
 
 # Tokens of a row, and of a slice: with these, cuts lie within prefixes, and within what follows them
@@ -68,7 +70,7 @@ def check_slices(
     rows = probe.long_rows(model.config.get_text_config().vocab_size, length, draw)
     inputs = probe.row_inputs(model, rows, prefix_sharing=flat.route.prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"]
-    cuts = () if is_compiled else cut_by_size(batch.layout.segments, min(_SIZE, length))
+    candidate = Schedule(() if is_compiled else cut_by_size(batch.layout.segments, min(_SIZE, length)))
     unit = probe.rounding_unit(model)
     # A pooled head gives one number a row: of so few, noise may be near zero by chance
     least = NOISE_FACTOR * unit * (NOISE_FACTOR if flat.is_pooled else 1)
@@ -76,12 +78,13 @@ def check_slices(
         least = math.inf
     trying = as_it_answers(model) if skipped else as_in_training(model, call)
     # Windows of other sizes would be compiled by themselves
-    with nullcontext() if is_compiled else probe.narrowed(model), trying as left_out:
+    windows = nullcontext() if is_compiled else probe.narrowed(model)
+    with windows, trying as left_out, torch.compiler.set_stance("force_eager"):
         passed = partial(_passed, flat, call=call, trains=not skipped)
         padded = cache(lambda: passed(probe.row_inputs(model, rows), Schedule()))
         whole = passed(inputs, Schedule())
-        with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
-            sliced = passed(inputs, Schedule(cuts))
+        with torch.compiler.set_stance("default") if is_compiled else nullcontext():
+            sliced = passed(inputs, candidate)
         comparisons = [
             Comparison.of_answers(whole.answers, sliced.answers, lambda: padded().answers, unit, least),
             Comparison.of_gradients(whole.at_tokens, sliced.at_tokens, lambda: padded().at_tokens, unit),
@@ -93,7 +96,33 @@ def check_slices(
         found = Verdict(skipped=skipped or "none were in sight")
     elif whole.touched is not None and not torch.equal(whole.touched, sliced.touched):  # type: ignore[arg-type]
         found = Verdict(failure="gradients in other tokens than those of the whole")
-    return SlicesResult(max(len(cuts) - 1, 1), answers, replace(found, notes=left_out))
+    return SlicesResult(candidate.num_slices, answers, replace(found, notes=left_out))
+
+
+def prove_slices(
+    model: PreTrainedModel,
+    call: probe.Call | None = None,
+    *,
+    skipped: str = "",
+    is_compiled: bool = False,
+    agree: Callable[[bool], bool] = bool,
+) -> SlicesResult:
+    """
+    What [`check_slices`] finds, in the first of a few draws that passes on all processes, as `agree` says.
+
+    Raises:
+        [`UnprovenModelError`]: None does.
+    """
+    for draw in range(draws_of(model)):
+        result = check_slices(model, call, skipped=skipped, draw=draw, is_compiled=is_compiled)
+        if agree(result.passed):
+            return result
+    how, options = "slices of a flat batch differently from the whole", "`max_tokens_per_micro_batch`, `memory_budget`"
+    if is_compiled:
+        how, options = "flat batches by compiled code differently from eager ones", "`torch_compile`"
+    raise UnprovenModelError(
+        f"{type(model).__name__} computes {how} ({result}): training would be wrong. Leave {options} out."
+    )
 
 
 class _Pass(NamedTuple):

@@ -65,14 +65,16 @@ def compile_layers(flat_model: FlatModel, options: CompilerOptions | None) -> No
     if flat_model.group is not None:
         raise ValueError("`torch_compile=True`: what processes exchange is not compiled. Leave it out.")
     upstream.allow_recompilations(_MOST_VARIANTS)
-    reasons = {layer: reason for layer in layers if (reason := _why_eager(layer))}
+    reasons = []
     for layer in layers:
-        if layer not in reasons:
+        if reason := _why_eager(layer):
+            reasons.append(reason)
+        else:
             layer.__class__ = _compiled_class(type(layer), options)
     if reasons or not layers:
-        why = "; ".join(dict.fromkeys(reasons.values())) or "transformers puts no checkpoints around them"
-        number = f"{len(reasons)} of {len(layers)} layers" if layers else "the layers"
-        logger.warning(f"`torch_compile=True`: {number} of {type(model).__name__} stay eager, because {why}.")
+        number = f"{len(reasons)} of {len(layers)} layers of {type(model).__name__}"
+        why = "; ".join(dict.fromkeys(reasons)) or "transformers puts no checkpoints around any"
+        logger.warning(f"`torch_compile=True`: {number} stay eager, because {why}.")
 
 
 def _why_eager(layer: GradientCheckpointingLayer) -> str:
@@ -112,6 +114,10 @@ def _compiled_class(eager: type[GradientCheckpointingLayer], options: CompilerOp
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:  # copies, and models that are saved whole, are eager
         return object.__new__, (eager,), *eager.__reduce_ex__(self, protocol)[2:]
 
-    members = {"forward": compiled_if_flat, "__reduce_ex__": reduce, "__module__": eager.__module__}
-    made = type(eager.__name__, (eager, _Compiled), {**members, "__qualname__": eager.__qualname__})
-    return _CLASSES.setdefault(key, made)
+    members = {
+        "forward": compiled_if_flat,
+        "__reduce_ex__": reduce,
+        "__module__": eager.__module__,
+        "__qualname__": eager.__qualname__,
+    }
+    return _CLASSES.setdefault(key, type(eager.__name__, (eager, _Compiled), members))

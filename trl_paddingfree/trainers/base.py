@@ -122,8 +122,8 @@ class FlatTrainer(Trainer):
         self.flat.peak_memory = PeakMemory(self.accelerator.device)
         if not self.flat.pads:
             self.flat.compiler = taken_from(self.accelerator)
-        if not self.flat.pads and not self.accelerator.dataloader_config.dispatch_batches:
-            self.accelerator.dataloader_config.dispatch_batches = False  # the default dispatches batches of streams
+            if not self.accelerator.dataloader_config.dispatch_batches:
+                self.accelerator.dataloader_config.dispatch_batches = False  # the default dispatches batches of streams
         if (size := self.flat.options.sequence_parallel_size) > 1:
             self.flat.group = form_group(self.accelerator, size)
 

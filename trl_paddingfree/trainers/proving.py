@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from .. import upstream
 from ..check.progress import Progress
-from ..check.prove import CheckResult, UnprovenModelError, draws_of, prove
-from ..check.slices import check_slices
+from ..check.prove import CheckResult, UnprovenModelError, prove
+from ..check.slices import prove_slices
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
 from ..images.check import prove_images
 from ..images.examples import MADE_UP, ImageProbe
@@ -145,21 +145,8 @@ class StartUpCheck:
                 continue
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
-            for draw in range(draws_of(base)):
-                with self.in_precision():
-                    result = check_slices(base, model, skipped=skipped, draw=draw, is_compiled=is_compiled)
-                if is_exact := self._all_agree(result.passed):
-                    break
-            if not is_exact:
-                how, options = (
-                    "slices of a flat batch differently from the whole",
-                    "`max_tokens_per_micro_batch`, `memory_budget`",
-                )
-                if is_compiled:
-                    how, options = "flat batches by compiled code differently from eager ones", "`torch_compile`"
-                raise UnprovenModelError(
-                    f"{type(base).__name__} computes {how} ({result}): training would be wrong. Leave {options} out."
-                )
+            with self.in_precision():
+                result = prove_slices(base, model, skipped=skipped, is_compiled=is_compiled, agree=self._all_agree)
             if trains and self.accelerator.is_main_process:
                 verdict = "exact as far as it was compared" if result.gradients.not_compared else "exact on this model"
                 what = "Compiled layers" if is_compiled else "Slices within the budget"
