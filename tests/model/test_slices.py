@@ -302,6 +302,8 @@ def test_hidden_states_of_slices_are_those_of_the_whole():
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "qwen3_moe"])
 def test_a_pooled_head_reads_rows_of_all_slices(model_type):
     model, batch = reward_model(model_type, vocab_size=96).eval(), batch_of()
+    if model_type == "opt":  # whose ReLU turns rounding in float32 into a gradient or none
+        model.double()
     FlatModel.install(model, choose_route(model))
     inputs = {"input_ids": padded(batch.to_rows(), 0), "attention_mask": batch.row_mask.long(), "flat_batch": batch}
     found = []

@@ -30,6 +30,12 @@ from trl_paddingfree.memory.planner import MemoryPlanner
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
+def with_a_long_pair():
+    """Pairs, one of which has a row of at least 45 tokens, and fewer than 80 in all."""
+    chosen = [{"role": "assistant", "content": " ".join(["w1"] * 38)}]
+    return preference_data(16, SEED).map(lambda row, i: {"chosen": chosen} if i == 3 else row, with_indices=True)
+
+
 @given(st.lists(st.integers(1, 1000), min_size=6, max_size=60), st.integers(1, 6))
 @settings(max_examples=200, deadline=None)
 def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
@@ -130,7 +136,7 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
 
 
 def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_dir, passes):
-    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
+    common = {"model": model_dir, "train_dataset": with_a_long_pair(), "steps": 2}
     common["per_device_train_batch_size"] = 8
     padded = run("dpo", "padded", **common)
     assert_same(padded, run("dpo", "ours", **common, max_tokens_per_micro_batch=45), ignored=())
@@ -188,7 +194,7 @@ def test_frequencies_of_a_reference_follow_the_longest_row_of_the_whole_micro_ba
     def trained(layout, **options):
         model, ref_model = (make_model(**(following_rotary(limit, kind) if limit else {})) for limit in limits)
         models = {"model": model, "ref_model": ref_model, "processing_class": tokenizer}
-        return run("dpo", layout, **models, train_dataset=preference_data(16, SEED), steps=2, **options)
+        return run("dpo", layout, **models, train_dataset=with_a_long_pair(), steps=2, **options)
 
     parts = {"max_tokens_per_micro_batch": 80}
     padded = trained("padded")

@@ -65,9 +65,11 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(_LONG + 40)]
     odd.append(tokens(*range(50, 66, 5)))
     odd.append([start + row for start in tokens(*range(4, 30, 3)) for row in tokens(len(start), 5)])
-    # As much padding as attention allows: of rows, of the queries of branches, and of their keys
+    # As much padding as attention allows: of rows, of the queries of branches, of their keys, and of branches of these
     odd += [tokens(32, *[23] * 20), [prompt + row for row in tokens(16, 16, *[10] * 20)]]
     odd.append([prompt[: _SHORT - i] + row for i in range(0, 33, 2) for row in tokens(16, 16)])
+    forks = zip(tokens(33, 45, *[34] * 20), (30, 19, *[10] * 20), tokens(3, *[8] * 21), strict=True)
+    odd.append([prompt[:2] + row for first, at, second in forks for row in (first, first[:at] + second)])
     if state_layers(model) and route.states != "tree":  # kernels that pad no rows
         odd = []
     unscored = [IGNORE_INDEX] * _MIDDLE + long[_MIDDLE:]
