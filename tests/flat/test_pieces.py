@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.pieces import Context, Pieces, cut_at_forks
+from trl_paddingfree.flat.pieces import Context, Pieces
 from trl_paddingfree.flat.slices import View
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -17,9 +17,10 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 @pytest.mark.parametrize("draw", range(SEED, SEED + 20))
 def test_paths_of_pieces_are_the_paths_of_their_tokens(draw):
     segments = random_segments(draw)
-    firsts, lengths, parents, depths = cut_at_forks(segments)
+    firsts, lengths, parents, depths, before = View.of(segments, 0, segments.num_tokens).pieces
     paths = []
-    for first, length, parent, depth in zip(firsts, lengths, parents, depths, strict=True):
+    for first, length, parent, depth, token in zip(firsts, lengths, parents, depths, before, strict=True):
+        assert token == (-1 if parent == -1 else paths[parent][-1])
         own = np.arange(first, first + length)
         assert depth == (0 if parent == -1 else depths[parent] + 1)
         paths.append(own if parent == -1 else np.concatenate([paths[parent], own]))
@@ -79,7 +80,7 @@ def test_the_axis_of_a_slice_is_its_part_of_the_axis_of_all(draw, size):
     segments, total = layout.segments, layout.segments.num_tokens
     axis, places = View.of(segments, 0, total).with_context(size)
     first, last = sorted(np.random.default_rng(draw).choice(total + 1, 2, replace=False).tolist())
-    span, before = range(first, last), View.of(segments, first, last).tokens_before(size)
+    span, before = range(first, last), View.of(segments, first, last).before(size)
     assert (np.diff(before) > 0).all()
     assert (before < first).all()
     context, tokens = Context.of(layout, size, span), np.array([*span, *before])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.flat.segments import something_to_compute
 from trl_paddingfree.flat.slices import cut_by_number, cut_by_size, num_kept, slices_of
 
 seeds, sizes = st.integers(0, 10**6), st.integers(1, 80)
@@ -26,7 +27,7 @@ def keys_of(slices):
     """The flat positions of the keys that each slice kept, and of those that it has."""
     kept, had = [], []
     for part in slices:
-        own = np.arange(part.start, part.stop)
+        own = np.arange(part.span.start, part.span.stop)
         kept.append(own if part.keeps is None else own[part.keeps.numpy()])
         had.append(np.concatenate([*(kept[i] for i in part.reads), own]))
     return kept, had
@@ -49,20 +50,21 @@ def test_each_slice_sees_what_the_whole_sees(seed, with_reach):
     segments = random_segments(seed)
     cuts, whole = random_cuts(seed, segments.num_tokens), segments.dense_mask()
     slices = slices_of(FlatLayout.from_segments(segments), cuts, with_reach)
-    assert [part.num_tokens for part in slices] == np.diff(cuts).tolist()
+    total = segments.num_tokens
+    assert [part.span for part in slices] == [something_to_compute(*ends, total) for ends in pairwise(cuts)]
     kept, had = keys_of(slices)
     for part, keys in zip(slices, had, strict=True):
         made = part.layout.segments
-        assert made.num_tokens == part.stop - part.start + with_reach
+        assert made.num_tokens == part.span.stop - part.span.start + with_reach
         assert made.num_keys == len(keys) + with_reach
-        seen, expected = mask_of(part.layout), whole[part.start : part.stop]
+        seen, expected = mask_of(part.layout), whole[part.span.start : part.span.stop]
         if with_reach:  # a row of its own, which nothing else sees
             assert np.flatnonzero(seen[-1]).tolist() == [len(keys)]
             assert not seen[:-1, -1].any()
             seen = seen[:-1, :-1]
         assert np.array_equal(seen, expected[:, keys])
         assert expected.sum() == seen.sum()  # there is no other that it sees
-        positions = segments.position_ids[part.start : part.stop]
+        positions = segments.position_ids[part.span.start : part.span.stop]
         assert made.position_ids[: len(positions)].tolist() == positions.tolist()
     assert num_kept(segments, cuts) == sum(map(len, kept))
 
@@ -78,7 +80,7 @@ def test_nothing_is_kept_that_no_later_slice_reads(seed):
         assert whole[end:, keys].any(0).all()
     for part in slices:
         for number in part.reads:
-            assert whole[part.start : part.stop, cuts[number] : cuts[number + 1]].any()
+            assert whole[part.span.start : part.span.stop, cuts[number] : cuts[number + 1]].any()
 
 
 @pytest.mark.parametrize("with_reach", [False, True])

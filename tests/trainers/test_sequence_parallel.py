@@ -24,7 +24,6 @@ from trl_paddingfree.check import prove
 from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.pieces import Context
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.model.flat_model import FlatModel
@@ -395,7 +394,7 @@ class Given(OtherSlices):
     def span(self, num_tokens):
         return span_of(num_tokens, self.number, self.size)
 
-    def context(self, layout, states, size):
+    def with_context(self, layout, states, size):
         """Every process is sent what the other processes hold for it, in the order of the flat axis."""
         halos = [Halo.of(layout, size, i, self.size) for i in range(self.size)]
         total, received = layout.segments.num_tokens, []
@@ -405,7 +404,7 @@ class Given(OtherSlices):
             assert halo.sent[self.number] == halos[self.number].received[i]
             received.append(held[first : first + halo.sent[self.number]])
         assert halos[self.number].is_needed == any(sum(halo.received) for halo in halos)
-        return torch.cat([states, *received]), Context.of(layout, size, self.span(total))
+        return torch.cat([states, *received])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])

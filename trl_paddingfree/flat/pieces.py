@@ -13,14 +13,12 @@ ends, so each token is computed once. Pieces with as many others before them are
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from .layout import FlatLayout, GatherIndex, once_per_layout
-from .segments import Segments, something_to_compute
-from .slices import View, handed_on
+from .slices import View, handed_on, views_of
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,14 @@ class Pieces:
         length, padded, see [`groups_of_like_length`]. With `None`, each level is one call, whose pieces stand one after
         the other.
         """
-        part = states_of_slices(layout, cuts)[number] if cuts else None
-        firsts, lengths, parents, depths = cut_at_forks(layout.segments) if part is None else part.pieces
+        cuts = cuts or (0, layout.segments.num_tokens)
+        view, (reads, kept) = views_of(layout, cuts)[number], handed_on(layout, cuts, "states")[number]
+        firsts, lengths, parents, depths, before = view.pieces
+        enters = np.isin(before, reads)
         place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, call by call
         slots: list[np.ndarray] = []
-        levels, earlier = [], 0
-        for depth in range(depths.max() + 1):
+        levels, sizes = [], np.bincount(depths)
+        for depth in range(len(sizes)):
             level, calls = np.flatnonzero(depths == depth), []
             alike = [] if step_cost is None else groups_of_like_length(lengths[level], step_cost)
             groups = [level[group] for group in alike] or [level]
@@ -74,94 +74,22 @@ class Pieces:
                 if step_cost is None:
                     rows = rows[rows >= 0][None]
                     boundaries = layout.tensor(np.concatenate([[0], lengths[members].cumsum()]).astype(np.int32))
-                initial = layout.gather_index(place[parents[members]], earlier) if depth else None
-                if not depth and part is not None and (part.continued[members] >= 0).any():
-                    initial = layout.gather_index(part.continued[members], len(part.reads))
+                initial = layout.gather_index(place[parents[members]], sizes[depth - 1]) if depth else None
+                if enters[members].any():  # of the first level only
+                    states = np.where(enters, np.searchsorted(reads, before), -1)
+                    initial = layout.gather_index(states[members], len(reads))
                 calls.append(PieceCall(rows.shape, initial, boundaries))
                 slots.append(rows.ravel())
             levels.append(tuple(calls))
             place[np.concatenate(groups)] = np.arange(len(level))
-            earlier = len(level)
         tokens = np.concatenate(slots)
         own = np.empty(lengths.sum(), dtype=np.int64)
         own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
         ends = None
-        if part is not None and len(part.kept):  # among the pieces of all levels
-            before = np.cumsum([0, *(np.count_nonzero(depths == depth) for depth in range(depths.max()))])
-            ends = layout.gather_index((before[depths] + place)[part.kept], len(depths))
+        if len(kept):  # among the pieces of all levels
+            of_kept = np.searchsorted(view.span.start + firsts + lengths - 1, kept)
+            ends = layout.gather_index(((np.cumsum(sizes) - sizes)[depths] + place)[of_kept], len(depths))
         return Pieces(tuple(levels), layout.gather_index(tokens, len(own)), layout.gather_index(own, len(tokens)), ends)
-
-
-@dataclass(frozen=True)
-class SliceStates:
-    """Which states of layers a slice reads from earlier slices, and keeps for later ones. All on the host."""
-
-    span: range  # the flat tokens that it computes
-    pieces: tuple[np.ndarray, ...]  # as [`cut_at_forks`] gives them, of what lies in it, by tokens of its own
-    continued: np.ndarray  # (P,) int64: which of the states in `reads` each piece continues, or -1
-    reads: np.ndarray  # flat tokens of earlier slices, ascending: it reads the states after these
-    kept: np.ndarray  # its pieces, in flat order, whose last states later slices read
-    ends: np.ndarray  # the flat tokens in which these end
-
-
-@once_per_layout
-def states_of_slices(layout: FlatLayout, cuts: tuple[int, ...]) -> list[SliceStates]:
-    """The states that slices read and keep, of all slices of a layout that is cut at these flat positions."""
-    firsts, lengths, parents, _ = cut_at_forks(layout.segments)
-    lasts = firsts + lengths - 1
-    spans = [something_to_compute(start, stop, layout.segments.num_tokens) for start, stop in pairwise(cuts)]
-    begun, reads = [], []  # of each slice: all but what later ones read of it; what it reads
-    for span in spans:
-        rows: list[tuple[int, int, int, int]] = []
-        number_of: dict[int, int] = {}  # of the piece that ends in a token of this slice
-        before: list[int] = []  # the token of an earlier slice after which each piece goes on, or -1
-        for first, last, parent in zip(firsts.tolist(), lasts.tolist(), parents.tolist(), strict=True):
-            start, stop = max(first, span.start), min(last + 1, span.stop)
-            if start >= stop:
-                continue
-            previous = start - 1 if start > first else int(lasts[parent]) if parent >= 0 else -1
-            own = number_of.get(previous, -1)
-            before.append(previous if own < 0 else -1)
-            number_of[stop - 1] = len(rows)
-            rows.append((start - span.start, stop - start, own, rows[own][3] + 1 if own >= 0 else 0))
-        reads.append(np.unique([token for token in before if token >= 0]).astype(np.int64))
-        continued = np.where(np.array(before) >= 0, np.searchsorted(reads[-1], before), -1)
-        begun.append((tuple(np.array(rows, dtype=np.int64).T), continued, number_of))
-    slices = []
-    for span, (pieces, continued, number_of), wanted, ends in zip(
-        spans, begun, reads, handed_on(reads, cuts), strict=True
-    ):
-        kept = np.array([number_of[token] for token in ends.tolist()], dtype=np.int64)
-        slices.append(SliceStates(span, pieces, continued, wanted, kept, ends))
-    return slices
-
-
-@once_per_layout
-def tails_of_slices(layout: FlatLayout, cuts: tuple[int, ...], size: int) -> list[np.ndarray]:
-    """Of each slice, the flat tokens, ascending, that convolutions over `size + 1` tokens read in later slices."""
-    views = (View.of(layout.segments, start, stop) for start, stop in pairwise(cuts))
-    return handed_on([view.tokens_before(size) for view in views], cuts)
-
-
-def cut_at_forks(segments: Segments) -> tuple[np.ndarray, ...]:
-    """
-    Segments cut where others continue them. Of each piece, in the order of the flat axis, `(P,)` int64: its first
-    token, its length, the piece that it continues or -1, and how many there are before it on its path.
-    """
-    cuts = [{end} for end in segments.key_lengths]
-    for holder, start in zip(segments.holders, segments.starts, strict=True):
-        if holder != -1:
-            cuts[holder].add(start)
-    pieces: list[tuple[int, int, int, int]] = []
-    ended: dict[tuple[int, int], int] = {}  # the piece of a segment that ends at a position
-    for i, (holder, start) in enumerate(zip(segments.holders, segments.starts, strict=True)):
-        before, begin = ended.get((holder, start), -1), start
-        for end in sorted(cuts[i]):
-            depth = 0 if before == -1 else pieces[before][3] + 1
-            pieces.append((segments.offsets[i] + begin - start, end - begin, before, depth))
-            before = ended[i, end] = len(pieces) - 1
-            begin = end
-    return tuple(np.array(pieces, dtype=np.int64).T)
 
 
 @dataclass(frozen=True)
@@ -178,10 +106,10 @@ class Context:
     @once_per_layout
     def of(layout: FlatLayout, size: int, span: range) -> "Context":
         """The axis of a slice on the layout's device."""
-        index, places = View.of(layout.segments, span.start, span.stop).with_context(size)
-        outside = (index >= 0) & (index < span.start)
-        before = np.unique(index[outside])  # `tokens_before`
-        index = np.where(outside, len(span) + np.searchsorted(before, index), index - span.start * (index >= 0))
+        view = View.of(layout.segments, span.start, span.stop)
+        (index, places), before = view.with_context(size), view.before(size)
+        outside = len(span) + np.searchsorted(before, index)
+        index = np.where(np.isin(index, before), outside, np.maximum(index - span.start, -1))
         return Context(layout.gather_index(index, len(span) + len(before)), layout.tensor(places))
 
 

@@ -16,7 +16,7 @@ different token in each branch, so each branch owns a copy of it and every flat 
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 
@@ -82,8 +82,8 @@ class Segments:
         return cls(tuple(lengths), (-1,) * len(lengths), (0,) * len(lengths))
 
     def __getstate__(self) -> dict:
-        # Data loader workers send the three tuples only: the rest is cheap to derive again
-        return {name: vars(self)[name] for name in ("lengths", "parents", "starts")}
+        # Data loader workers send the fields only: the rest is cheap to derive again
+        return {each.name: vars(self)[each.name] for each in fields(self)}
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
@@ -159,6 +159,12 @@ class Segments:
     def path(self, segment: int) -> np.ndarray:
         """`(starts[segment] + lengths[segment],)` int64: flat positions of the row that ends with `segment`."""
         return self._paths[segment]
+
+    @cached_property
+    def forks(self) -> np.ndarray:
+        """The flat tokens, ascending, int64, that precede the first one of some segment in its row."""
+        before = [path[start - 1] for path, start in zip(self._paths, self.starts, strict=True) if start]
+        return np.unique(np.array(before, dtype=np.int64))
 
     @cached_property
     def kv_index(self) -> np.ndarray | None:

@@ -8,9 +8,10 @@ Shape legend: see [`~trl_paddingfree.flat.segments`]. Two rows that share three 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from .transfer import HasTensors
 
 # A cut moves to the end of a segment that is within an eighth of a slice: runs that begin there need no mask
 _NEAR = 8
+
+
+# What a span reads of the flat axis before it: keys, states of layers, or a number of tokens before each run
+What = Literal["keys", "states"] | int
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,14 @@ class Run:
 
 @dataclass(frozen=True)
 class View:
-    """A span of the flat axis, as a slice or a process sees it: its runs, and what they inherit from before it."""
+    """
+    A span of the flat axis, as a slice in time, a process, or the whole batch sees it: its runs, and what they need of
+    the tokens before it.
+    """
 
     span: range
     runs: tuple[Run, ...]
+    forks: np.ndarray  # the flat tokens, ascending, after which segments go on: int64
 
     @classmethod
     def of(cls, segments: Segments, start: int, stop: int) -> "View":
@@ -47,13 +56,26 @@ class View:
             first, last = max(span.start, offset), min(span.stop, offset + segments.lengths[i])
             if first < last:
                 runs.append(Run(first, last - first, segments.path(i)[: segments.starts[i] + last - offset]))
-        return cls(span, tuple(runs))
+        return cls(span, tuple(runs), segments.forks)
 
-    @property
-    def inherited(self) -> np.ndarray:
-        """The flat tokens before the span, ascending, whose keys its runs read."""
-        before = np.concatenate([run.path for run in self.runs])
-        return np.unique(before[before < self.span.start])
+    @cached_property
+    def pieces(self) -> np.ndarray:
+        """
+        `(5, P)` int64, the runs cut after each fork: of each piece, in flat order, its first token, from the start of
+        the span; its length; the piece of the span that it continues, or -1; how many of these are before it on its
+        path; and the flat token that precedes it in its row, or -1.
+        """
+        pieces: list[tuple[int, int, int, int, int]] = []
+        ended: dict[int, int] = {-1: -1}  # the piece that ends in a token
+        for run in self.runs:
+            last, previous = run.first + run.length - 1, int(np.append(-1, run.path)[-run.length - 1])
+            within, first = self.forks[(self.forks >= run.first) & (self.forks < last)].tolist(), run.first
+            for end in (*within, last):
+                parent = ended.get(previous, -1)
+                depth = pieces[parent][3] + 1 if parent >= 0 else 0
+                pieces.append((first - self.span.start, end + 1 - first, parent, depth, previous))
+                ended[end], previous, first = len(pieces) - 1, end, end + 1
+        return np.array(pieces, dtype=np.int64).T
 
     def with_context(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """
@@ -71,18 +93,33 @@ class View:
             places.append(run.first - self.span.start + number * size + np.arange(run.length))
         return np.concatenate(index), np.concatenate(places)
 
-    def tokens_before(self, size: int) -> np.ndarray:
-        """The flat tokens before the span among those of [`View.with_context`], ascending, int64."""
-        index, _ = self.with_context(size)
-        return np.unique(index[(index >= 0) & (index < self.span.start)])
+    def before(self, what: What) -> np.ndarray:
+        """
+        The flat tokens before the span, ascending, int64, whose keys its runs read, after which states enter it, or
+        that [`View.with_context`] has of so many.
+        """
+        if isinstance(what, int):
+            tokens = self.with_context(what)[0]
+        else:
+            tokens = np.concatenate([run.path for run in self.runs]) if what == "keys" else self.pieces[4]
+        return np.unique(tokens[(tokens >= 0) & (tokens < self.span.start)])
 
 
-def handed_on(wanted: Sequence[np.ndarray], cuts: tuple[int, ...]) -> list[np.ndarray]:
-    """Of each slice, the flat tokens, ascending, of which later ones want something: `wanted` of earlier ones."""
-    last = np.full(cuts[-1], -1)  # the last slice that wants something of each token
-    for number, tokens in enumerate(wanted):
+@once_per_layout
+def views_of(layout: FlatLayout, cuts: tuple[int, ...]) -> list[View]:
+    """The spans between these flat positions, 0 and `T` among them."""
+    return [View.of(layout.segments, start, stop) for start, stop in pairwise(cuts)]
+
+
+@once_per_layout
+def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each slice, the flat tokens, ascending, of which it reads `what`, and its own of which later ones do."""
+    reads = [view.before(what) for view in views_of(layout, cuts)]
+    last = np.full(cuts[-1], -1)  # the last slice that reads each token
+    for number, tokens in enumerate(reads):
         last[tokens] = number
-    return [start + np.flatnonzero(last[start:stop] > i) for i, (start, stop) in enumerate(pairwise(cuts))]
+    kept = [start + np.flatnonzero(last[start:stop] > i) for i, (start, stop) in enumerate(pairwise(cuts))]
+    return list(zip(reads, kept, strict=True))
 
 
 @dataclass(frozen=True)
@@ -97,9 +134,6 @@ class SegmentSlice(Segments):
 
     def __post_init__(self):
         """Runs continue keys, and no segments of this slice."""
-
-    def __getstate__(self) -> dict:
-        return {each.name: vars(self)[each.name] for each in fields(self)}
 
     @property
     def num_keys(self) -> int:
@@ -119,8 +153,8 @@ class SegmentSlice(Segments):
 @dataclass(frozen=True)
 class Slice(HasTensors):
     """
-    Contiguous tokens of a flat axis, from `start` to before `stop`, of which the first `num_tokens` count. An empty
-    slice has two that stand in, see [`something_to_compute`], and none counts.
+    Contiguous tokens of a flat axis. An empty slice has two that stand in, see [`something_to_compute`], and do not
+    count.
 
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 3)))
     >>> one, two = slices_of(layout, (0, 4, 9))
@@ -128,12 +162,10 @@ class Slice(HasTensors):
     (None, (0,), [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8])
     """
 
-    start: int
-    stop: int
+    span: range
     layout: FlatLayout
     reads: tuple[int, ...]  # the earlier slices whose kept keys come before its own
     keeps: torch.Tensor | None  # (K,) int64: those of its tokens whose keys later slices read; `None`: all of them
-    num_tokens: int
 
 
 @once_per_layout
@@ -143,20 +175,18 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     more, a row of its own, at the last position of the longest row, so that rotary frequencies agree in all slices.
     """
     blocks, slices = layout.host_blocks, []
-    views = [View.of(layout.segments, start, stop) for start, stop in pairwise(cuts)]
-    wanted = [view.inherited for view in views]
-    kept = handed_on(wanted, cuts)
-    for number, (view, inherited) in enumerate(zip(views, wanted, strict=True)):
+    handed = handed_on(layout, cuts, "keys")
+    for view, (inherited, kept) in zip(views_of(layout, cuts), handed, strict=True):
         reads = tuple(np.unique(np.searchsorted(cuts, inherited, "right") - 1).tolist())
-        axis = np.concatenate([*(kept[i] for i in reads), np.asarray(view.span)])
+        axis = np.concatenate([*(handed[i][1] for i in reads), np.asarray(view.span)])
         lengths, paths = [run.length for run in view.runs], [np.searchsorted(axis, run.path) for run in view.runs]
         if with_reach:
             lengths, paths = [*lengths, 1], [*paths, np.array([len(axis)])]
         starts = tuple(len(path) - length for path, length in zip(paths, lengths, strict=True))
         own = SegmentSlice(tuple(lengths), (-1,) * len(lengths), starts, tuple(paths), len(axis) + with_reach)
-        keeps = None if len(kept[number]) == own.num_tokens else torch.from_numpy(kept[number] - view.span.start)
+        keeps = None if len(kept) == own.num_tokens else torch.from_numpy(kept - view.span.start)
         made = FlatLayout.from_segments(own, None if blocks is None else np.append(blocks[axis], [-1] * with_reach))
-        slices.append(Slice(view.span.start, view.span.stop, made, reads, keeps, cuts[number + 1] - cuts[number]))
+        slices.append(Slice(view.span, made, reads, keeps))
     return tuple(each.to(layout.device, non_blocking=True) for each in slices)
 
 

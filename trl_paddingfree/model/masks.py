@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, once_per_layout
-from ..flat.pieces import Context
 from ..flat.slices import Slice, slices_of
 from .architecture import config_value
 
@@ -58,10 +57,10 @@ class OtherSlices(Protocol):
     def span(self, num_tokens: int) -> range:
         """The flat tokens of this slice, of `num_tokens` in all."""
 
-    def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
+    def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
         """
         States `(t, C)` of the slice, followed by those `(O, C)` of the tokens of other slices that a convolution over
-        `size + 1` tokens reads; and where all of them stand on the axis of the convolution.
+        `size + 1` tokens reads, in flat order.
         """
 
     def scan(

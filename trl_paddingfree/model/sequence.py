@@ -24,7 +24,6 @@ from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout, Gather
-from ..flat.pieces import Context
 from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
@@ -50,7 +49,7 @@ def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> 
     for start, stop in pairwise(cuts or (0, total)):
         together = something_to_compute(start, stop, total)
         own = span_of(len(together), number, size)
-        spans.append(range(together.start + own.start, together.start + own.stop))
+        spans.append(together[own.start : own.stop])
     return spans
 
 
@@ -153,14 +152,14 @@ class SequenceGroup:
         output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
 
-    def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
+    def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
         """Processes send each other up to `size` tokens that precede each slice, and each segment that begins in it."""
         halo = Halo.of(layout, size, self.rank, self.size)
-        if halo.is_needed:
-            sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
-            before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
-            states = torch.cat([states, before.view(-1, states.size(1))])
-        return states, Context.of(layout, size, self.span(layout.segments.num_tokens))
+        if not halo.is_needed:
+            return states
+        sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
+        before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
+        return torch.cat([states, before.view(-1, states.size(1))])
 
     def scan(
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]

@@ -22,9 +22,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
-from ..flat.pieces import Context, states_of_slices, tails_of_slices
 from ..flat.segments import something_to_compute
-from ..flat.slices import Slice, View, slices_of
+from ..flat.slices import Slice, What, handed_on, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_reach
 from .masks import PassContext, Scan, masks_of_slice
 from .restored import attributes_set
@@ -70,33 +69,30 @@ class Carry:
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
 
-    def context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> tuple[torch.Tensor, Context]:
+    def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
         """The tokens that a convolution reads before the slice are those that earlier slices have kept for it."""
-        span, tails = self.span(layout.segments.num_tokens), tails_of_slices(layout, self.cuts, size)
-        earlier = self._read(layout, View.of(layout.segments, span.start, span.stop).tokens_before(size), tails)
-        self.kept.append(states.index_select(0, layout.tensor(tails[self.number] - span.start)))
-        return torch.cat([states, *earlier]), Context.of(layout, size, span)
+        earlier, (_, kept) = self._read(layout, size), handed_on(layout, self.cuts, size)[self.number]
+        self.kept.append(states.index_select(0, layout.tensor(kept - self.cuts[self.number])))
+        return torch.cat([states, *earlier])
 
     def scan(
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """A scan of the slice goes on from the states in which earlier ones end."""
-        parts = states_of_slices(layout, self.cuts)
-        earlier = self._read(layout, parts[self.number].reads, [part.ends for part in parts])
-        place = len(self.kept)
+        earlier, place = self._read(layout, "states"), len(self.kept)
         self.kept.append(inputs[0].new_zeros(0))  # holds the place: layers within the scan come later
         outputs, kept = scan(inputs, weights, self.cuts, self.number, torch.cat(earlier) if earlier else None)
         if kept is not None:
             self.kept[place] = kept
         return outputs
 
-    def _read(self, layout: FlatLayout, tokens: np.ndarray, kept: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """What earlier slices kept in this call for these flat `tokens`; `kept` has the tokens for which each did."""
+    def _read(self, layout: FlatLayout, what: What) -> list[torch.Tensor]:
+        """What earlier slices kept in this call that this one reads, see [`handed_on`]."""
         if self.is_complete:
             self._refuse_recomputing("A layer that carries state", "states")
-        place, entries = len(self.kept), []
-        for number, of_slice in enumerate(kept[: self.number]):
-            own = np.flatnonzero(np.isin(of_slice, tokens))
+        handed, place, entries = handed_on(layout, self.cuts, what), len(self.kept), []
+        for number, (_, kept) in enumerate(handed[: self.number]):
+            own = np.flatnonzero(np.isin(kept, handed[self.number][0]))
             if len(own):
                 entries.append(self.earlier[number][place].index_select(0, layout.tensor(own)))
         return entries
@@ -176,7 +172,7 @@ def _spans(
 ) -> tuple[list[range], list[int]]:
     """Of each slice, the tokens of this process's batch that it computes, and how many of these count."""
     if group is None:
-        return [range(each.start, each.stop) for each in slices], [each.num_tokens for each in slices]
+        return [each.span for each in slices], np.diff(cuts).tolist()
     sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
     return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)], sizes
 

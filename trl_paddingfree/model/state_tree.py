@@ -79,10 +79,11 @@ def _convolve(
 ) -> torch.Tensor:  # fmt: skip
     """A causal convolution of `(1, C, T)`: each segment follows the tokens of its row that the kernel reads, too."""
     rows, size = states.squeeze(0).T, weight.size(-1) - 1
-    if context.others is None:
-        before = Context.of(context.layout, size, range(len(rows)))
-    else:
-        rows, before = context.others.context(context.layout, rows, size)
+    layout, span = context.layout, range(len(rows))
+    if context.others is not None:
+        span = context.others.span(layout.segments.num_tokens)
+        rows = context.others.with_context(layout, rows, size)
+    before = Context.of(layout, size, span)
     axis = Gather.apply(rows, before.rows).T
     axis = axis if has_kernel else axis.contiguous()  # PyTorch's own convolution takes twice as long otherwise
     return function(axis[None], weight, bias, activation=activation, **kwargs).index_select(2, before.places)
@@ -97,7 +98,7 @@ def _delta_rule(
 
     def call(group: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
         value, g, beta, query, key = parts
-        chunks = {"cu_seqlens": group.boundaries} if has_kernel else {"chunk_size": _even_chunks(group)[1]}
+        chunks = {"cu_seqlens": group.boundaries} if has_kernel else {"chunk_size": _even_chunk(group)}
         options = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
         return function(query, key, value, g=g, beta=beta, **options)
 
@@ -121,7 +122,7 @@ def _chunk_scan(
         state: torch.Tensor | None, goes_on: bool,
     ) -> Step:  # fmt: skip
         states, dt, B, C = parts
-        chunks = {} if has_kernel else {"chunk_size": _even_chunks(group)[1]}
+        chunks = {} if has_kernel else {"chunk_size": _even_chunk(group)}
         options = {**kwargs, **chunks, "D": D, "initial_states": state, "return_final_states": goes_on}
         result = function(states, dt, A, B, C, **options)
         return result if goes_on else (result, None)
@@ -205,10 +206,10 @@ _ALONG_TREE: dict[str, Callable] = {
 }
 
 
-def _even_chunks(group: PieceCall) -> tuple[int, int]:
-    """How many chunks a row of a call has in plain PyTorch, and their length, so that the last is hardly padded."""
+def _even_chunk(group: PieceCall) -> int:
+    """The length of a chunk of a call in plain PyTorch, so that the last of each row is hardly padded."""
     number = -(-group.shape[1] // _CHUNK)
-    return number, -(-group.shape[1] // number)
+    return -(-group.shape[1] // number)
 
 
 def _scan(
