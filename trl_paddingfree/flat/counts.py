@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from operator import add
 from typing import Any
 
@@ -47,7 +47,7 @@ class BatchCounts:
 
     def as_tuple(self) -> tuple[int, int, int, int, int]:
         """The counts, in the order above."""
-        return self.computed, self.real, self.padded, self.distinct, self.repeated
+        return astuple(self)
 
 
 class TokenCounts:

@@ -47,11 +47,11 @@ class OtherSlices(Protocol):
 
     def attend(
         self, attend: Attention, context: "PassContext", layer: torch.nn.Module, module: torch.nn.Module,
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object,
+        *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """
-        Attention of this slice by the function `attend`. `module` is the `layer` that calls it, or a copy with some of
-        its heads.
+        Attention of this slice by the function `attend`, whose `states` are query, key and value. `module` is the
+        `layer` that calls it, or a copy with some of its heads.
         """
 
     def span(self, num_tokens: int) -> range:

@@ -140,14 +140,14 @@ class SequenceGroup:
 
     def attend(
         self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object,
+        *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """
-        Attention `(1, t, H, D)` of a slice, whose query, key and value are `(1, heads, t, D)`. The function `attend`
+        Attention `(1, t, H, D)` of a slice, whose `states` are `(1, heads, t, D)`. The function `attend`
         computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
-        num_heads, states = query.size(1), [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-        whole, (heads, keys, _) = self._to_heads(states, context.layout.segments.num_tokens)
+        num_heads, of_tokens = states[0].size(1), [x.squeeze(0).transpose(0, 1) for x in states]
+        whole, (heads, keys, _) = self._to_heads(of_tokens, context.layout.segments.num_tokens)
         own_module, kwargs = self._with_heads(module, heads, len(keys), num_heads, kwargs)
         output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None

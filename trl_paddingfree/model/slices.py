@@ -51,20 +51,20 @@ class Carry:
 
     def attend(
         self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: object,
+        *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Attention over the keys of earlier slices, and then its own. Calls come in the same order in every slice."""
         part, places = context.part, self.places.setdefault(layer, [])
         assert part is not None
         if not self.is_complete:
             places.append(len(self.kept))
-            keeps = None if part.keeps is None else part.keeps.to(key.device)  # the device of this layer
-            self.kept += [x if keeps is None else x.index_select(2, keeps) for x in (key, value)]
+            keeps = None if part.keeps is None else part.keeps.to(states[1].device)  # the device of this layer
+            self.kept += [x if keeps is None else x.index_select(2, keeps) for x in states[1:]]
         elif len(places) > 1:
-            self._refuse_recomputing(f"{type(layer).__name__} is called several times in a pass and", "keys")
+            self._refuse_recomputing(f"{type(layer).__name__} is called several times in a pass and")
         earlier, place = [self.earlier[number] for number in part.reads], places[-1]
-        key, value = (torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate((key, value)))
-        return attend(module, query, key, value, **kwargs)
+        whole = [torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate(states[1:])]
+        return attend(module, states[0], *whole, **kwargs)
 
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
@@ -89,7 +89,7 @@ class Carry:
     def _read(self, layout: FlatLayout, what: What) -> list[torch.Tensor]:
         """What earlier slices kept in this call that this one reads, see [`handed_on`]."""
         if self.is_complete:
-            self._refuse_recomputing("A layer that carries state", "states")
+            self._refuse_recomputing("A layer that carries state")
         handed, place, entries = handed_on(layout, self.cuts, what), len(self.kept), []
         for number, (_, kept) in enumerate(handed[: self.number]):
             own = np.flatnonzero(np.isin(kept, handed[self.number][0]))
@@ -97,10 +97,10 @@ class Carry:
                 entries.append(self.earlier[number][place].index_select(0, layout.tensor(own)))
         return entries
 
-    def _refuse_recomputing(self, who: str, what: str) -> NoReturn:
+    def _refuse_recomputing(self, who: str) -> NoReturn:
         raise ValueError(
-            f"{who} recomputes within a slice, so that it is not known which {what} it wants: leave out the "
-            "checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
+            f"{who} recomputes within a slice, so that it is not known which values of earlier ones it wants: leave "
+            "out the checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
         )
 
 

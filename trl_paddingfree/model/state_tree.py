@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
-from ..flat.layout import Gather
+from ..flat.layout import FlatLayout, Gather
 from ..flat.pieces import Context, PieceCall, Pieces
 from .masks import PassContext
 
@@ -74,9 +74,8 @@ def tree_functions(
 
 
 def _convolve(
-    context: PassContext, function: Callable, has_kernel: bool, states: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
-) -> torch.Tensor:  # fmt: skip
+    context: PassContext, function: Callable, has_kernel: bool, states, weight, bias=None, activation=None, **kwargs
+) -> torch.Tensor:
     """A causal convolution of `(1, C, T)`: each segment follows the tokens of its row that the kernel reads, too."""
     rows, size = states.squeeze(0).T, weight.size(-1) - 1
     layout, span = context.layout, range(len(rows))
@@ -90,13 +89,12 @@ def _convolve(
 
 
 def _delta_rule(
-    context: PassContext, function: Callable, has_kernel: bool, query: torch.Tensor, key: torch.Tensor,
-    value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, initial_state: None = None,
-    output_final_state: bool = False, **kwargs: object,
+    context: PassContext, function: Callable, has_kernel: bool, query, key, value, g, beta, *, initial_state=None,
+    output_final_state=False, **kwargs,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """A (gated) delta rule of `(1, T, H, D)`. Zeros, as padding, change no state: neither decay nor update."""
 
-    def call(group: PieceCall, parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool) -> Step:
+    def call(group, parts, state, goes_on) -> Step:
         value, g, beta, query, key = parts
         chunks = {"cu_seqlens": group.boundaries} if has_kernel else {"chunk_size": _even_chunk(group)}
         options = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
@@ -106,21 +104,15 @@ def _delta_rule(
 
 
 def _chunk_scan(
-    context: PassContext, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
-    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: None = None,
-    return_final_states: bool = False, **kwargs: object,
+    context: PassContext, function: Callable, has_kernel: bool, states, dt, A, B, C, *, D=None, dt_bias=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), initial_states=None, return_final_states=False, **kwargs,
 ) -> torch.Tensor:  # fmt: skip
     """Mamba 2's scan of `(1, T, H, D)`. Bias, softplus and limits are applied here, so that zeros pad: no step."""
     dt = dt.float() if has_kernel else dt  # as the kernel does it
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
-    def call(
-        A: torch.Tensor, D: torch.Tensor | None, group: PieceCall, parts: Sequence[torch.Tensor],
-        state: torch.Tensor | None, goes_on: bool,
-    ) -> Step:  # fmt: skip
+    def call(A, D, group, parts, state, goes_on) -> Step:
         states, dt, B, C = parts
         chunks = {} if has_kernel else {"chunk_size": _even_chunk(group)}
         options = {**kwargs, **chunks, "D": D, "initial_states": state, "return_final_states": goes_on}
@@ -131,10 +123,8 @@ def _chunk_scan(
 
 
 def _selective_scan(
-    context: PassContext, function: Callable, has_kernel: bool, states: torch.Tensor, dt: torch.Tensor,
-    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None, delta_softplus: bool = False,
-    return_last_state: bool = False, **kwargs: object,
+    context: PassContext, function: Callable, has_kernel: bool, states, dt, A, B, C, *, D=None, z=None,
+    delta_bias=None, delta_softplus=False, return_last_state=False, **kwargs,
 ) -> torch.Tensor:  # fmt: skip
     """
     The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`: each channel is a head, and all share `B` and `C`
@@ -142,10 +132,7 @@ def _selective_scan(
     all time steps so far, is added here.
     """
 
-    def call(
-        A: torch.Tensor, D: torch.Tensor | None, delta_bias: torch.Tensor | None, group: PieceCall,
-        parts: Sequence[torch.Tensor], state: torch.Tensor | None, goes_on: bool,
-    ) -> Step:  # fmt: skip
+    def call(A, D, delta_bias, group, parts, state, goes_on) -> Step:
         options = {**kwargs, "D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         states, dt, B, C = (part.flatten(2).transpose(1, 2) for part in parts)
         if not goes_on:
@@ -218,38 +205,32 @@ def _scan(
 ) -> torch.Tensor:  # fmt: skip
     """
     A recurrence of `inputs (1, T, heads, ...)` along the tree, or of a slice as [`~trl_paddingfree.model.masks.
-    OtherSlices`] wants it. `call`, see [`_by_levels`], gets the `weights (heads, ...)` first. The pieces of a level are
-    rows of like length, or with `joins_pieces` one after the other in one row.
+    OtherSlices`] wants it. The pieces of a level are rows of like length, or with `joins_pieces` one after the other in
+    one row.
+
+    `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from the `weights (heads, ...)`, a call's pieces,
+    their inputs `(n, L, ...)`, their initial states, and whether others continue them. `padding` is what stands where a
+    piece is padded, by the place of its input; elsewhere, zero does.
     """
-    layout = context.layout
-
-    def scan(
-        inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None], cuts: tuple[int, ...] = (),
-        number: int = 0, carried: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)
-        return _by_levels(pieces, inputs, partial(call, *weights), padding, carried)
-
+    scan = partial(_by_levels, context.layout, call, joins_pieces, padding or {})
     if context.others is None:
         return scan(inputs, weights)[0]
-    return context.others.scan(layout, scan, inputs, weights)
+    return context.others.scan(context.layout, scan, inputs, weights)
 
 
 def _by_levels(
-    pieces: Pieces, inputs: Sequence[torch.Tensor], call: Callable, padding: dict[int, float] | None = None,
+    layout: FlatLayout, call: Callable, joins_pieces: bool, padding: dict[int, float], inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor | None], cuts: tuple[int, ...] = (), number: int = 0,
     carried: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """
-    A recurrence over `inputs`, each of shape `(1, T, ...)`, that starts each piece from the last state of its parent,
-    or from one that is `carried` from an earlier slice. Gives outputs, and the states that later slices read.
-
-    `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from a call's pieces, their inputs `(n, L, ...)`,
-    their initial states, and whether others continue them. `padding` is what stands where a piece is padded, by the
-    place of its input; elsewhere, zero does.
+    The [`~trl_paddingfree.model.masks.Scan`] that starts each piece from the last state of its parent, or from one that
+    is `carried` from an earlier slice. Gives outputs, and the states that later slices read.
     """
+    pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)
     rows = []
     for place, x in enumerate(inputs):
-        states, value = Gather.apply(x.squeeze(0), pieces.slots), (padding or {}).get(place)
+        states, value = Gather.apply(x.squeeze(0), pieces.slots), padding.get(place)
         if value is not None and pieces.slots.empty is not None:
             states = states.index_fill(0, pieces.slots.empty, value)
         rows.append(states.split([prod(group.shape) for level in pieces.levels for group in level]))
@@ -261,7 +242,7 @@ def _by_levels(
         for group, of_group in zip(level, parts, strict=False):
             initial = None if group.parents is None else Gather.apply(finals, group.parents)
             cut = [x.unflatten(0, group.shape) for x in of_group]
-            output, final = call(group, cut, initial, goes_on)
+            output, final = call(*weights, group, cut, initial, goes_on)
             outputs.append(output.flatten(0, 1))
             ends.append(final)
         if goes_on:
