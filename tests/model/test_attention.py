@@ -397,7 +397,7 @@ def test_flat_mask_keeps_its_layout_where_models_touch_it():
         offloaded.copy_(copied)
     for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu"), offloaded):
         assert isinstance(touched, FlatMask)
-        assert touched.flat_layout is mask.flat_layout
+        assert touched.context.layout is mask.context.layout
     offloaded.copy_(torch.ones(mask.shape, dtype=torch.bool))  # a mask like any other
     assert type(offloaded) is torch.Tensor
     assert vars(offloaded) == {}

@@ -358,7 +358,7 @@ def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
     layout = FlatBatch.from_rows([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]).layout
     mask = FlatMask.carrying(layout, per_token=True)
     kept = create_recurrent_attention_mask(SimpleNamespace(), torch.zeros(1, 5, 8), mask)
-    assert kept.flat_layout is layout
+    assert kept.context.layout is layout
 
 
 # Families as TRL's own tests train them

@@ -65,8 +65,9 @@ class Pieces:
         levels, sizes = [], np.bincount(depths)
         for depth in range(len(sizes)):
             level, calls = np.flatnonzero(depths == depth), []
-            alike = [] if step_cost is None else groups_of_like_length(lengths[level], step_cost)
-            groups = [level[group] for group in alike] or [level]
+            groups = [level]
+            if step_cost is not None:
+                groups = [level[group] for group in groups_of_like_length(lengths[level], step_cost)]
             for members in groups:
                 places = np.arange(lengths[members].max())
                 rows = np.where(places < lengths[members, None], firsts[members, None] + places, -1)

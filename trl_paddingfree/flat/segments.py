@@ -168,8 +168,9 @@ class Segments:
 
     @cached_property
     def kv_index(self) -> np.ndarray | None:
-        """`(S,)` int64: flat position of every key/value row, segment by segment; `None` when nothing is shared."""
-        return np.concatenate(self._paths) if self.is_shared else None
+        """`(S,)` int64: flat position of every key/value row, segment by segment; `None` if each key is read once."""
+        index = np.concatenate(self._paths)
+        return None if np.array_equal(index, np.arange(self.num_keys)) else index
 
     @cached_property
     def last_readers(self) -> np.ndarray:

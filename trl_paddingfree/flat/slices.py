@@ -32,7 +32,6 @@ What = Literal["keys", "states"] | int
 class Run:
     """What a span of the flat axis has of one segment."""
 
-    first: int  # its first flat token
     length: int
     path: np.ndarray  # the flat tokens of its row up to its last: those that precede it, and its own
 
@@ -55,7 +54,7 @@ class View:
         for i, offset in enumerate(segments.offsets[:-1]):
             first, last = max(span.start, offset), min(span.stop, offset + segments.lengths[i])
             if first < last:
-                runs.append(Run(first, last - first, segments.path(i)[: segments.starts[i] + last - offset]))
+                runs.append(Run(last - first, segments.path(i)[: segments.starts[i] + last - offset]))
         return cls(span, tuple(runs), segments.forks)
 
     @cached_property
@@ -68,9 +67,9 @@ class View:
         pieces: list[tuple[int, int, int, int, int]] = []
         ended: dict[int, int] = {-1: -1}  # the piece that ends in a token
         for run in self.runs:
-            last, previous = run.first + run.length - 1, int(np.append(-1, run.path)[-run.length - 1])
-            within, first = self.forks[(self.forks >= run.first) & (self.forks < last)].tolist(), run.first
-            for end in (*within, last):
+            previous, first = np.append(-1, run.path)[-run.length - 1 :][:2].tolist()
+            last = first + run.length - 1
+            for end in (*self.forks[(self.forks >= first) & (self.forks < last)].tolist(), last):
                 parent = ended.get(previous, -1)
                 depth = pieces[parent][3] + 1 if parent >= 0 else 0
                 pieces.append((first - self.span.start, end + 1 - first, parent, depth, previous))
@@ -90,7 +89,7 @@ class View:
         for number, run in enumerate(self.runs, 1):
             before = len(run.path) - run.length
             index += [np.full(max(size - before, 0), -1), run.path[max(before - size, 0) :]]
-            places.append(run.first - self.span.start + number * size + np.arange(run.length))
+            places.append(run.path[before:] - self.span.start + number * size)
         return np.concatenate(index), np.concatenate(places)
 
     def before(self, what: What) -> np.ndarray:
@@ -142,12 +141,6 @@ class SegmentSlice(Segments):
     @property
     def _paths(self) -> tuple[np.ndarray, ...]:  # type: ignore[override]
         return self.paths
-
-    @cached_property
-    def kv_index(self) -> np.ndarray | None:
-        index = np.concatenate(self.paths)
-        in_order = len(index) == self.num_keys and bool((index == np.arange(len(index))).all())
-        return None if in_order else index
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,6 @@ class FlatMask(torch.Tensor):
         mask.context = context
         return mask
 
-    @property
-    def flat_layout(self) -> FlatLayout:
-        """The layout that the mask carries."""
-        return self.context.layout
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in (torch.all, torch.Tensor.all):  # transformers drops masks that are all true, and this one must stay

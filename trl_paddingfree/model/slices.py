@@ -193,17 +193,17 @@ def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None)
         return type(value)(_of_slice(name, x, span, total, reach) for x in value)
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    if name == "position_ids":  # of several kinds, where images have positions on a plane
-        own = value[..., span.start : span.stop]
-        return own if reach is None else torch.cat([own, own.new_full((*own.shape[:-1], 1), reach - 1)], -1)
-    dim = 1 if value.shape[:2] == (1, total) else 0
+    is_position = name == "position_ids"  # of several kinds, where images have positions on a plane
+    dim = -1 if is_position else int(value.shape[:2] == (1, total))
     if value.size(dim) != total:
         return value
     own = value.narrow(dim, span.start, len(span))
     if reach is None:
         return own
     extra = own.narrow(dim, 0, 1)  # for the token of `with_reach`; booleans mark image tokens, and it is none
-    return torch.cat([own, torch.zeros_like(extra) if own.dtype == torch.bool else extra], dim)
+    if is_position or own.dtype == torch.bool:
+        extra = torch.full_like(extra, reach - 1 if is_position else False)
+    return torch.cat([own, extra], dim)
 
 
 def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:

@@ -243,7 +243,7 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
     `mask` is the one among its arguments that carries the layout; of the others, everything that has an entry per token
     is cut into rows. Where its kernels take boundaries, it is called once, with all rows on one axis.
     """
-    layout = mask.flat_layout
+    layout = mask.context.layout
     rows = PathRows.of(layout, None if state.takes_boundaries else step_cost(layout.device))
 
     row_boundaries = boundaries(_paths(layout)) if state.takes_boundaries else {}
