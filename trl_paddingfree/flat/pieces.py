@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .layout import FlatLayout, GatherIndex, once_per_layout
-from .slices import View, handed_on, views_of
+from .slices import View, handed_on
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Pieces:
     """
     All pieces of a layout, in the order in which they are computed.
 
+    >>> from trl_paddingfree import Segments
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)))
     >>> pieces = Pieces.of(layout, step_cost=8)
     >>> [[call.shape for call in level] for level in pieces.levels]
@@ -56,8 +57,7 @@ class Pieces:
         length, padded, see [`groups_of_like_length`]. With `None`, each level is one call, whose pieces stand one after
         the other.
         """
-        cuts = cuts or (0, layout.segments.num_tokens)
-        view, (reads, kept) = views_of(layout, cuts)[number], handed_on(layout, cuts, "states")[number]
+        view, reads, kept = handed_on(layout, cuts or (0, layout.segments.num_tokens), "states")[number]
         firsts, lengths, parents, depths, before = view.pieces
         enters = np.isin(before, reads)
         place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, call by call

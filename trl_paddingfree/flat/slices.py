@@ -45,7 +45,7 @@ class View:
 
     span: range
     runs: tuple[Run, ...]
-    forks: np.ndarray  # the flat tokens, ascending, after which segments go on: int64
+    segments: Segments  # of the whole axis
 
     @classmethod
     def of(cls, segments: Segments, start: int, stop: int) -> "View":
@@ -55,7 +55,7 @@ class View:
             first, last = max(span.start, offset), min(span.stop, offset + segments.lengths[i])
             if first < last:
                 runs.append(Run(last - first, segments.path(i)[: segments.starts[i] + last - offset]))
-        return cls(span, tuple(runs), segments.forks)
+        return cls(span, tuple(runs), segments)
 
     @cached_property
     def pieces(self) -> np.ndarray:
@@ -66,10 +66,11 @@ class View:
         """
         pieces: list[tuple[int, int, int, int, int]] = []
         ended: dict[int, int] = {-1: -1}  # the piece that ends in a token
+        forks = self.segments.forks
         for run in self.runs:
             previous, first = np.append(-1, run.path)[-run.length - 1 :][:2].tolist()
             last = first + run.length - 1
-            for end in (*self.forks[(self.forks >= first) & (self.forks < last)].tolist(), last):
+            for end in (*forks[(forks >= first) & (forks < last)].tolist(), last):
                 parent = ended.get(previous, -1)
                 depth = pieces[parent][3] + 1 if parent >= 0 else 0
                 pieces.append((first - self.span.start, end + 1 - first, parent, depth, previous))
@@ -105,42 +106,33 @@ class View:
 
 
 @once_per_layout
-def views_of(layout: FlatLayout, cuts: tuple[int, ...]) -> list[View]:
-    """The spans between these flat positions, 0 and `T` among them."""
-    return [View.of(layout.segments, start, stop) for start, stop in pairwise(cuts)]
-
-
-@once_per_layout
-def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each slice, the flat tokens, ascending, of which it reads `what`, and its own of which later ones do."""
-    reads = [view.before(what) for view in views_of(layout, cuts)]
-    last = np.full(cuts[-1], -1)  # the last slice that reads each token
+def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tuple[View, np.ndarray, np.ndarray]]:
+    """
+    The spans between these flat positions, 0 and `T` among them; of each, the flat tokens, ascending, of which it reads
+    `what` from earlier ones, and its own of which later ones do.
+    """
+    views = [View.of(layout.segments, start, stop) for start, stop in pairwise(cuts)]
+    reads = [view.before(what) for view in views]
+    last = np.full(cuts[-1], -1)  # the last span that reads each token
     for number, tokens in enumerate(reads):
         last[tokens] = number
     kept = [start + np.flatnonzero(last[start:stop] > i) for i, (start, stop) in enumerate(pairwise(cuts))]
-    return list(zip(reads, kept, strict=True))
+    return list(zip(views, reads, kept, strict=True))
 
 
 @dataclass(frozen=True)
 class SegmentSlice(Segments):
     """
     The runs of a slice: its part of each segment. Their keys are on one axis: those that earlier slices have kept, and
-    then its own. `starts` counts the keys that each run reads before its own. `parents` are not read.
+    then its own: `_paths` are places on it. `starts` counts the keys that each run reads before its own. `parents` are
+    not read.
     """
 
-    paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # of each run, on the axis of keys
-    size_of_axis: int = 0
+    _paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # type: ignore[assignment]
+    num_keys: int = 0  # type: ignore[assignment]
 
     def __post_init__(self):
         """Runs continue keys, and no segments of this slice."""
-
-    @property
-    def num_keys(self) -> int:
-        return self.size_of_axis
-
-    @property
-    def _paths(self) -> tuple[np.ndarray, ...]:  # type: ignore[override]
-        return self.paths
 
 
 @dataclass(frozen=True)
@@ -169,9 +161,9 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     """
     blocks, slices = layout.host_blocks, []
     handed = handed_on(layout, cuts, "keys")
-    for view, (inherited, kept) in zip(views_of(layout, cuts), handed, strict=True):
+    for view, inherited, kept in handed:
         reads = tuple(np.unique(np.searchsorted(cuts, inherited, "right") - 1).tolist())
-        axis = np.concatenate([*(handed[i][1] for i in reads), np.asarray(view.span)])
+        axis = np.concatenate([*(handed[i][-1] for i in reads), np.asarray(view.span)])
         lengths, paths = [run.length for run in view.runs], [np.searchsorted(axis, run.path) for run in view.runs]
         if with_reach:
             lengths, paths = [*lengths, 1], [*paths, np.array([len(axis)])]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..flat.layout import FlatLayout, GatherIndex, once_per_layout
 from ..flat.segments import something_to_compute
-from ..flat.slices import cut_by_number, views_of
+from ..flat.slices import View, cut_by_number
 
 
 def slice_sizes(total: int, size: int) -> tuple[int, ...]:
@@ -26,7 +26,8 @@ def slice_sizes(total: int, size: int) -> tuple[int, ...]:
 
 def span_of(total: int, number: int, size: int) -> range:
     """The tokens of slice `number` of `size`; for an empty one, those of [`something_to_compute`] that stand in."""
-    return something_to_compute(*cut_by_number(total, size)[number : number + 2], total)
+    first, last = cut_by_number(total, size)[number : number + 2]
+    return something_to_compute(first, last, total)
 
 
 class Exchanged(torch.autograd.Function):
@@ -107,7 +108,7 @@ class Halo:
         """What slice `number` of `size` sends and gets, for a convolution that reads `reach` tokens back."""
         total = layout.segments.num_tokens
         ends, span = cut_by_number(total, size), span_of(total, number, size)
-        wanted = [view.before(reach) for view in views_of(layout, ends)]
+        wanted = [View.of(layout.segments, *ends[i : i + 2]).before(reach) for i in range(size)]
         to_send = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
         received = np.diff(np.searchsorted(wanted[number], ends)).tolist()
         rows = layout.gather_index(np.concatenate(to_send), len(span))

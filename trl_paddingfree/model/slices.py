@@ -71,7 +71,7 @@ class Carry:
 
     def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
         """The tokens that a convolution reads before the slice are those that earlier slices have kept for it."""
-        earlier, (_, kept) = self._read(layout, size), handed_on(layout, self.cuts, size)[self.number]
+        earlier, (*_, kept) = self._read(layout, size), handed_on(layout, self.cuts, size)[self.number]
         self.kept.append(states.index_select(0, layout.tensor(kept - self.cuts[self.number])))
         return torch.cat([states, *earlier])
 
@@ -91,8 +91,8 @@ class Carry:
         if self.is_complete:
             self._refuse_recomputing("A layer that carries state")
         handed, place, entries = handed_on(layout, self.cuts, what), len(self.kept), []
-        for number, (_, kept) in enumerate(handed[: self.number]):
-            own = np.flatnonzero(np.isin(kept, handed[self.number][0]))
+        for number, (*_, kept) in enumerate(handed[: self.number]):
+            own = np.flatnonzero(np.isin(kept, handed[self.number][1]))
             if len(own):
                 entries.append(self.earlier[number][place].index_select(0, layout.tensor(own)))
         return entries
