@@ -57,7 +57,9 @@ def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monk
         assert check_slices(model, skipped="it does not train", draw=SEED).passed == (wrong == "detached")
 
 
-@pytest.mark.parametrize(("model_type", "read"), [("lfm2", "context"), ("mamba2", "context"), ("mamba2", "scan")])
+@pytest.mark.parametrize(
+    ("model_type", "read"), [("lfm2", "with_context"), ("mamba2", "with_context"), ("mamba2", "scan")]
+)
 @pytest.mark.parametrize("wrong", ["dropped", "detached"])
 def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch):
     """The last tokens of earlier slices, which a convolution reads, and the states in which scans end."""
