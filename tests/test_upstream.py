@@ -21,7 +21,6 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from trl import DPOConfig, SFTConfig
-from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import trl_paddingfree
@@ -77,7 +76,7 @@ PRIVATE = {
     "transformers:Trainer._save_rng_state": ("output_dir",),
     "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE": None,
     "trl.kernels.chunked_logprob:_use_triton": ("device",),
-    "torch.nn.attention.varlen:_varlen_attn": None,
+    "torch.nn.attention.varlen:_varlen_attn_backward": None,
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,
     "accelerate.state:GradientState._set_sync_gradients": ("sync_gradients",),
@@ -292,12 +291,9 @@ def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel(
 
 
 def test_an_operator_of_pytorch_that_has_moved_is_named(monkeypatch):
-    """Compared by its name, results would be recomputed without a word."""
-    model = make_model()
-    enable_selective_activation_checkpointing(model)
     monkeypatch.setattr(torch.ops, "torch_attn", SimpleNamespace())
-    with pytest.raises(versions.MovedNameError, match="`torch.ops.torch_attn` has no `_varlen_attn`"):
-        upstream.keep_varlen_results(model)
+    with pytest.raises(versions.MovedNameError, match="`torch.ops.torch_attn` has no `_varlen_attn_backward`"):
+        upstream.varlen_gradients(*[torch.zeros(1)] * 8, 1, 1, None, None)
 
 
 # --- What transformers does with them ------------------------------------------------------------------------------

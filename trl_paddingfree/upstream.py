@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 
 from .versions import MovedNameError, with_head
@@ -143,40 +142,22 @@ def not_reentrant(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn
             yield module, name, partial(recompute, use_reentrant=False)
 
 
-def keep_varlen_results(model: Any) -> None:
-    """
-    Have TRL's selective checkpointing keep the results of PyTorch's varlen kernel too.
-
-    TRL's policy keeps results of ATen's attention and of operators with "flash_attn" in their names, and recomputes all
-    others. This wraps the policy on each module, whenever checkpointing is enabled. Other checkpointing stays as it is.
-    """
-    enable = model.gradient_checkpointing_enable
-    # TRL marks the function with which it replaces the method for selective checkpointing, and so do we
-    if not getattr(enable, "_is_sac_wrapped", False) or getattr(enable, "keeps_varlen", False):
-        return
+def varlen_gradients(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+    lse: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, scale: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values of PyTorch's causal varlen kernel, which has no public name for it."""
     import torch.nn.attention.varlen  # registers the operator
 
     try:
-        kept = torch.ops.torch_attn._varlen_attn.default
+        backward = torch.ops.torch_attn._varlen_attn_backward
     except AttributeError as error:
-        raise MovedNameError("torch", "torch.ops.torch_attn", "_varlen_attn", "keep_varlen_results") from error
-
-    def gradient_checkpointing_enable(*args: Any, **kwargs: Any) -> None:
-        enable(*args, **kwargs)
-        for module in model.modules():
-            if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
-                (policy,) = checkpoint.keywords["context_fn"].args  # a `partial` of the function below
-                contexts = partial(create_selective_checkpoint_contexts, partial(_keeping, kept, policy))
-                module._gradient_checkpointing_func = partial(checkpoint, context_fn=contexts)
-
-    gradient_checkpointing_enable._is_sac_wrapped = True  # type: ignore[attr-defined]
-    gradient_checkpointing_enable.keeps_varlen = True  # type: ignore[attr-defined]
-    model.gradient_checkpointing_enable = gradient_checkpointing_enable
-
-
-def _keeping(kept: Any, policy: Callable, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What `policy` says of an operator; results of `kept` are saved."""
-    return CheckpointPolicy.MUST_SAVE if op is kept else policy(ctx, op, *args, **kwargs)
+        raise MovedNameError("torch", "torch.ops.torch_attn", "_varlen_attn_backward", "varlen_gradients") from error
+    # Where nothing is dropped, no random state is read
+    options = (window is None, torch.zeros(2, dtype=torch.uint64, device=query.device), scale)
+    left = -1 if window is None else window - 1
+    return backward(grad, query, key, value, output, lse, cu_q, cu_k, max_q, max_k, *options, [left, 0])
 
 
 # transformers' functions by which layers that carry state mix tokens (convolutions and recurrences), and the argument

@@ -63,7 +63,7 @@ def unpadded_varlen(
     states = [x.transpose(1, 2).flatten(0, 1).to(sdpa_dtype(query)) for x in (query, key, value)]
     if index is not None:
         states = [x.index_select(0, index) for x in states]
-    output = torch_varlen()(*states, *boundaries, longest, longest, scaling, sliding_window)
+    output, _ = torch_varlen()(*states, *boundaries, longest, longest, scaling, sliding_window)
     if index is not None:
         output = output.new_zeros(rows * length, *output.shape[1:]).index_copy(0, index, output)
     return output.unflatten(0, (rows, length)), None

@@ -151,6 +151,11 @@ def _varlen_forward(query, key, value, cu_seq_q, cu_seq_k, *args: Any, out_val=N
 
 
 @_raw
+def _on_paths(query, key, value, index, order, offsets, cu_seq_q, cu_seq_k, *args, out_val=None, **kwargs) -> int:
+    return _varlen_flops(2, query, cu_seq_q, cu_seq_k)
+
+
+@_raw
 def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, *args, out_val=None, **kwargs) -> int:
     return _varlen_flops(5, query, cu_seq_q, cu_seq_k)
 
@@ -173,6 +178,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         **{getattr(aten, f"_scaled_dot_product_{name}"): _sdpa_forward for name in kernels},
         **{getattr(aten, f"_scaled_dot_product_{name}_backward"): _sdpa_backward for name in kernels},
         torch.ops.torch_attn._varlen_attn: _varlen_forward,
+        torch.ops.trl_paddingfree.flash_attn_on_paths: _on_paths,
         torch.ops.torch_attn._varlen_attn_backward: _varlen_backward,
     }
 

@@ -56,7 +56,7 @@ def byte_per_token(layers, recomputed=0, fixed=0, of_keys=0):
     """Needs of one byte for each token in each layer, and of so many if it recomputes."""
     one = np.eye(len(FEATURES))[[TOKENS] * layers]
     nothing = np.zeros(len(FEATURES))
-    return MemoryNeeds(fixed, KeptBytes(one, recomputed * one, nothing, nothing, np.array(of_keys), np.array(1)))
+    return MemoryNeeds(fixed, KeptBytes(one, recomputed * one, nothing, nothing, *np.array([of_keys, 0, 1])))
 
 
 def in_tokens(plan, number):

@@ -103,7 +103,7 @@ def torch_varlen_func(
     """The kernel that ships in PyTorch under flash-attn's arguments, for tests on a GPU."""
     assert causal
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attention.torch_varlen()(q, k, v, *lengths, softmax_scale, window_size[0] + 1 or None)
+    return attention.torch_varlen()(q, k, v, *lengths, softmax_scale, window_size[0] + 1 or None)[0]
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.memory import BOLD, CAUTIOUS, KINDS, LAYERS, budgeted, byte_per_token, layered, ready, with_images
+from tests.helpers.reference_flash import varlen_on
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import DATA, conversations, following_rotary, lora, make_model, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
@@ -28,6 +29,7 @@ from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 
+VARLEN = {"prefix_sharing": True, "flat_attention": "varlen", "model_init_kwargs": {"dtype": "bfloat16"}}
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
@@ -58,13 +60,16 @@ def assert_predicted(trainer, cautious=CAUTIOUS):
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("task", "options"),
-    [("dpo", {}), ("dpo", {"flat_attention": "mask"}), ("sft", {"prefix_sharing": True}), ("sft", {})],
-    ids=["dpo", "dpo-mask", "sft-shared", "sft"],
+    [("dpo", {}), ("dpo", {"flat_attention": "mask"}), ("sft", {"prefix_sharing": True}), ("sft", VARLEN), ("sft", {})],
+    ids=["dpo", "dpo-mask", "sft-shared", "sft-varlen", "sft"],
 )
 def test_predicted_bytes_are_counted_ones(folder, task, options):
     data = preference_data(16, SEED) if task == "dpo" else conversations(16, SEED)
     kwargs = {"peft_config": lora()} if task == "dpo" else {}
-    assert_predicted(budgeted(task, folder, data, **options, **kwargs))
+    with varlen_on("cpu"):
+        trainer = budgeted(task, folder, data, **options, **kwargs)
+        assert_predicted(trainer)
+    assert bool(trainer.flat.planner.needs.per_feature.copied) == (options == VARLEN)
 
 
 @pytest.mark.parametrize("task", ["reward", "kto"])

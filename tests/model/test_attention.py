@@ -243,32 +243,6 @@ def test_stand_ins_refuse_what_kernels_refuse(backend, change, message):
                 half_flash_func(q, k, v, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, **lengths, causal=True)
 
 
-@pytest.mark.parametrize("backend", ["segment-sdpa", "segment-eager", "flash", "mask"])
-def test_the_last_query_sees_the_last_key(backend):
-    """Bottom-right alignment: query k of a segment that inherits two keys sees keys 0 to k + 2, on every backend."""
-    segments = Segments((3, 2), (-1, 0), (0, 2))
-    layout = FlatLayout.from_segments(segments)
-    key = torch.zeros(1, 1, 5, 8, dtype=torch.float64)
-    value = torch.eye(5, 8, dtype=torch.float64)[None, None]  # equal scores: the output is the mean of what is seen
-    query = torch.zeros(1, 1, 5, 8, dtype=torch.float64)
-    if backend == "mask":
-        mask = dense_mask(layout, None, torch.float64)
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
-    else:
-        name, _, previous = backend.partition("-")
-        with reference_flash():
-            arguments = (layout, previous or "flash_attention_2", SoftcapAttention(1), query, key, value)
-            output, _ = ATTENTION[name](*arguments, scaling=1.0)
-    seen = (output[0, :, 0, :5] > 0).tolist()
-    assert seen == [
-        [True, False, False, False, False],
-        [True, True, False, False, False],
-        [True, True, True, False, False],
-        [True, True, False, True, False],
-        [True, True, False, True, True],
-    ]
-
-
 def test_flash_backend_gives_lengths_as_ints_and_closes_the_boundaries():
     seen = []
 
@@ -360,6 +334,27 @@ def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_shari
     assert output.dtype == torch.bfloat16
     assert (output - expected).abs().max() <= torch.finfo(torch.bfloat16).eps * expected.abs().max()
     assert all(x.grad.dtype == x.dtype and x.grad.isfinite().all() for x in (query, key, low))
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_varlen_keeps_keys_once_and_computes_what_copies_do(name):
+    segments, window = SEGMENTS[name], 3
+    layout, inputs = FlatLayout.from_segments(segments), states(segments, 2, dtype=torch.bfloat16)
+    kept: list[torch.Tensor] = []
+    with varlen_on("cpu"), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        output, _ = ATTENTION["varlen"](layout, "sdpa", Attention(2), *inputs, scaling=0.4, sliding_window=window)
+        assert {x.data_ptr() for x in inputs} <= {x.data_ptr() for x in kept}
+        output_and_lse = 2 * output.numel() + 4 * segments.num_tokens * 4
+        assert sum(x.nbytes for x in kept) == sum(x.nbytes for x in inputs) + output_and_lse
+        query, *copies = (x.transpose(1, 2)[0] for x in inputs)
+        if layout.kv_gather is not None:
+            copies = [Gather.apply(x, layout.kv_gather) for x in copies]
+        lengths = layout.cu_seqlens_q, layout.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k
+        expected, _ = torch_varlen()(query, *copies, *lengths, 0.4, window)
+        weights = torch.randn_like(expected)
+        ours, theirs = (torch.autograd.grad(x, inputs, weights) for x in (output[0], expected))
+    assert torch.equal(output[0], expected)
+    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("name", ["flat", "nested"])

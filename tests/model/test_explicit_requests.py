@@ -63,28 +63,14 @@ def test_attention_with_sinks_is_beyond_varlen():
 
 
 def test_selective_checkpointing_keeps_the_results_of_varlen():
-    from torch.nn.attention import varlen  # noqa: F401 (registers the operator)
-
-    assert str(torch.ops.torch_attn._varlen_attn.default) == "torch_attn._varlen_attn.default"
-    for keeps in (False, True):
-        model = make_model()
-        enable_selective_activation_checkpointing(model)
-        if keeps:
-            upstream.keep_varlen_results(model)
-            upstream.keep_varlen_results(model)  # once is enough
-        model.gradient_checkpointing_enable()
-        contexts = model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"]
-        policy = contexts.args[0]
-        ops = torch.ops.torch_attn._varlen_attn, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        assert [policy(None, op.default) == CheckpointPolicy.MUST_SAVE for op in ops] == [keeps, True]
-        assert policy(None, torch.ops.aten.mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def test_without_selective_checkpointing_nothing_changes():
+    """By TRL's own policy, which keeps results of operators with "flash_attn" in their names."""
     model = make_model()
-    before = model.gradient_checkpointing_enable
-    upstream.keep_varlen_results(model)
-    assert model.gradient_checkpointing_enable == before
+    enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable()
+    policy = model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"].args[0]
+    ours, product = torch.ops.trl_paddingfree.flash_attn_on_paths, torch.ops.aten.mm
+    assert policy(None, ours.default) == CheckpointPolicy.MUST_SAVE
+    assert policy(None, product.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_a_gpu_without_flash_attention_is_told_what_serves_and_what_it_costs(monkeypatch, caplog):

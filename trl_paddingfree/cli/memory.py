@@ -33,7 +33,7 @@ from ..memory.device import GIB
 from ..memory.features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
 from ..memory.kept_bytes import count_kept_bytes
 from ..memory.needs import HeadBytes, MemoryNeeds
-from ..model.architecture import recomputable_layers
+from ..model.architecture import beyond_varlen, recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import choose_route
 
@@ -127,6 +127,10 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     rows, columns = upstream.lm_head_tile()
     summed = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
     every = replace(kept.of(which), of_keys=kept.of_keys * len(which) / len(layers))
+    if as_kernels and not beyond_varlen(model):  # PyTorch's varlen kernel, which keeps no copies of keys
+        every.kept[:, TOKENS] += every.kept[:, KEYS]
+        every = replace(every, copied=every.kept[:, KEYS].max())
+        every.kept[:, KEYS] = 0
     return MemoryNeeds(fixed, every, HeadBytes(summed, 4 * text.hidden_size, (BYTES * columns, rows)))
 
 
@@ -139,7 +143,7 @@ def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
         if types := vars(text).get(own_name):  # others follow from the number of layers
             setattr(text, own_name, types[:number])
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = number, VOCABULARY, None
-    model = AutoModelForCausalLM.from_config(small, dtype=DTYPE, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(small, dtype=DTYPE, attn_implementation=None)
     add_fused_lm_head(model)
     return model
 

@@ -64,13 +64,13 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states: torch.Tensor, rows: GatherIndex) -> torch.Tensor:
-        ctx.rows, ctx.width = rows, prod(states.shape[1:])
+        ctx.rows = rows
         copies = states.index_select(0, rows.index)
         return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        rows, copies = ctx.rows, grad.reshape(len(grad), ctx.width)
+        rows, copies = ctx.rows, grad.reshape(len(grad), prod(grad.shape[1:]))
         total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
         return total.reshape(-1, *grad.shape[1:]), None
 

@@ -24,7 +24,7 @@ from ..model.restored import attributes_set, buffers_restored, modes_restored, r
 from ..model.routes import Route
 from ..model.sequence import scored_sizes
 from ..model.state_layers import state_layers
-from .features import PAIRS, SCORED, TOKENS, memory_features
+from .features import KEYS, PAIRS, SCORED, TOKENS, memory_features
 from .saved_bytes import SavedBytes
 
 # Lengths of the rows that are counted: multiples of the chunks in which recurrent layers work
@@ -44,6 +44,7 @@ class KeptBytes:
     outside: np.ndarray  # (F,): what is kept outside of the layers
     largest: np.ndarray  # (F,): the largest tensor that a layer keeps
     of_keys: np.ndarray  # (): the keys and values of one token, in all layers
+    copied: np.ndarray  # (): per key, the copies that one layer works with and does not keep; 0 where it keeps them
     factor: np.ndarray  # (): the most bytes counted over those that these arrays predict, at least 1
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
@@ -122,7 +123,9 @@ def count_kept_bytes(
     largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED)
     largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()
     of_token = np.array(sum(of_keys) / max(seen[:, TOKENS].sum(), 1))
-    return KeptBytes(kept, recomputed, outside, largest, of_token, np.maximum(factor, 1.0))
+    copied = np.array(max(of_keys, default=0) / max(seen[:, TOKENS].max(), 1))
+    copied *= kept[:, KEYS].max() < copied / 2
+    return KeptBytes(kept, recomputed, outside, largest, of_token, copied, np.maximum(factor, 1.0))
 
 
 def _as_inputs(batch: FlatBatch) -> Inputs:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..model.forward import is_pooled
 from ..model.restored import local_part
-from .features import PIXELS, SCORED
+from .features import KEYS, PIXELS, SCORED, TOKENS
 from .kept_bytes import KeptBytes
 
 logger = logging.get_logger(__name__)
@@ -22,6 +22,8 @@ STASHED = 5
 # How many tensors of the size of its largest the backward pass of a layer has at a time: gradients of the inputs and
 # of the output of one product
 WORKING_TENSORS = 3
+# Where a layer keeps no copies of keys and values: it makes them again, and gets a gradient of each
+COPIES_OF_KEYS = 2
 # Bytes per logit besides the logits: without Triton, TRL turns a tile of logits into its gradient with seven more
 # tensors at a time, in float32 whatever the model's dtype, and a mask
 TORCH_TILE = 7 * 4 + 1
@@ -38,9 +40,10 @@ class HeadBytes:
     tile: tuple[int, int] = (0, 0)  # per row of the logits, and the most rows at a time
     kept: int = 0  # per scored token, what it keeps for the backward pass and TRL's fused head does not
 
-    def working(self, scored: int, at_once: int) -> int:
+    def working(self, scored: int, at_once: int | None = None) -> int:
         """Bytes that the head works with for a time, given so many scored tokens, with logits of so many at once."""
-        return self.constant + self.scored * scored + self.tile[0] * min(at_once, self.tile[1])
+        rows = min(scored if at_once is None else at_once, self.tile[1])
+        return self.constant + self.scored * scored + self.tile[0] * rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class MemoryNeeds:
     >>> import numpy as np
     >>> per_token = np.eye(6)[1]
     >>> layers = np.ones((4, 1)) * per_token  # each keeps 10 bytes per token, or its input of 2
-    >>> kept = KeptBytes(10 * layers, 2 * layers, 1 * per_token, 0 * per_token, np.array(4), np.array(1))
+    >>> of_keys, copied, factor = np.array([4, 0, 1])
+    >>> kept = KeptBytes(10 * layers, 2 * layers, 1 * per_token, 0 * per_token, of_keys, copied, factor)
     >>> needs, five_tokens = MemoryNeeds(100, kept, HeadBytes(constant=15)), 5 * per_token
     >>> needs.peaks(five_tokens).tolist()
     [320, 280, 240, 200, 195]
@@ -70,15 +74,16 @@ class MemoryNeeds:
     head: HeadBytes = HeadBytes()
     correction: float = 1.0  # a factor for all but `fixed`: measured bytes over predicted ones
 
+    def _working(self, features: np.ndarray) -> Any:
+        """What a layer works with in the backward pass of batches, or copies of keys and their gradients if more."""
+        of_keys = COPIES_OF_KEYS * self.per_feature.copied * features[..., KEYS]
+        return np.maximum(WORKING_TENSORS * (features @ self.per_feature.largest), of_keys)
+
     def _of_batch(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
         """What each layer keeps, without and with recomputation, what is kept outside, and what a layer works with."""
         kept, recomputed = self.per_feature.kept @ features, self.per_feature.recomputed @ features
         outside = self.per_feature.outside @ features + self.head.kept * features[SCORED]
-        return kept, recomputed, outside, WORKING_TENSORS * (self.per_feature.largest @ features)
-
-    def _head(self, features: np.ndarray, at_once: int | None = None) -> int:
-        scored = features[SCORED]
-        return self.head.working(scored, scored if at_once is None else at_once)
+        return kept, recomputed, outside, self._working(features)
 
     def saved(self, features: np.ndarray) -> np.ndarray:
         """`(layers + 1,)` int64: bytes kept between the forward and the backward pass, if the first `n` recompute."""
@@ -89,7 +94,7 @@ class MemoryNeeds:
     def peaks(self, features: np.ndarray) -> np.ndarray:
         """`(layers + 1,)` int64: bytes at the peak of a micro-batch, if the first `n` layers recompute."""
         kept, recomputed, outside, working = self._of_batch(features)
-        begin = self.saved(features) + self.correction * max(self._head(features), working)
+        begin = self.saved(features) + self.correction * max(self.head.working(features[SCORED]), working)
         redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
@@ -99,19 +104,22 @@ class MemoryNeeds:
         slice with all that its layers keep, and the keys and values of `num_kept` tokens, with their gradients. The
         head gets so many `scored` tokens at a time, by default all.
         """
-        layers, working = self.per_feature.kept.sum(0), WORKING_TENSORS * (slices @ self.per_feature.largest)
+        layers, working = self.per_feature.kept.sum(0), self._working(slices)
         # The last slice is there as the backward pass of the head begins
-        working[-1] = max(working[-1], self._head(whole, scored))
+        working[-1] = max(working[-1], self.head.working(whole[SCORED], scored))
         _, _, outside, _ = self._of_batch(whole)
         tower = layers[PIXELS] * whole[PIXELS]  # it comes before all slices
         stays = 2 * (self.per_feature.of_keys * num_kept + outside)  # as long as its gradients
-        bytes_needed = (slices @ layers + working).max() + stays + tower
+        # Where layers keep keys as they are given, these are joined with those of earlier slices
+        joined = num_kept * (slices[:, KEYS] > slices[:, TOKENS]) * bool(self.per_feature.copied)
+        bytes_needed = (slices @ layers + self.per_feature.of_keys * joined + working).max() + stays + tower
         return self.fixed + round(self.correction * float(bytes_needed))
 
     def offloaded(self, features: np.ndarray) -> tuple[int, int]:
         """Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host."""
         kept, recomputed, outside, working = self._of_batch(features)
-        on_device = outside + STASHED * recomputed.max() + max(self._head(features), kept.max() + working)
+        working = max(self.head.working(features[SCORED]), kept.max() + working)
+        on_device = outside + STASHED * recomputed.max() + working
         host = recomputed.sum() + outside  # moved too, but used right after the last layer
         return self.fixed + round(self.correction * on_device), round(self.correction * host)
 

@@ -19,16 +19,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .. import upstream
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
-from ..flat.layout import Attention, FlatLayout, Gather, gathered, once_per_layout
+from ..flat.layout import Attention, FlatLayout, Gather, GatherIndex, gathered, once_per_layout
 from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, masks_of_calls
 
 # Of CUDA devices that PyTorch's flash attention is compiled for: Ampere's
 _LEAST_CAPABILITY = (8, 0)
 
 
-def _flat_states(query, key, value, layout: FlatLayout, dtype: torch.dtype | None):
-    """What varlen kernels read: queries of all tokens, and keys and values of the path of each segment."""
-    query, key, value = gathered(query, None, dtype), *(gathered(x, layout.kv_gather, dtype) for x in (key, value))
+def _flat_states(query, key, value, dtype: torch.dtype | None, rows: GatherIndex | None = None):
+    """What varlen kernels read: queries of all tokens, and keys and values, copied as `rows` say."""
+    query, key, value = gathered(query, None, dtype), *(gathered(x, rows, dtype) for x in (key, value))
     if value.size(-1) != query.size(-1):  # MLA: the kernels want values as wide as queries
         value = pad(value, [0, query.size(-1) - value.size(-1)])
     return query, key, value
@@ -59,7 +59,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
     dtype = upstream.flash_target_dtype(query, module)
-    q, k, v = (states[None] for states in _flat_states(query, key, value, layout, dtype))
+    q, k, v = (states[None] for states in _flat_states(query, key, value, dtype, layout.kv_gather))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
     kwargs |= {name: value for name, value in boundaries(layout).items() if name != "seq_idx"}
@@ -70,23 +70,61 @@ def flash_attention(layout: FlatLayout, previous: str, module, query, key, value
 
 @cache
 def torch_varlen() -> Callable:
-    """`torch.nn.attention.varlen.varlen_attn` as `(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`."""
-    from torch.nn.attention.varlen import varlen_attn
+    """
+    `torch.nn.attention.varlen.varlen_attn` as `(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`, which gives the
+    output and the log-sum-exp of the scores.
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     # With fewer key heads than query heads, releases that have this flag need it; others need nothing
     parameters = inspect.signature(varlen_attn).parameters
-    gqa: Inputs = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    options: Inputs = {"return_aux": AuxRequest(lse=True), **dict.fromkeys({"enable_gqa"} & {*parameters}, True)}
     flags = torch.backends.cuda
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
         left, allows_cudnn = -1 if window is None else window - 1, flags.cudnn_sdp_enabled()
         flags.enable_cudnn_sdp(False)  # it makes a plan for each shape of a batch, and keeps them all
         try:
-            return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **gqa)
+            lengths, window_size = (cu_q, cu_k, max_q, max_k), (left, 0)
+            return varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **options)
         finally:
             flags.enable_cudnn_sdp(allows_cudnn)
 
     return attend
+
+
+@torch.library.custom_op("trl_paddingfree::flash_attn_on_paths", mutates_args=())
+def _on_paths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    index: torch.Tensor | None, order: torch.Tensor | None, offsets: torch.Tensor | None,
+    cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, scale: float | None, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """
+    [`torch_varlen`] of `(T, heads, D)` keys and values, copied as a [`GatherIndex`] of these tensors says, if there are
+    any. The backward pass copies them again, so that only the originals are kept. By its name, TRL's selective
+    checkpointing keeps the results.
+    """
+    keys, values = (x if index is None else x.index_select(0, index) for x in (key, value))
+    return torch_varlen()(query, keys, values, cu_q, cu_k, max_q, max_k, scale, window)
+
+
+def _keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    # All layers have the same tensors of these: nobody offloads or counts them
+    ctx.rows, ctx.options = None if inputs[3] is None else GatherIndex(*inputs[3:6]), inputs[6:]
+
+
+def _gradients(ctx, grad: torch.Tensor, _) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, output, lse = ctx.saved_tensors
+    if ctx.rows is not None:
+        key, value = (x.index_select(0, ctx.rows.index) for x in (key, value))
+    of_query, *gradients = upstream.varlen_gradients(grad, query, key, value, output, lse, *ctx.options)
+    if ctx.rows is not None:
+        gradients = [Gather.backward(ctx, x)[0] for x in gradients]
+    return of_query, *gradients, *[None] * (3 + len(ctx.options))
+
+
+_on_paths.register_autograd(_gradients, setup_context=_keep)
 
 
 @cache
@@ -123,9 +161,10 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     """The flash attention kernel that ships in PyTorch. Calls that it cannot take go to [`segment_attention`]."""
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
-    states = _flat_states(query, key, value, layout, sdpa_dtype(query))
+    rows, states = layout.kv_gather, _flat_states(query, key, value, sdpa_dtype(query))
+    copied = (None,) * 3 if rows is None else (rows.index, rows.order, rows.offsets)
     lengths = (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
-    output = torch_varlen()(*states, *lengths, kwargs.get("scaling"), kwargs.get("sliding_window"))
+    output, _ = _on_paths(*states, *copied, *lengths, kwargs.get("scaling"), kwargs.get("sliding_window"))
     return output[None, ..., : value.size(-1)], None
 
 

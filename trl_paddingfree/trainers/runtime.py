@@ -67,7 +67,6 @@ class Runtime:
         cast_inputs_once(trainer.model, trainer.accelerator.device.type)
         self.models = self.check.install(trainer.flat_models())
         self.trained = self.models[0]
-        upstream.keep_varlen_results(trainer.model)
         for flat_model in self.models:
             compile_layers(flat_model, self.compiler)
         if self.compiler is not None and not self.check.awaits_weights:
