@@ -3,6 +3,7 @@
     python -m scripts.benchmark dpo --model smollm2-135m --lengths uniform:50-500 --output results
     python -m scripts.benchmark --collators results         # time to collate 64 rows of 4,096 tokens
     python -m scripts.benchmark --casts results             # what casting inputs of adapters once saves
+    python -m scripts.benchmark --compiled results          # kernels and bytes of a layer, compiled and eager
     python -m scripts.benchmark --arranging lengths/*.csv   # what `arrange_micro_batches` changes
     python -m scripts.benchmark --hybrids lengths/*.csv     # operations of models whose layers carry state
     python -m scripts.benchmark --packing lengths/*.csv     # what packing changes against padding-free batches
@@ -50,7 +51,7 @@ COMMAND = ("python", "-m", "scripts.benchmark")
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 # The studies, by their arguments: a folder to write to, files of lengths, or tasks with their data and a model
 OF_MACHINE, OF_LENGTHS, OF_MODEL = (
-    ("casts", "collators", "parts", "slices", "vision"),
+    ("casts", "collators", "compiled", "parts", "slices", "vision"),
     ("arranging", "hybrids", "packing"),
     ("heads", "agreement"),
 )

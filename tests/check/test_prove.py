@@ -491,7 +491,7 @@ def test_a_leak_below_the_rounding_of_answers_is_a_leak():
     def leak(module, args, output):
         if output.size(0) > 1:  # rows alone, and beside each other
             return output
-        return output + 1e-3 * output.mean(1, keepdim=True)
+        return output + 2e-3 * output.mean(1, keepdim=True)
 
     model.transformer.ln_f.register_forward_hook(leak)
     result = check_flat(model, SEGMENT)

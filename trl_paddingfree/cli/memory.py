@@ -104,8 +104,6 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     which = [kinds.index(kind) for kind in kinds]  # of each layer, the first of its kind: these need the same memory
     model = _first_layers(config, 1 + max(which))
     if as_kernels and upstream.takes_attention_function(model):
-        AttentionInterface.register(KEPT_BY_KERNELS, _attend)
-        AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
         upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
     route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
     FlatModel.install(model, route)
@@ -163,6 +161,10 @@ class _KernelBytes(torch.autograd.Function):
 
 def _attend(module, query, key, value, attention_mask, **kwargs):
     return _KernelBytes.apply(query, key, value).transpose(1, 2), None
+
+
+AttentionInterface.register(KEPT_BY_KERNELS, _attend)
+AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
 
 
 def features_of(tokens: float, keys: float, scored: float) -> np.ndarray:

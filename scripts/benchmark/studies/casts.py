@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch
@@ -28,27 +29,29 @@ ROWS, LENGTH, ROUNDS = 4, 256, 15
 
 
 class Launches(TorchDispatchMode):
-    """Operations that compute or copy something: neither views nor memory without content."""
+    """Operations that compute or copy something (neither views nor memory without content), and the bytes they move."""
 
     def __init__(self):
         super().__init__()
         self.names: list[str] = []
+        self.moved: list[int] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
         name = function.name().split("::")[1].split(".")[0]
+        output = function(*args, **(kwargs or {}))
         if not is_view and name not in ("empty", "empty_like", "_unsafe_view"):
             self.names.append(name)
-        return function(*args, **(kwargs or {}))
+            tensors = {id(x): x.nbytes for x in tree_leaves((args, kwargs, output)) if isinstance(x, torch.Tensor)}
+            self.moved.append(sum(tensors.values()))
+        return output
 
 
 class Way:
-    """A flat model in bfloat16 with adapters in float32, whose inputs are cast once or twice."""
+    """A flat model in bfloat16 with adapters in float32, whose inputs are cast once or twice, and rows of a shape."""
 
-    def __init__(self, num_layers: int, is_once: bool):
-        config = model_config(MODEL)
-        config.num_hidden_layers = num_layers
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    def __init__(self, config: PreTrainedConfig, shape: tuple[int, int], is_once: bool = True, attention: str = "sdpa"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
         add_fused_lm_head(model)
         self.route = choose_route(model)
         FlatModel.install(model, self.route)
@@ -57,16 +60,19 @@ class Way:
         self.adapted.enable_input_require_grads()
         if is_once:
             cast_inputs_once(self.adapted, "cpu")
-        rows = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, LENGTH)).tolist()
+        rows = np.random.default_rng(0).integers(0, config.vocab_size, shape).tolist()
         ids = torch.tensor(rows)
         self.inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         self.inputs["flat_batch"] = FlatBatch.from_rows(rows, rows)
 
-    def step(self) -> None:
-        """A forward and backward pass, as `bf16` has it."""
+    def forward(self) -> torch.Tensor:
+        """The log-probabilities of a forward pass, as `bf16` has it."""
         with torch.autocast("cpu", torch.bfloat16):
-            loss = self.adapted(**self.inputs, fused_lm_head=True, use_cache=False).log_probs.sum()
-        loss.backward()
+            return self.adapted(**self.inputs, fused_lm_head=True, use_cache=False).log_probs
+
+    def step(self) -> None:
+        """A forward and backward pass."""
+        self.forward().sum().backward()
 
     def launches(self) -> int:
         """Kernels of a step, forward and backward."""
@@ -89,7 +95,12 @@ class Way:
 
 def measure() -> dict[str, Any]:
     """Kernels and bytes of a layer, counted, and the core time of steps that take turns."""
-    ways = {name: [Way(n, name == CAST_ONCE) for n in LAYERS] for name in (CAST_TWICE, CAST_ONCE)}
+    ways: dict[str, list[Way]] = {}
+    for name in (CAST_TWICE, CAST_ONCE):
+        configs = [model_config(MODEL) for _ in LAYERS]
+        for config, number in zip(configs, LAYERS, strict=True):
+            config.num_hidden_layers = number
+        ways[name] = [Way(config, (ROWS, LENGTH), name == CAST_ONCE) for config in configs]
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):
         for name, (_, deep) in ways.items():
