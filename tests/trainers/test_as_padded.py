@@ -325,6 +325,7 @@ def test_every_loss_that_trl_knows_is_compared():
 
 EVALUATED = {
     **dict.fromkeys(("dpo", "kto", "reward", "sft", "dpo, stream", "sft, stream", "distillation"), {}),
+    "distillation, whole batches": {"dataloader_drop_last": True, "per_device_eval_batch_size": 2},
     "dpo, precomputed": {"precompute_ref_log_probs": True},
     **dict.fromkeys(("grpo", "rloo"), {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}),
 }
@@ -333,20 +334,21 @@ EVALUATED = {
 @pytest.mark.parametrize("name", EVALUATED)
 def test_evaluation_follows_padded_trl(name, model_dir):
     """Of sets by name, during training and after it; also ms-swift#4839."""
-    task, generates = name.split(",")[0], name in ("grpo", "rloo", "distillation")
+    task = name.split(",")[0]
+    generates = task in ("grpo", "rloo", "distillation")
 
     def data(n):
         rows = DEFAULTS[task]["data"](n, SEED + n)
         return rows.to_iterable_dataset() if "stream" in name else rows
 
     sets = data(3) if generates else {"one": data(7), "two": data(4)}
-    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4 if generates else 3}
+    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4 if generates else 3, **EVALUATED[name]}
     results = []
     for layout in ("padded", "shared"):
         made = arguments(task, False)
         if task in ("grpo", "rloo"):  # TRL loads the reference by the model's name
             made["model"] = model_dir
-        given = {**made, "eval_dataset": sets, "train_dataset": data(16), **EVALUATED[name]}
+        given = {**made, "eval_dataset": sets, "train_dataset": data(16)}
         results.append(run(task, layout, **given, **options))
         if not generates:
             results[-1].trainer.evaluate({"three": data(5)})

@@ -91,7 +91,7 @@ def weigh_last_batch(accelerator: Accelerator, args: Any, inputs: Inputs) -> Non
     if not is_last or args.accelerator_config.dispatch_batches is not None:
         return
     if accelerator.num_processes == 1:
-        loader.remainder = find_batch_size(inputs)
+        loader.remainder = len(inputs) if isinstance(inputs, list) else find_batch_size(inputs)
     else:
         logger.warning_once(
             "The last batches of a stream in evaluation are filled with its first rows, and these count once more: "
