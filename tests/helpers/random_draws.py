@@ -53,6 +53,8 @@ def draw(seed: int) -> dict[str, Any]:
     model["reference"] = rng.choice([name for name in references if not name.endswith(refused)])
     specific = _SPECIFIC[task](rng, model, options, data)
     drawn = {"seed": seed, "task": task, "model": model, "data": data, "ours": _our_options(rng, task, model["type"])}
+    if random.Random(f"compiled {seed}").random() < 0.1:
+        drawn["ours"]["torch_compile_backend"] = "aot_eager"
     if model["type"] == "llama4_text":
         specific["router_aux_loss_coef"] = 0.0  # TRL's router loss finds no number of experts
     if model["type"] in NO_FLOAT64:
