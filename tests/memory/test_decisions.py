@@ -168,6 +168,18 @@ def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
         plan.scheduled(batch, trains=True)
 
 
+def test_as_few_slices_recompute_as_the_budget_asks(folder):
+    plan = budgeted("dpo", folder, preference_data(8, SEED)).flat.planner
+    plan.needs, plan.limit = byte_per_token(LAYERS, recomputed=1, of_keys=1), 50
+    batch = FlatBatch.from_rows([[5] * 400], [[5] * 400])
+    for number in range(1, 9):
+        plan.budget = 2 * 350 + LAYERS * 50 * number  # the keys of all slices but the last, with their gradients
+        schedule = plan.own_schedule(batch)
+        assert (schedule.num_slices, schedule.kept_slices, schedule.peak) == (8, number, plan.budget)
+        assert schedule.recomputed_tokens == 400 - 50 * number
+        assert plan.least_bytes(batch) <= 2 * 400 + LAYERS * 50
+
+
 @pytest.mark.parametrize("option", [8, 9])
 def test_a_limit_that_was_lowered_is_resumed_with_the_budget(folder, tmp_path, option):
     data = preference_data(8, SEED)

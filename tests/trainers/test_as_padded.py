@@ -342,7 +342,12 @@ def test_evaluation_follows_padded_trl(name, model_dir):
         return rows.to_iterable_dataset() if "stream" in name else rows
 
     sets = data(3) if generates else {"one": data(7), "two": data(4)}
-    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4 if generates else 3, **EVALUATED[name]}
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4 if generates else 3,
+        **EVALUATED[name],
+    }
     results = []
     for layout in ("padded", "shared"):
         made = arguments(task, False)

@@ -12,6 +12,8 @@ class Schedule:
     Args:
         cuts (`tuple[int, ...]`, *optional*):
             Flat positions at which the axis is cut into slices, 0 and `T` among them. Empty: it is computed whole.
+        kept_slices (`int`, *optional*, defaults to `1`):
+            How many slices, up to the last one, keep their activations for the backward pass; others recompute.
         recompute (`int`, *optional*):
             How many layers, from the first on, recompute their activations in the backward pass. `None`: as TRL set it.
         head_chunk (`int`, *optional*):
@@ -27,11 +29,17 @@ class Schedule:
     recompute: int | None = None
     head_chunk: int | None = None
     peak: int = 0
+    kept_slices: int = 1
 
     @property
     def num_slices(self) -> int:
         """Number of slices; a batch that is computed whole is one."""
         return max(len(self.cuts) - 1, 1)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of the slices that are computed once more in the backward pass."""
+        return self.cuts[-1 - self.kept_slices] if self.cuts else 0
 
     def largest_slice(self, num_tokens: int) -> int:
         """Tokens of the largest slice of a batch of `num_tokens`."""

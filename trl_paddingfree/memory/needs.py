@@ -98,11 +98,14 @@ class MemoryNeeds:
         redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
-    def peak_of_slices(self, slices: np.ndarray, num_kept: int, whole: np.ndarray, scored: int | None = None) -> int:
+    def peaks_of_slices(
+        self, slices: np.ndarray, num_kept: int, whole: np.ndarray, scored: int | None = None
+    ) -> np.ndarray:
         """
-        Bytes at the peak of a batch in slices, by the `(slices, F)` features of each and those of the `whole`: one
-        slice with all that its layers keep, and the keys and values of `num_kept` tokens, with their gradients. The
-        head gets so many `scored` tokens at a time, by default all.
+        `(slices,)` int64: bytes at the peak of a batch in slices of which the last one, two, ... do not recompute, by
+        the `(slices, F)` features of each and those of the `whole`: what the layers keep of a slice, or of those that
+        do not recompute, and the keys and values of `num_kept` tokens, with their gradients. The head gets so many
+        `scored` tokens at a time, by default all.
         """
         layers, working = self.per_feature.kept.sum(0), self._working(slices)
         # The last slice is there as the backward pass of the head begins
@@ -112,8 +115,10 @@ class MemoryNeeds:
         stays = 2 * (self.per_feature.of_keys * num_kept + outside)  # as long as its gradients
         # Where layers keep keys as they are given, these are joined with those of earlier slices
         joined = num_kept * (slices[:, KEYS] > slices[:, TOKENS]) * bool(self.per_feature.copied)
-        bytes_needed = (slices @ layers + self.per_feature.of_keys * joined + working).max() + stays + tower
-        return self.fixed + round(self.correction * float(bytes_needed))
+        kept = slices @ layers + self.per_feature.of_keys * joined
+        together = np.cumsum(kept[::-1]) + np.maximum.accumulate(working[::-1])
+        needed = np.maximum((kept + working).max(), together) + stays + tower
+        return self.fixed + np.rint(self.correction * needed).astype(np.int64)
 
     def offloaded(self, features: np.ndarray) -> tuple[int, int]:
         """Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host."""

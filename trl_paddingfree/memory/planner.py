@@ -125,7 +125,8 @@ class MemoryPlanner:
                 best, low = larger, middle
             else:
                 high = middle
-        return best
+        # Processes that gather weights together must recompute together; after a failed allocation, nothing is to spare
+        return best if self.is_sharded or self.has_shrunk else self._in_slices(batch, whole, best.cuts, keeps=True)
 
     def _agreed(self, batch: FlatBatch, own: Schedule) -> Schedule:
         """The schedule of all processes: the most slices, or the most recomputed layers, that any of them needs."""
@@ -148,8 +149,13 @@ class MemoryPlanner:
         """The schedule in slices of at most `size` tokens, given the `whole` batch's features if there are needs."""
         return self._in_slices(batch, whole, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
 
-    def _in_slices(self, batch: FlatBatch, whole: np.ndarray | None, cuts: tuple[int, ...]) -> Schedule:
-        """The schedule of slices. No layer recomputes by itself then, neither within them nor in the vision tower."""
+    def _in_slices(
+        self, batch: FlatBatch, whole: np.ndarray | None, cuts: tuple[int, ...], keeps: bool = False
+    ) -> Schedule:
+        """
+        The schedule of slices, of which as many as fit keep their activations if it `keeps` more than the last. No
+        layer recomputes by itself then, neither within them nor in the vision tower.
+        """
         segments = batch.layout.segments
         # Not in chunks if weights are sharded: each call of the head gathers its own
         chunk = None if self.is_sharded else int(np.diff(cuts).max())
@@ -157,8 +163,9 @@ class MemoryPlanner:
             return Schedule(cuts, head_chunk=chunk)
         scored = whole[SCORED] if chunk is None else min(whole[SCORED], chunk)
         slices = slice_features(segments, cuts, self.flat_model.route)
-        peak = self.needs.peak_of_slices(slices, num_kept(segments, cuts), whole, int(scored))
-        return Schedule(cuts, 0, chunk, peak)
+        peaks = self.needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, int(scored))
+        kept = max(int((peaks <= self.budget).sum()), 1) if keeps else 1
+        return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
 
     def features(self, batch: FlatBatch) -> np.ndarray:
         """The features of a batch by which its memory is predicted."""
@@ -240,7 +247,7 @@ class MemoryPlanner:
         tokens, schedule = current.batch.counts.computed, current.batch.schedule
         self.micro_batches += 1
         self.slices += schedule.num_slices
-        again = schedule.cuts[-2] / tokens if schedule.cuts else 0.0  # all slices but the last are computed again
+        again = schedule.recomputed_tokens / tokens
         self.layers_recomputed += (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
         self.predicted = max(self.predicted, schedule.peak)
         # Without gradients and moments, the peak would look as if activations needed next to nothing

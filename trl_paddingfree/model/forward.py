@@ -224,7 +224,7 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
             row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
             hooks.enter_context(attributes_set([(embeddings, NOISE, row_alpha)]))
         if batch.schedule.cuts:
-            hooks.enter_context(in_slices(model, batch, batch.schedule.cuts, flat_model.group))
+            hooks.enter_context(in_slices(model, batch, flat_model.group))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             if architecture.takes_images(model):  # past the vision tower, which would take them for its own
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))

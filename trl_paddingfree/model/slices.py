@@ -1,6 +1,6 @@
 """A flat batch in slices, one after another: the decoder computes each, and keeps nothing of it but keys and values.
 
-All but the last slice are computed once more in the backward pass, as a layer that recomputes is. What goes from one to
+All but the last ones are computed once more in the backward pass, as a layer that recomputes is. What goes from one to
 the next are the keys and values that later ones read (for layers that carry state, their states). They have gradients,
 which autograd carries back in the right order. Heads, losses and images see one pass, and know nothing of slices.
 """
@@ -104,24 +104,22 @@ class Carry:
         )
 
 
-def in_slices(
-    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None
-) -> AbstractContextManager[None]:
+def in_slices(model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None) -> AbstractContextManager[None]:
     """
-    Within this context, the decoder of a model computes a flat batch in slices, cut at these positions. With a `group`,
-    its processes compute each slice together, and `batch` has only the tokens of this one.
+    Within this context, the decoder of a model computes a flat batch in the slices of its schedule. With a `group`, its
+    processes compute each slice together, and `batch` has only the tokens of this one.
     """
     decoder = decoder_of(model)
-    forward = partial(_decoder_in_slices, model, batch, cuts, group, decoder.forward)
+    forward = partial(_decoder_in_slices, model, batch, group, decoder.forward)
     update_wrapper(forward, decoder.forward)  # with its signature
     return attributes_set([(decoder, "forward", forward)])
 
 
 def _decoder_in_slices(
-    model: PreTrainedModel, batch: FlatBatch, cuts: tuple[int, ...], group: SequenceGroup | None, forward: Callable,
-    *args: Any, **kwargs: Any,
-) -> BaseModelOutput:  # fmt: skip
+    model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None, forward: Callable, *args: Any, **kwargs: Any
+) -> BaseModelOutput:
     """The output of a decoder, whose own method is `forward`, for all slices, from its arguments for the whole."""
+    cuts, kept_slices = batch.schedule.cuts, batch.schedule.kept_slices
     # With a group, rows so long that rotary frequencies follow them were refused
     reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
     embeddings = model.get_input_embeddings()
@@ -155,8 +153,7 @@ def _decoder_in_slices(
 
     for number, current in enumerate(slices):
         earlier = [states if i in current.reads else () for i, states in enumerate(kept)]
-        is_last = number + 1 == len(slices)
-        if is_last or not torch.is_grad_enabled():
+        if number + kept_slices >= len(slices) or not torch.is_grad_enabled():
             output, states = compute(number, on_devices, *earlier)
         else:
             output, states = checkpoint(compute, number, on_devices, *earlier, use_reentrant=False)

@@ -110,7 +110,7 @@ def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: 
         found[method] = {"flops": flops.get_total_flops(), "peak_bytes": most_allocated(profiler)}
     whole = features_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
     slices = slice_features(segments, cuts, flat.route)
-    predicted = needs.peak_of_slices(slices, num_kept(segments, cuts), whole, size)
+    predicted = int(needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, size)[0])
     return {
         "name": name,
         "tokens": segments.num_tokens,
@@ -130,7 +130,8 @@ def _lengths_that_fit() -> list[dict[str, Any]]:
         if method != "slices":
             return int(needs.peaks(whole)[0 if method == "nothing" else -1])
         cuts = cut_by_size(segments, SLICE)
-        return needs.peak_of_slices(slice_features(segments, cuts, route), num_kept(segments, cuts), whole, SLICE)
+        slices = slice_features(segments, cuts, route)
+        return int(needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, SLICE)[0])
 
     return [
         {"layout": layout, "most": {method: _most(partial(peak, batch, method)) for method in METHODS}}
