@@ -250,9 +250,13 @@ def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
 
 
 def allow_recompilations(number: int) -> None:
-    """Have PyTorch compile a function anew at least so often: calls of `torch.compile` take no limit of their own."""
+    """
+    Have PyTorch compile a function anew at least so often, and whenever a module gets hooks, which it would leave out:
+    calls of `torch.compile` take no options for that. transformers collects the logits of routers by hooks.
+    """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, number)
+    config.skip_nnmodule_hook_guards = False
 
 
 def put_head(model: PreTrainedModel) -> None:

@@ -98,6 +98,21 @@ def test_graphs_grow_neither_with_layers_nor_with_batches(adapters):
     assert found[0] == found[1]
 
 
+def test_hooks_that_come_and_go_run():
+    """The compiler does not look for them by default. transformers collects the logits of routers by hooks."""
+    trainer = sft_trainer(make_model())
+    (inputs,) = batches(trainer, 1)
+    mlp, losses = recomputable_layers(trainer.model)[0].mlp, []
+    for compiled in ({"backend": "aot_eager"}, None):
+        compile_layers(FlatModel.of(trainer.model), compiled)
+        for _ in range(2):
+            losses.append(trainer.compute_loss(trainer.model, inputs).item())
+            with mlp.register_forward_hook(lambda module, args, output: 50 * output):
+                losses.append(trainer.compute_loss(trainer.model, inputs).item())
+    assert losses[:4] == pytest.approx(losses[4:], rel=TOLERANCE)
+    assert abs(losses[0] - losses[1]) > 100 * TOLERANCE
+
+
 def test_copies_and_saved_models_are_eager():
     model = make_model()
     layer = recomputable_layers(sft_trainer(model).model)[0]
