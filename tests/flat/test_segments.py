@@ -19,17 +19,6 @@ def labels_of(rows, scored_from):
     return [[-100 if i < scored_from else token for i, token in enumerate(row)] for row in rows]
 
 
-def test_two_pairs_lie_as_drawn():
-    c, r = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]], [[1, 2, 3, 11, 12], [7, 8, 9, 13, 14]]
-    batch = FlatBatch.from_rows([*c, *r], labels_of([*c, *r], 3))
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 11, 12, 9, 13, 14]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 2, 3, 4, 2, 3, 4]]
-    assert batch.layout.segments == Segments((6, 4, 3, 3), (-1, -1, 0, 1), (0, 0, 2, 2))
-    assert batch.layout.cu_seqlens_q.tolist() == [0, 6, 10, 13, 16]
-    assert batch.layout.cu_seqlens_k.tolist() == [0, 6, 10, 15, 20]
-    assert batch.layout.kv_index.tolist() == [*range(6), *range(6, 10), 0, 1, 10, 11, 12, 6, 7, 13, 14, 15]
-
-
 @pytest.mark.parametrize(
     ("segments", "message"),
     [

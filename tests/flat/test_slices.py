@@ -53,7 +53,9 @@ def test_each_slice_sees_what_the_whole_sees(seed, with_reach):
     total = segments.num_tokens
     assert [part.span for part in slices] == [something_to_compute(*ends, total) for ends in pairwise(cuts)]
     kept, had = keys_of(slices)
-    for part, keys in zip(slices, had, strict=True):
+    total, before = num_kept(segments, cuts)
+    assert total == sum(map(len, kept))
+    for part, keys, most in zip(slices, had, before.tolist(), strict=True):
         made = part.layout.segments
         assert made.num_tokens == part.span.stop - part.span.start + with_reach
         assert made.num_keys == len(keys) + with_reach
@@ -63,10 +65,10 @@ def test_each_slice_sees_what_the_whole_sees(seed, with_reach):
             assert not seen[:-1, -1].any()
             seen = seen[:-1, :-1]
         assert np.array_equal(seen, expected[:, keys])
+        assert expected[:, : part.span.start].any(0).sum() <= most
         assert expected.sum() == seen.sum()  # there is no other that it sees
         positions = segments.position_ids[part.span.start : part.span.stop]
         assert made.position_ids[: len(positions)].tolist() == positions.tolist()
-    assert num_kept(segments, cuts) == sum(map(len, kept))
 
 
 @given(seeds)

@@ -176,7 +176,6 @@ def test_as_few_slices_recompute_as_the_budget_asks(folder):
         plan.budget = 2 * 350 + LAYERS * 50 * number  # the keys of all slices but the last, with their gradients
         schedule = plan.own_schedule(batch)
         assert (schedule.num_slices, schedule.kept_slices, schedule.peak) == (8, number, plan.budget)
-        assert schedule.recomputed_tokens == 400 - 50 * number
         assert plan.least_bytes(batch) <= 2 * 400 + LAYERS * 50
 
 

@@ -36,11 +36,6 @@ class Schedule:
         """Number of slices; a batch that is computed whole is one."""
         return max(len(self.cuts) - 1, 1)
 
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens of the slices that are computed once more in the backward pass."""
-        return self.cuts[-1 - self.kept_slices] if self.cuts else 0
-
     def largest_slice(self, num_tokens: int) -> int:
         """Tokens of the largest slice of a batch of `num_tokens`."""
         return max((stop - start for start, stop in pairwise(self.cuts)), default=num_tokens)

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..model.forward import is_pooled
 from ..model.restored import local_part
-from .features import KEYS, PIXELS, SCORED, TOKENS
+from .features import KEYS, PIXELS, SCORED
 from .kept_bytes import KeptBytes
 
 logger = logging.get_logger(__name__)
@@ -99,23 +99,23 @@ class MemoryNeeds:
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
     def peaks_of_slices(
-        self, slices: np.ndarray, num_kept: int, whole: np.ndarray, scored: int | None = None
+        self, slices: np.ndarray, kept_keys: tuple[int, np.ndarray], whole: np.ndarray, scored: int | None = None
     ) -> np.ndarray:
         """
         `(slices,)` int64: bytes at the peak of a batch in slices of which the last one, two, ... do not recompute, by
         the `(slices, F)` features of each and those of the `whole`: what the layers keep of a slice, or of those that
-        do not recompute, and the keys and values of `num_kept` tokens, with their gradients. The head gets so many
-        `scored` tokens at a time, by default all.
+        do not recompute, and the keys and values that stay, see [`~trl_paddingfree.flat.slices.num_kept`], with their
+        gradients. The head gets so many `scored` tokens at a time, by default all.
         """
         layers, working = self.per_feature.kept.sum(0), self._working(slices)
         # The last slice is there as the backward pass of the head begins
         working[-1] = max(working[-1], self.head.working(whole[SCORED], scored))
         _, _, outside, _ = self._of_batch(whole)
         tower = layers[PIXELS] * whole[PIXELS]  # it comes before all slices
+        num_kept, before = kept_keys
         stays = 2 * (self.per_feature.of_keys * num_kept + outside)  # as long as its gradients
         # Where layers keep keys as they are given, these are joined with those of earlier slices
-        joined = num_kept * (slices[:, KEYS] > slices[:, TOKENS]) * bool(self.per_feature.copied)
-        kept = slices @ layers + self.per_feature.of_keys * joined
+        kept = slices @ layers + self.per_feature.of_keys * before * bool(self.per_feature.copied)
         together = np.cumsum(kept[::-1]) + np.maximum.accumulate(working[::-1])
         needed = np.maximum((kept + working).max(), together) + stays + tower
         return self.fixed + np.rint(self.correction * needed).astype(np.int64)

@@ -247,7 +247,8 @@ class MemoryPlanner:
         tokens, schedule = current.batch.counts.computed, current.batch.schedule
         self.micro_batches += 1
         self.slices += schedule.num_slices
-        again = schedule.recomputed_tokens / tokens
+        # The tokens of the slices that are computed once more
+        again = schedule.cuts[-1 - schedule.kept_slices] / tokens if schedule.cuts else 0.0
         self.layers_recomputed += (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
         self.predicted = max(self.predicted, schedule.peak)
         # Without gradients and moments, the peak would look as if activations needed next to nothing

@@ -21,7 +21,7 @@ from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, features_of, mo
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import cut_by_size, num_kept
 from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.features import slice_features
+from trl_paddingfree.memory.features import memory_features, slice_features
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fused_head
 from trl_paddingfree.model.architecture import recomputable_layers, recompute_first
@@ -38,6 +38,7 @@ CASES = {
     "24 completions of 128 tokens, prompt of 512": (24, 128, 512, 256),
     "16 completions of 128 tokens, prompt of 2,048": (16, 128, 2048, 384),
 }
+OF_CURVE = "24 completions of 128 tokens, prompt of 512"
 SHAPE = decoder("llama", 256, 704, 8, 8, 4, 256)
 # Predicted: a model, its tuning, and the GiB of a device, of which 3 are left to CUDA and to fragments
 MODEL, TUNING, DEVICE_GIB = "llama-3-8b", "lora", 77.0
@@ -72,7 +73,11 @@ def measure() -> dict[str, Any]:
     flat = FlatModel.install(model, choose_route(model))
     kept = count_kept_bytes(model, flat.route)
     needs = MemoryNeeds(0, kept, fused_head(model), float(kept.factor))
-    return {"counted": [_count(flat, needs, name, *case) for name, case in CASES.items()], "fit": _lengths_that_fit()}
+    return {
+        "counted": [_count(flat, needs, name, *case) for name, case in CASES.items()],
+        "curve": _curve(flat, needs, *CASES[OF_CURVE]),
+        "fit": _lengths_that_fit(),
+    }
 
 
 def _rows(number: int, length: int, prompt: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -83,41 +88,66 @@ def _rows(number: int, length: int, prompt: int) -> tuple[list[list[int]], list[
     return [shared + row for row in completions], [[-100] * prompt + row for row in completions]
 
 
-def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: int, prompt: int, size: int) -> dict:
-    """Operations and peak bytes of a forward and backward pass, by method."""
-    rows, targets = _rows(number, length, prompt)
-    batch = FlatBatch.from_rows(rows, targets)
+def _measured(flat: FlatModel, rows: list, targets: list, schedule: Schedule, recomputed: int = 0) -> dict[str, int]:
+    """Operations and peak bytes of a forward and backward pass of which the first layers recompute."""
     given = {"input_ids": torch.tensor(rows), "labels": torch.tensor(targets)}
-    layers, segments = recomputable_layers(flat.model), batch.layout.segments
-    cuts = cut_by_size(segments, size)
+    batch = replace(FlatBatch.from_rows(rows, targets), schedule=schedule)
+    flat.model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_first(recomputable_layers(flat.model), recomputed)
 
-    def run(schedule: Schedule, recomputed: int) -> None:
-        recompute_first(layers, recomputed)
-        scheduled = replace(batch, schedule=schedule)
-        output = flat.model(**given, flat_batch=scheduled, fused_lm_head=True, use_cache=False)
-        output.log_probs.sum().backward()
+    def run() -> None:
+        flat.model(**given, flat_batch=batch, fused_lm_head=True, use_cache=False).log_probs.sum().backward()
         flat.model.zero_grad()
 
-    flat.model.gradient_checkpointing_enable({"use_reentrant": False})
-    schedules = (Schedule(), 0), (Schedule(), len(layers)), (Schedule(cuts, head_chunk=size), 0)
-    found: dict[str, dict[str, int]] = {}
-    for method, arguments in zip(METHODS, schedules, strict=True):
-        run(*arguments)  # what is made once
-        with FlopCounterMode(display=False) as flops:
-            run(*arguments)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            run(*arguments)
-        found[method] = {"flops": flops.get_total_flops(), "peak_bytes": most_allocated(profiler)}
+    run()  # what is made once
+    with FlopCounterMode(display=False) as flops:
+        run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    return {"flops": flops.get_total_flops(), "peak_bytes": most_allocated(profiler)}
+
+
+def _predicted(flat: FlatModel, needs: MemoryNeeds, batch: FlatBatch, cuts: tuple[int, ...], size: int) -> np.ndarray:
+    """The peaks that a budget predicts if the last one, two, ... slices keep their activations."""
+    segments = batch.layout.segments
     whole = features_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
     slices = slice_features(segments, cuts, flat.route)
-    predicted = int(needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, size)[0])
+    return needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, size)
+
+
+def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: int, prompt: int, size: int) -> dict:
+    """What a case takes, by method."""
+    rows, targets = _rows(number, length, prompt)
+    batch = FlatBatch.from_rows(rows, targets)
+    cuts = cut_by_size(batch.layout.segments, size)
+    every = len(recomputable_layers(flat.model))
+    schedules = (Schedule(), 0), (Schedule(), every), (Schedule(cuts, head_chunk=size), 0)
     return {
         "name": name,
-        "tokens": segments.num_tokens,
+        "tokens": batch.counts.computed,
         "slices": len(cuts) - 1,
-        "methods": found,
-        "predicted_bytes": predicted,
+        "methods": {
+            method: _measured(flat, rows, targets, *how) for method, how in zip(METHODS, schedules, strict=True)
+        },
+        "predicted_bytes": int(_predicted(flat, needs, batch, cuts, size)[0]),
     }
+
+
+def _curve(flat: FlatModel, needs: MemoryNeeds, number: int, length: int, prompt: int, size: int) -> list[dict]:
+    """From one slice that keeps its activations to all of them, and from all layers that recompute to none."""
+    rows, targets = _rows(number, length, prompt)
+    batch, found = FlatBatch.from_rows(rows, targets), list[dict]()
+    cuts, layers = cut_by_size(batch.layout.segments, size), len(recomputable_layers(flat.model))
+    peaks = _predicted(flat, needs, batch, cuts, size)
+    for kept in range(1, len(cuts), 2):
+        measured = _measured(flat, rows, targets, Schedule(cuts, head_chunk=size, kept_slices=kept))
+        found.append({"how": f"{kept} of {len(peaks)} slices kept", **measured, "predicted": int(peaks[kept - 1])})
+    peaks = needs.peaks(memory_features(batch, flat.route))
+    for number in range(layers, -1, -2):
+        measured = _measured(flat, rows, targets, Schedule(), number)
+        how = f"whole, {number} of {layers} layers recomputed"
+        found.append({"how": how, **measured, "predicted": int(peaks[number])})
+    return sorted(found, key=lambda each: each["peak_bytes"])
 
 
 def _lengths_that_fit() -> list[dict[str, Any]]:
@@ -161,6 +191,11 @@ def report(result: dict[str, Any]) -> str:
         counted.append(cells)
     flops_heads = ["operations: every layer recomputed", "slices"]
     bytes_heads = ["MB: nothing recomputed", "every layer recomputed", "slices", "predicted"]
+    least = min(each["flops"] for each in result["curve"])
+    curve = [
+        [each["how"], f"{each['flops'] / least:.2f}", *(f"{each[x] / 1e6:.0f}" for x in ("peak_bytes", "predicted"))]
+        for each in result["curve"]
+    ]
     fit = [[row["layout"], *(f"{row['most'][name]:,}" for name in METHODS)] for row in result["fit"]]
     lines = [
         "# Slices, one after another",
@@ -170,6 +205,13 @@ def report(result: dict[str, Any]) -> str:
         "most that tensors hold at a time, without weights. `predicted` is what `memory_budget` expects of the slices.",
         "",
         *table(["batch", "tokens", "slices", *flops_heads, *bytes_heads], counted),
+        "",
+        "## As few slices recomputed as fit",
+        "",
+        f"The same for {OF_CURVE}, with more and more memory: how many of the last slices keep their activations, and "
+        "how many layers recompute where the batch is computed whole.",
+        "",
+        *table(["how", "operations", "MB", "predicted"], curve),
         "",
         "## What fits into 80 GB",
         "",
