@@ -21,7 +21,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TQDM_DISABLE=1 HF_HUB_OFFLINE=1
 export TOKENIZERS_PARALLELISM=false PYTORCH_ALLOC_CONF=expandable_segments:True
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
-eight=${EIGHT:-llama-3-8b} one=${ONE:-llama-3.2-1b} steps=${STEPS:-1 2 3 4 5 6 7 8} seconds=${SECONDS_FOR_ALL:-570}
+eight=${EIGHT:-llama-3-8b} one=${ONE:-llama-3.2-1b} steps=${STEPS:-1 2 3 4 5 6 7 8 9} seconds=${SECONDS_FOR_ALL:-570}
 lengths=scripts/benchmark/lengths failed=0
 
 keep() { [[ -z $archive ]] || tar -czf "$archive" -C "$out" .; }
@@ -104,6 +104,9 @@ print(json.dumps(environment(), indent=1))'
         python3 -c 'import xdist' 2>/dev/null && eight_at_a_time=(-n 8)
         gpu_tests 200 architectures "${eight_at_a_time[@]}" tests/check/test_architectures.py tests/model/test_attention.py
     }
+    # Decoder layers compiled one by one, beside eager ones; compiling takes a minute
+    step 9 && bench 200 dpo "${claim[@]}" --name dpo-compiled --methods trl shared budget compiled --batches 2 --rounds 2 \
+        --lengths "$ultrafeedback"
     # One flat batch on two GPUs, where there are as many
     local gpus
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)

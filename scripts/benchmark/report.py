@@ -21,6 +21,7 @@ COLORS = {
     "flat": "#5b8ec9",
     "shared": "#1f4e9c",
     "budget": "#0b2a5c",
+    "compiled": "#5b2a86",
 }
 
 

@@ -85,7 +85,7 @@ class Benchmark:
     def _chosen(self, names: Sequence[str] | None) -> list[Method]:
         """The methods of these names, in the task's order."""
         methods = self.settings.benchmarked.methods
-        chosen = [method for method in methods if (method.name in names if names else method.attention is None)]
+        chosen = [method for method in methods if (method.name in names if names else not method.is_asked_for)]
         if chosen[0].name != BASELINE or not any(method.ours and not method.keeps for method in chosen):
             raise ValueError(f"`methods={names}` must name {BASELINE!r} and one of ours, 'flat' or 'shared'.")
         return chosen

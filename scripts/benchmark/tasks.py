@@ -25,8 +25,12 @@ class Method:
     ours: bool
     options: dict[str, Any] = field(default_factory=dict)  # of its configuration
     keeps: bool = False  # whether it keeps activations, at least where they fit, while other methods recompute
-    # An attention implementation of its own, by PyTorch's varlen kernel: it runs only if `--methods` names the method
-    attention: str | None = None
+    attention: str | None = None  # an attention implementation of its own, by PyTorch's varlen kernel
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether it runs only if `--methods` names it: what answers another question, or compiles for minutes."""
+        return self.attention is not None or "torch_compile" in self.options
 
 
 BASELINE = "trl"
@@ -42,6 +46,7 @@ _OURS = (
     Method("flat", "ours, padding-free", True, {"prefix_sharing": False}),
     Method("shared", "ours, shared prefixes", True, {"prefix_sharing": True}),
     Method("budget", "ours, shared, with a memory budget", True, BUDGETED, keeps=True),
+    Method("compiled", "ours, shared, budget, compiled", True, {**BUDGETED, "torch_compile": True}, keeps=True),
 )
 
 

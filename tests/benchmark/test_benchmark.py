@@ -168,7 +168,7 @@ def trained(benchmark):
 def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
     before = trained(benchmark)
     result = benchmark.run(rows(benchmark), num_batches=2, rounds=2)
-    names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods if method.attention is None]
+    names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods if not method.is_asked_for]
     assert list(result["methods"]) == names
     assert result["agree"]
     for values in result["differences"].values():
