@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, TrainerCallback
 
 from tests.helpers.random_draws import LOSSES, WITH_DIVERGENCE
 from tests.helpers.tiny import (
@@ -76,8 +76,16 @@ def quantized(folder):
     return {"model": folder, "peft_config": lora(), "quantization_config": config}
 
 
+class InFloat32(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+
 # It keeps adapters in bfloat16: an update may fall to either side of a rounding boundary, and the best token be a tie
 QLORA = {"make": quantized, "tolerance": 2**-7, "ignored": (*ROUNDED, "mean_token_accuracy")}
+QLORA_IN_FLOAT32 = {"make": lambda folder: {**quantized(folder), "callbacks": [InFloat32()]}}
 EMBEDDINGS = {"make": adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])}
 
 
@@ -171,6 +179,7 @@ CASES = {
         "mixtral": {"make": model("dpo", "mixtral", **EXPERTS), "router_aux_loss_coef": 0.5},
         "qwen3_moe": {"make": model("dpo", "qwen3_moe", **EXPERTS), "router_aux_loss_coef": 0.5},
         "qlora": QLORA,
+        "qlora in float32": QLORA_IN_FLOAT32,
         "moved": {"ours": {"arrange_micro_batches": "tokens"}, **MOVED},
         "moved by prefix": {"ours": {"arrange_micro_batches": "prefix"}, **MOVED},
         "parts": {"ours": {"max_tokens_per_micro_batch": 130}, "per_device_train_batch_size": 6},
