@@ -329,7 +329,7 @@ def test_a_hybrid_of_which_no_layer_has_attention_is_exact(model_type, options):
     result, failed = prove(model, choose_route(model))
     assert not failed
     assert result.prefix_sharing
-    assert_equals_padded(model, result.route, SEED)
+    assert_equals_padded(model, result.route, SEED, tolerance=4e-4)  # recurrences in float32, whatever the dtype
 
 
 def test_convolutions_outside_of_the_layers_are_none_of_ours():
