@@ -30,8 +30,8 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-# float32: the same figures in sums of other order, of which recurrences have many; float64 beneath TRL's head, whose statistics are float32, and eager
-# attention, whose softmax is. A key that is missing shows in the first digit
+# float32: the same figures in sums of other order, of which recurrences have many; float64 beneath TRL's head, whose
+# statistics are float32, and eager attention, whose softmax is. A key that is missing shows in the first digit
 TOLERANCE = {torch.float32: 4e-4, torch.float64: 2e-6}
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention
