@@ -249,13 +249,13 @@ def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
         liger.apply_liger_kernel(model, args.liger_kernel_config)
 
 
-def allow_recompilations(number: int) -> None:
+def configure_compiler(recompilations: int) -> None:
     """
     Have PyTorch compile a function anew at least so often, and whenever a module gets hooks, which it would leave out:
     calls of `torch.compile` take no options for that. transformers collects the logits of routers by hooks.
     """
     config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, number)
+    config.recompile_limit = max(config.recompile_limit, recompilations)
     config.skip_nnmodule_hook_guards = False
 
 

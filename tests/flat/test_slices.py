@@ -12,7 +12,7 @@ from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import something_to_compute
-from trl_paddingfree.flat.slices import cut_by_number, cut_by_size, num_kept, slices_of
+from trl_paddingfree.flat.slices import cut_by_number, cut_by_size, kept_keys, slices_of
 
 seeds, sizes = st.integers(0, 10**6), st.integers(1, 80)
 
@@ -53,8 +53,8 @@ def test_each_slice_sees_what_the_whole_sees(seed, with_reach):
     total = segments.num_tokens
     assert [part.span for part in slices] == [something_to_compute(*ends, total) for ends in pairwise(cuts)]
     kept, had = keys_of(slices)
-    total, before = num_kept(segments, cuts)
-    assert total == sum(map(len, kept))
+    number, before = kept_keys(segments, cuts)
+    assert number == sum(map(len, kept))
     for part, keys, most in zip(slices, had, before.tolist(), strict=True):
         made = part.layout.segments
         assert made.num_tokens == part.span.stop - part.span.start + with_reach

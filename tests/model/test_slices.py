@@ -30,9 +30,10 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-# float32: the same figures in sums of other order, of which recurrences have many; float64 beneath TRL's head, whose
-# statistics are float32, and eager attention, whose softmax is. A key that is missing shows in the first digit
-TOLERANCE = {torch.float32: 4e-4, torch.float64: 2e-6}
+# float32: the same figures in sums of other order; float64 beneath TRL's head, whose statistics are float32, and eager
+# attention, whose softmax is. A key that is missing shows in the first digit
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 2e-6}
+RECURRENCES = 4e-4  # in float32 they have many such sums, one after another
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention
 VERDICTS = {cells[1].strip(" `"): cells[2].strip() for row in PAGE if len(cells := row.split("|")) > 7}
@@ -65,9 +66,9 @@ def computed(flat, batch, cuts=(), kept_slices=1, **given):
     return log_probs_and_gradients(flat.model, labels=padded(batch.to_rows(), -100), flat_batch=batch, **given)
 
 
-def assert_equals_whole(flat, batch, some=None, **given):
+def assert_equals_whole(flat, batch, some=None, tolerance=None, **given):
     """Cut anywhere, and where it comes to that, the same as whole."""
-    tolerance = TOLERANCE[flat.model.dtype]
+    tolerance = tolerance or TOLERANCE[flat.model.dtype]
     expected, gradients = computed(flat, batch, **given)
     for cuts in some or cuts_of(batch.layout.segments.num_tokens):
         actual, found = computed(flat, batch, cuts, 1 + len(cuts) % 3, **given)
@@ -125,8 +126,8 @@ STATES += ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "za
 def test_layers_with_a_state_cut_anywhere(name, sharing):
     flat = flat_model(tiny_model(name, seed=SEED))
     assert why_not_in_slices(flat.model, flat.route, None) == ""
-    assert_equals_whole(flat, batch_of(sharing=sharing))
-    assert_equals_whole(flat, batch_of([tree(SEED)[0]]))
+    for batch in (batch_of(sharing=sharing), batch_of([tree(SEED)[0]])):
+        assert_equals_whole(flat, batch, tolerance=RECURRENCES)
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral", "olmo3", "deepseek_v3"])

@@ -46,7 +46,8 @@ class SlicesResult(NamedTuple):
 
     def __str__(self) -> str:
         error = f"error {self.answers.error:.1e}, allowed {self.answers.tolerance:.1e}"
-        return f"{f'{self.num_slices} slices' if self.num_slices > 1 else 'whole'}; {error}; {self.gradients}"
+        cut = f"{self.num_slices} slices" if self.num_slices > 1 else "whole"
+        return f"{cut}; {error}; {self.gradients}"
 
 
 def check_slices(

@@ -175,12 +175,12 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     return tuple(each.to(layout.device, non_blocking=True) for each in slices)
 
 
-def num_kept(segments: Segments, cuts: Sequence[int]) -> tuple[int, np.ndarray]:
+def kept_keys(segments: Segments, cuts: Sequence[int]) -> tuple[int, np.ndarray]:
     """
     Tokens whose keys and values stay until later slices have read them; and of each slice, `(slices,)` int64, tokens
     before it whose keys it or later ones read.
 
-    >>> num_kept(Segments((6, 3), (-1, 0), (0, 3)), (0, 2, 4, 9))
+    >>> kept_keys(Segments((6, 3), (-1, 0), (0, 3)), (0, 2, 4, 9))
     (4, array([0, 2, 4]))
     """
     own, later = (np.searchsorted(cuts, x, "right") for x in (np.arange(segments.num_tokens), segments.last_readers))

@@ -123,6 +123,7 @@ def count_kept_bytes(
     largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED)
     largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()
     of_token = np.array(sum(of_keys) / max(seen[:, TOKENS].sum(), 1))
+    # Of keys that layers keep once for all segments, next to nothing goes with the keys of each
     copied = np.array(max(of_keys, default=0) / max(seen[:, TOKENS].max(), 1))
     copied *= kept[:, KEYS].max() < copied / 2
     return KeptBytes(kept, recomputed, outside, largest, of_token, copied, np.maximum(factor, 1.0))

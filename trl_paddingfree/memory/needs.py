@@ -104,7 +104,7 @@ class MemoryNeeds:
         """
         `(slices,)` int64: bytes at the peak of a batch in slices of which the last one, two, ... do not recompute, by
         the `(slices, F)` features of each and those of the `whole`: what the layers keep of a slice, or of those that
-        do not recompute, and the keys and values that stay, see [`~trl_paddingfree.flat.slices.num_kept`], with their
+        do not recompute, and the keys and values that stay, see [`~trl_paddingfree.flat.slices.kept_keys`], with their
         gradients. The head gets so many `scored` tokens at a time, by default all.
         """
         layers, working = self.per_feature.kept.sum(0), self._working(slices)

@@ -15,7 +15,7 @@ from accelerate.utils import gather
 from ..flat.batch import FlatBatch
 from ..flat.counts import of_all_processes
 from ..flat.schedule import Schedule
-from ..flat.slices import cut_by_number, cut_by_size, num_kept, sizes_to_try
+from ..flat.slices import cut_by_number, cut_by_size, kept_keys, sizes_to_try
 from ..model.flat_model import FlatModel
 from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
@@ -163,7 +163,7 @@ class MemoryPlanner:
             return Schedule(cuts, head_chunk=chunk)
         scored = whole[SCORED] if chunk is None else min(whole[SCORED], chunk)
         slices = slice_features(segments, cuts, self.flat_model.route)
-        peaks = self.needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, int(scored))
+        peaks = self.needs.peaks_of_slices(slices, kept_keys(segments, cuts), whole, int(scored))
         kept = max(int((peaks <= self.budget).sum()), 1) if keeps else 1
         return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
 

@@ -64,7 +64,7 @@ def compile_layers(flat_model: FlatModel, options: CompilerOptions | None) -> No
         )
     if flat_model.group is not None:
         raise ValueError("`torch_compile=True`: what processes exchange is not compiled. Leave it out.")
-    upstream.allow_recompilations(_MOST_VARIANTS)
+    upstream.configure_compiler(_MOST_VARIANTS)
     reasons = []
     for layer in layers:
         if reason := _why_eager(layer):

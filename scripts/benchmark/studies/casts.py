@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch
@@ -50,12 +50,16 @@ class Launches(TorchDispatchMode):
 class Way:
     """A flat model in bfloat16 with adapters in float32, whose inputs are cast once or twice, and rows of a shape."""
 
-    def __init__(self, config: PreTrainedConfig, shape: tuple[int, int], is_once: bool = True, attention: str = "sdpa"):
+    def __init__(
+        self, num_layers: int, is_once: bool = True, shape: tuple[int, int] = (ROWS, LENGTH),
+        name: str = MODEL, attention: str = "sdpa", **changed: Any,
+    ):  # fmt: skip
+        config = model_config(name)
+        config.update({"num_hidden_layers": num_layers, **changed})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
         add_fused_lm_head(model)
         self.route = choose_route(model)
-        FlatModel.install(model, self.route)
-        self.model = model
+        self.flat = FlatModel.install(model, self.route)
         self.adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
         self.adapted.enable_input_require_grads()
         if is_once:
@@ -83,7 +87,7 @@ class Way:
     def kept(self) -> float:
         """Bytes that a token keeps for the backward pass in the last layer."""
         with torch.autocast("cpu", torch.bfloat16):
-            kept = count_kept_bytes(self.model, self.route).kept[-1]
+            kept = count_kept_bytes(self.flat.model, self.route).kept[-1]
         return float(kept[TOKENS] + kept[KEYS])
 
     def core_seconds(self) -> float:
@@ -95,12 +99,7 @@ class Way:
 
 def measure() -> dict[str, Any]:
     """Kernels and bytes of a layer, counted, and the core time of steps that take turns."""
-    ways: dict[str, list[Way]] = {}
-    for name in (CAST_TWICE, CAST_ONCE):
-        configs = [model_config(MODEL) for _ in LAYERS]
-        for config, number in zip(configs, LAYERS, strict=True):
-            config.num_hidden_layers = number
-        ways[name] = [Way(config, (ROWS, LENGTH), name == CAST_ONCE) for config in configs]
+    ways = {name: [Way(n, name == CAST_ONCE) for n in LAYERS] for name in (CAST_TWICE, CAST_ONCE)}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):
         for name, (_, deep) in ways.items():

@@ -1,19 +1,16 @@
 """A decoder layer compiled beside the same one eager: its kernels, the bytes that they move, and the bytes it keeps."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._inductor import compile_fx, config, metrics
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
-from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, model_config
+from trl_paddingfree.cli.memory import KEPT_BY_KERNELS
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recomputable_layers
 from trl_paddingfree.model.compiled import compile_layers
-from trl_paddingfree.model.flat_model import FlatModel
+from trl_paddingfree.model.restored import attributes_set
 
 from ..report import table
 from .casts import Launches, Way
@@ -31,9 +28,7 @@ Counts = tuple[int, int]  # kernels that are no product, and the bytes that they
 
 
 def _way(num_layers: int, attention: str = "sdpa") -> Way:
-    shape = model_config(MODEL)
-    shape.num_hidden_layers, shape.vocab_size = num_layers, WORDS
-    return Way(shape, (1, TOKENS), attention=attention)
+    return Way(num_layers, shape=(1, TOKENS), name=MODEL, attention=attention, vocab_size=WORDS)
 
 
 def _reference(way: Way) -> None:
@@ -52,37 +47,25 @@ def _launched(num_layers: int) -> list[Counts]:
     return found
 
 
-@contextmanager
-def _compiler_counts() -> Iterator[None]:
-    """Within this context, PyTorch's compiler notes the kernels that it makes, which it does for its log alone."""
-    log, noted = compile_fx.inductor_metrics_log, compile_fx.inductor_metrics_log.info
-    level = log.level
-    log.setLevel(logging.INFO)
-    log.info = lambda *args: None
-    try:
-        with config.patch(force_disable_caches=True):
-            yield
-    finally:
-        log.info = noted
-        log.setLevel(level)
-
-
 def _compile(way: Way) -> None:
-    compile_layers(FlatModel.of(way.model), {"backend": "inductor"})
+    compile_layers(way.flat, {"backend": "inductor"})
 
 
 def _compiled() -> list[Counts]:
     """What the compiler makes of a layer, for a step and for the forward pass of its reference."""
     way, found = _way(1), list[Counts]()
     _compile(way)
-    for run in (way.step, lambda: _reference(way)):
-        metrics.reset()
-        with _compiler_counts():
+    # The compiler notes the kernels that it makes for its log alone
+    log = compile_fx.inductor_metrics_log
+    is_read = attributes_set([(log, "isEnabledFor", lambda level: True), (log, "info", lambda *args: None)])
+    with is_read, config.patch(force_disable_caches=True):
+        for run in (way.step, lambda: _reference(way)):
+            metrics.reset()
             run()
-        # It counts in units of 4 bytes
-        others = (ExternKernelSchedulerNode, NopKernelSchedulerNode)
-        moved = [4 * size for node, size in metrics.nodes_num_elem if not isinstance(node, others)]
-        found.append((len(moved), sum(moved)))
+            # It counts in units of 4 bytes
+            others = (ExternKernelSchedulerNode, NopKernelSchedulerNode)
+            moved = [4 * size for node, size in metrics.nodes_num_elem if not isinstance(node, others)]
+            found.append((len(moved), sum(moved)))
     return found
 
 
@@ -91,7 +74,7 @@ def _kept(name: str) -> int:
     way = _way(1, KEPT_BY_KERNELS)
     if name == COMPILED:
         _compile(way)
-    counter = SavedBytes(way.model, recomputable_layers(way.model))
+    counter = SavedBytes(way.flat.model, recomputable_layers(way.flat.model))
     with counter.counting():
         output = way.forward()
     kept = counter.total(0)

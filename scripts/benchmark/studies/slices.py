@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, features_of, model_config, training_needs
 from trl_paddingfree.flat.schedule import Schedule
-from trl_paddingfree.flat.slices import cut_by_size, num_kept
+from trl_paddingfree.flat.slices import cut_by_size, kept_keys
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.features import memory_features, slice_features
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
@@ -112,7 +112,7 @@ def _predicted(flat: FlatModel, needs: MemoryNeeds, batch: FlatBatch, cuts: tupl
     segments = batch.layout.segments
     whole = features_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
     slices = slice_features(segments, cuts, flat.route)
-    return needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, size)
+    return needs.peaks_of_slices(slices, kept_keys(segments, cuts), whole, size)
 
 
 def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: int, prompt: int, size: int) -> dict:
@@ -143,10 +143,10 @@ def _curve(flat: FlatModel, needs: MemoryNeeds, number: int, length: int, prompt
         measured = _measured(flat, rows, targets, Schedule(cuts, head_chunk=size, kept_slices=kept))
         found.append({"how": f"{kept} of {len(peaks)} slices kept", **measured, "predicted": int(peaks[kept - 1])})
     peaks = needs.peaks(memory_features(batch, flat.route))
-    for number in range(layers, -1, -2):
-        measured = _measured(flat, rows, targets, Schedule(), number)
-        how = f"whole, {number} of {layers} layers recomputed"
-        found.append({"how": how, **measured, "predicted": int(peaks[number])})
+    for recomputed in range(layers, -1, -2):
+        measured = _measured(flat, rows, targets, Schedule(), recomputed)
+        how = f"whole, {recomputed} of {layers} layers recomputed"
+        found.append({"how": how, **measured, "predicted": int(peaks[recomputed])})
     return sorted(found, key=lambda each: each["peak_bytes"])
 
 
@@ -161,7 +161,7 @@ def _lengths_that_fit() -> list[dict[str, Any]]:
             return int(needs.peaks(whole)[0 if method == "nothing" else -1])
         cuts = cut_by_size(segments, SLICE)
         slices = slice_features(segments, cuts, route)
-        return int(needs.peaks_of_slices(slices, num_kept(segments, cuts), whole, SLICE)[0])
+        return int(needs.peaks_of_slices(slices, kept_keys(segments, cuts), whole, SLICE)[0])
 
     return [
         {"layout": layout, "most": {method: _most(partial(peak, batch, method)) for method in METHODS}}
