@@ -55,7 +55,8 @@ class Work:
         segments = batch.layout.segments
         pairs = sum(q * k for q, k in zip(segments.lengths, segments.key_lengths, strict=True))
         if in_calls:
-            pairs = AttentionCalls.of(batch.layout).num_pairs
+            calls = AttentionCalls.of(batch.layout)
+            pairs = sum(len(call) * q * k for call, q, k in zip(calls.segments, calls.queries, calls.keys, strict=True))
         return cls(segments.num_tokens, pairs, batch.shift_labels.size(1))
 
     @classmethod

@@ -17,7 +17,7 @@ from scripts.benchmark.flops import Work, count_flops
 from scripts.benchmark.measure import Runner, interleave
 from scripts.benchmark.rows import make_rows, read_lengths
 from scripts.benchmark.run import Benchmark, tolerances
-from scripts.benchmark.studies import arranging, collators, packing
+from scripts.benchmark.studies import arranging, packing
 from scripts.benchmark.studies.arranging import measure_imbalance, measure_meetings
 from scripts.benchmark.studies.packing import measure_packing
 from scripts.benchmark.tasks import BENCHMARKED, Settings
@@ -96,13 +96,6 @@ def test_the_limit_is_every_distinct_prefix_once(seed):
     assert Work.limit(batch).pairs >= limit.pairs
     assert limit.tokens == batch.counts.distinct
     assert limit.tokens <= Work.flat(batch).tokens < limit.tokens + len(sequences)  # one more for each further branch
-
-
-def test_without_anything_shared_the_limit_is_what_a_flat_batch_computes():
-    batch = FlatBatch.from_rows([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]])
-    assert Work.flat(batch) == Work(tokens=5, pairs=9 + 4, scored=3)
-    assert Work.limit(batch) == Work(tokens=5, pairs=9 + 4, scored=3, in_rows=5)
-    assert Work.limit(batch, causal=True) == Work(tokens=5, pairs=6 + 3, scored=3, in_rows=5)
 
 
 @pytest.mark.slow
@@ -433,14 +426,6 @@ def test_packing_makes_fewer_steps_and_cuts_examples(csv):
     for name, figures in expected.items():
         assert found[name][: len(figures)] == pytest.approx(figures)
     assert "| `wrapped` | 4 |" in packing.report({"measured": [measured]})
-
-
-def test_collators_are_timed_beside_trls():
-    measured = collators.measure(length=64, pairs=4, repeats=1)["measured"]
-    assert [one["rows"] for one in measured] == [8] * 4
-    assert all(one["ms"] > 0 for one in measured)
-    text = collators.report({"measured": measured, "environment": {"gpu": "machine"}})
-    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in text
 
 
 def test_backward_passes_of_all_parts_of_a_micro_batch_count_as_backward(monkeypatch):

@@ -276,6 +276,15 @@ def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_
         model(input_ids=rows, labels=rows, flat_batch=batch, fused_lm_head=True)
 
 
+def test_padding_whose_embedding_is_zero_is_in_no_row():
+    """Its gradient, which norms multiply by 1e10 here, would be one of rounding alone."""
+    model = tiny_model("bamba", seed=65001, attn_layer_indices=[])
+    add_fused_lm_head(model)
+    _, failed = prove(model.train(), choose_route(model))
+    assert not failed
+    assert model.get_input_embeddings().padding_idx not in itertools.chain(*RowsInTraining(model).rows)
+
+
 def test_the_check_says_what_it_would_have_found():
     """In bfloat16, that is a large part of what one token of context does; leaks show at any size."""
     found = {}

@@ -12,7 +12,7 @@ from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import something_to_compute
-from trl_paddingfree.flat.slices import cut_by_number, cut_by_size, kept_keys, slices_of
+from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, cut_by_size, kept_keys, slices_of
 
 seeds, sizes = st.integers(0, 10**6), st.integers(1, 80)
 
@@ -33,33 +33,42 @@ def keys_of(slices):
     return kept, had
 
 
-def mask_of(layout: FlatLayout) -> np.ndarray:
-    """`(queries, keys)` bool: what the queries of a layout see, by the keys that attention gathers for each run."""
+def mask_of(layout: FlatLayout, window: int) -> np.ndarray:
+    """`(queries, keys)` bool: what queries of a layout see in a window, by the keys that attention gathers for runs."""
     segments, rows = layout.segments, []
     index = np.arange(segments.num_keys) if layout.kv_index is None else layout.kv_index.numpy()
     runs = np.split(index, np.cumsum(segments.key_lengths)[:-1])
     for keys, length in zip(runs, segments.lengths, strict=True):
         for seen in range(len(keys) - length + 1, len(keys) + 1):
-            rows.append(np.isin(np.arange(segments.num_keys), keys[:seen]))
+            rows.append(np.isin(np.arange(segments.num_keys), keys[max(seen - window, 0) : seen]))
     return np.array(rows)
 
 
-@given(seeds, st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_each_slice_sees_what_the_whole_sees(seed, with_reach):
+def dense_mask(segments: Segments, window: int) -> np.ndarray:
+    """What each token sees, by the definition of a path and its positions."""
+    positions = segments.position_ids
+    return segments.dense_mask() & (positions > positions[:, None] - window)
+
+
+windows = st.sampled_from([1, 2, 5, 12, NO_WINDOW])
+
+
+@given(seeds, st.booleans(), windows)
+@settings(max_examples=300, deadline=None)
+def test_each_slice_sees_what_the_whole_sees(seed, with_reach, window):
     segments = random_segments(seed)
-    cuts, whole = random_cuts(seed, segments.num_tokens), segments.dense_mask()
-    slices = slices_of(FlatLayout.from_segments(segments), cuts, with_reach)
+    cuts, whole = random_cuts(seed, segments.num_tokens), dense_mask(segments, window)
+    slices = slices_of(FlatLayout.from_segments(segments), cuts, with_reach, window)
     total = segments.num_tokens
     assert [part.span for part in slices] == [something_to_compute(*ends, total) for ends in pairwise(cuts)]
     kept, had = keys_of(slices)
-    number, before = kept_keys(segments, cuts)
+    number, before = kept_keys(segments, cuts, np.array([window]))
     assert number == sum(map(len, kept))
-    for part, keys, most in zip(slices, had, before.tolist(), strict=True):
+    for part, keys, most in zip(slices, had, before[0].tolist(), strict=True):
         made = part.layout.segments
         assert made.num_tokens == part.span.stop - part.span.start + with_reach
         assert made.num_keys == len(keys) + with_reach
-        seen, expected = mask_of(part.layout), whole[part.span.start : part.span.stop]
+        seen, expected = mask_of(part.layout, window), whole[part.span.start : part.span.stop]
         if with_reach:  # a row of its own, which nothing else sees
             assert np.flatnonzero(seen[-1]).tolist() == [len(keys)]
             assert not seen[:-1, -1].any()
@@ -68,15 +77,16 @@ def test_each_slice_sees_what_the_whole_sees(seed, with_reach):
         assert expected[:, : part.span.start].any(0).sum() <= most
         assert expected.sum() == seen.sum()  # there is no other that it sees
         positions = segments.position_ids[part.span.start : part.span.stop]
-        assert made.position_ids[: len(positions)].tolist() == positions.tolist()
+        if window == NO_WINDOW:
+            assert made.position_ids[: len(positions)].tolist() == positions.tolist()
 
 
-@given(seeds)
-@settings(max_examples=100, deadline=None)
-def test_nothing_is_kept_that_no_later_slice_reads(seed):
+@given(seeds, windows)
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_kept_that_no_later_slice_reads(seed, window):
     segments = random_segments(seed)
-    cuts = random_cuts(seed, segments.num_tokens)
-    slices, whole = slices_of(FlatLayout.from_segments(segments), cuts), segments.dense_mask()
+    cuts, whole = random_cuts(seed, segments.num_tokens), dense_mask(segments, window)
+    slices = slices_of(FlatLayout.from_segments(segments), cuts, window=window)
     kept, _ = keys_of(slices)
     for (_, end), keys in zip(pairwise(cuts), kept, strict=True):
         assert whole[end:, keys].any(0).all()

@@ -10,6 +10,7 @@ from transformers.utils import is_torchvision_available
 from tests.helpers.tiny import arguments, make_model, reward_model
 from tests.helpers.vision import on_images
 from tests.runs import make_trainer, run
+from trl_paddingfree.flat.slices import NO_WINDOW
 from trl_paddingfree.memory.features import FEATURES, TOKENS
 from trl_paddingfree.memory.kept_bytes import KeptBytes
 from trl_paddingfree.memory.needs import MemoryNeeds
@@ -55,8 +56,8 @@ def ready(trainer):
 def byte_per_token(layers, recomputed=0, fixed=0, of_keys=0):
     """Needs of one byte for each token in each layer, and of so many if it recomputes."""
     one = np.eye(len(FEATURES))[[TOKENS] * layers]
-    nothing = np.zeros(len(FEATURES))
-    return MemoryNeeds(fixed, KeptBytes(one, recomputed * one, nothing, nothing, *np.array([of_keys, 0, 1])))
+    nothing, keys = np.zeros(len(FEATURES)), (np.array([NO_WINDOW]), np.array([[of_keys]]))
+    return MemoryNeeds(fixed, KeptBytes(one, recomputed * one, nothing, nothing, *keys, np.array(0), np.array(1)))
 
 
 def in_tokens(plan, number):

@@ -24,7 +24,8 @@ from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.schedule import Schedule
-from trl_paddingfree.flat.slices import cut_by_number
+from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, kept_keys
+from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.model import slices
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
@@ -268,6 +269,32 @@ def test_passes_without_gradients_free_the_keys_that_no_later_slice_reads(monkey
             sliced = replace(batch, schedule=Schedule((0, 12, 20, 28, 32)))
             flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
         assert held == [0] * layers + [2 * layers] * 3 * layers
+
+
+@pytest.mark.parametrize("window", [2, 6, 40])
+def test_layers_with_a_window_keep_the_keys_that_later_slices_see(monkeypatch, window):
+    """As many bytes as the plan counts for them."""
+    flat, kept, attend = flat_model(tiny_model("gemma2", seed=SEED, sliding_window=window)), [], slices.Carry.attend
+
+    def watch(carry, *args, **kwargs):
+        output, place = attend(carry, *args, **kwargs), carry.places[args[2]][-1]
+        kept.append((carry.number, kwargs["sliding_window"], carry.kept[place : place + 2]))
+        return output
+
+    monkeypatch.setattr(slices.Carry, "attend", watch)
+    rows, cuts = [[*range(1, 31)], [*range(1, 26), 40]], (0, 10, 20, 32)
+    batch = batch_of(rows)
+    with torch.no_grad():
+        flat.model(flat_batch=replace(batch, schedule=Schedule(cuts)), labels=padded(rows, -100), fused_lm_head=True)
+    sizes = {(number, seen): keys.size(2) for number, seen, (keys, _) in kept}
+    # The second row goes on from token 24, in the last slice too
+    seen = min(window - 1, 10)
+    assert sizes == {(0, None): 10, (1, None): 10, (2, None): 0, (0, window): seen, (1, window): seen, (2, window): 0}
+    monkeypatch.undo()
+    needs = count_kept_bytes(flat.model, flat.route)
+    assert needs.windows.tolist() == [window, NO_WINDOW]
+    total, _ = kept_keys(batch.layout.segments, cuts, needs.windows)
+    assert needs.of_keys.sum(0) @ total == sum(x.nbytes for _, _, both in kept for x in both)
 
 
 def test_a_row_that_is_scored_nowhere_and_a_slice_that_scores_nothing():

@@ -77,13 +77,13 @@ class RowsInTraining:
         positions = architecture.position_limits(model)
         found = {name: vars(config).get(name) for name in _BUILT_WITH}
         limits = {name: limit for name, limit in found.items() if isinstance(limit, int) and limit > 0}
-        reached = [limit for limit in limits.values() if limit <= _LONGEST_LIMIT[kind]]
-        length = min([max([_LENGTH, *(limit + limit // 4 for limit in reached)]), *positions])
+        beyond_limits = (limit + limit // 4 for limit in limits.values() if limit <= _LONGEST_LIMIT[kind])
+        length = min([max([_LENGTH, *beyond_limits]), *positions])
         beyond = (f"`{name}={limit}`" for name, limit in limits.items() if limit >= length)
         self.notes = tuple(f"{each} is longer than the rows that were tried" for each in beyond)
         # Numbers of positions that a flat row can exceed within seconds
         self.position_limits = [limit for limit in positions if limit < _LONGEST_FLAT[kind]]
-        self.rows = probe.long_rows(config.vocab_size, length, draw)
+        self.rows = probe.long_rows(model, length, draw)
         self.unit = probe.rounding_unit(model)
         fork = int(length * probe.SHARED) - 1
         self.first_scored = (0, fork, 0, fork)  # of each row: the second and the fourth begin after the shared prefix

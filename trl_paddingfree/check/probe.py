@@ -87,15 +87,20 @@ def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
     return rows
 
 
-def long_rows(vocab_size: int, length: int, draw: int) -> list[np.ndarray]:
-    """Four rows of `length` tokens; the first and the second share a prefix, the third and the fourth another."""
-    rng, shared = np.random.default_rng(draw), int(length * SHARED)
+def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray]:
+    """
+    Four rows of `length` tokens; the first and the second share a prefix, the third and the fourth another. None is
+    padding, whose embedding is zero in many models: norms multiply its gradient, and the rounding of that.
+    """
+    vocab_size, shared = model.config.get_text_config().vocab_size, int(length * SHARED)
+    rng = np.random.default_rng(draw)
     first, second, third, fourth = rng.integers(0, vocab_size, (4, length))
     third[0] = (first[0] + 2) % vocab_size
     for row, continued in ((second, first), (fourth, third)):
         row[:shared] = continued[:shared]
         row[shared] = (continued[shared] + 2) % vocab_size
-    return [first, second, third, fourth]
+    padding = vars(model.get_input_embeddings()).get("padding_idx")
+    return [np.where(row == padding, (row + 1) % vocab_size, row) for row in (first, second, third, fourth)]
 
 
 def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:

@@ -68,7 +68,7 @@ def check_slices(
     flat = FlatModel.of(model)
     assert flat is not None
     length = min([_LENGTH, *architecture.position_limits(model)])
-    rows = probe.long_rows(model.config.get_text_config().vocab_size, length, draw)
+    rows = probe.long_rows(model, length, draw)
     inputs = probe.row_inputs(model, rows, prefix_sharing=flat.route.prefix_sharing)
     batch: FlatBatch = inputs["flat_batch"]
     candidate = Schedule(() if is_compiled else cut_by_size(batch.layout.segments, min(_SIZE, length)))
@@ -79,8 +79,11 @@ def check_slices(
         least = math.inf
     trying = as_it_answers(model) if skipped else as_in_training(model, call)
     # Windows of other sizes would be compiled by themselves
-    windows = nullcontext() if is_compiled else probe.narrowed(model)
-    with windows, trying as left_out, torch.compiler.set_stance("force_eager"):
+    with (
+        nullcontext() if is_compiled else probe.narrowed(model),
+        trying as left_out,
+        torch.compiler.set_stance("force_eager"),
+    ):
         passed = partial(_passed, flat, call=call, trains=not skipped)
         padded = cache(lambda: passed(probe.row_inputs(model, rows), Schedule()))
         whole = passed(inputs, Schedule())

@@ -55,20 +55,14 @@ KEPT_BY_KERNELS = "kept_by_kernels"
 Shape = dict[str, Any]  # fields of a configuration
 
 
-def decoder(
-    model_type: str, hidden: int, inner: int, layers: int, heads: int, key_heads: int, words: int, tied: bool = True
-) -> Shape:
-    """The shape of a decoder, for [`~transformers.AutoConfig`]."""
-    return {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "vocab_size": words,
-        "tie_word_embeddings": tied,
-    }
+# Of a decoder, in the order of [`decoder`]'s arguments
+_FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+           "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
+
+
+def decoder(*values: str | int, tied: bool = True) -> Shape:
+    """The shape of a decoder, for [`~transformers.AutoConfig`], from values of its fields."""
+    return dict(zip(_FIELDS, (*values, tied), strict=True))
 
 
 # Sizes from the configurations that the models were published with
@@ -124,7 +118,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     fixed = round(weights * (1 + num_references * (tuning == "full")) + adapters + COPIES * changed)
     rows, columns = upstream.lm_head_tile()
     summed = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
-    every = replace(kept.of(which), of_keys=kept.of_keys * len(which) / len(layers))
+    every = kept.of(which)
     if as_kernels and not beyond_varlen(model):  # PyTorch's varlen kernel, which keeps no copies of keys
         every.kept[:, TOKENS] += every.kept[:, KEYS]
         every = replace(every, copied=every.kept[:, KEYS].max())

@@ -3,11 +3,9 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib.util import find_spec
 from json import JSONDecodeError
-from pathlib import Path
 from textwrap import shorten
 from typing import Any, NoReturn
 
@@ -37,30 +35,19 @@ TRAINING = {
     "distillation": "on a teacher's predictions for its own completions",
 }
 # What each training command needs, and what some need as well: one of these options, or else this advice
-_NEEDED: dict[tuple[str, ...], str] = {
+Needed = dict[tuple[str, ...], str]
+_NEEDED: Needed = {
     ("model_name_or_path",): "Name the model: `--model_name_or_path` (hub name or folder).",
     ("datasets", "dataset_name"): NAME_THE_DATA,
 }
-_REWARDS: dict[tuple[str, ...], str] = {
+_REWARDS: Needed = {
     ("reward_funcs", "reward_model_name_or_path"): "Name what rewards completions: `--reward_funcs` (a function of TRL "
     "or an import path, such as my_lib.rewards.my_reward), or `--reward_model_name_or_path`."
 }
-_TEACHER: dict[tuple[str, ...], str] = {
+_TEACHER: Needed = {
     ("teacher_model_name_or_path",): "Name the teacher: `--teacher_model_name_or_path` (hub name or folder).",
 }
 _ALSO_NEEDED = {"grpo": _REWARDS, "rloo": _REWARDS, "distillation": _TEACHER}
-# Files that define the options of training commands, as fields of configurations or arguments of `accelerate launch`
-_SOURCES = {
-    "transformers": ["training_args.py"],
-    "trl": [
-        *("trainer/base_config.py", "trainer/{task}_config.py", "trainer/model_config.py", "scripts/utils.py"),
-        *("scripts/grpo.py", "scripts/rloo.py", "cli/accelerate_config.py"),
-    ],
-    "accelerate": ["commands/launch.py"],
-    "trl_paddingfree": ["trainers/configs.py", "cli/train.py"],
-}
-# In these files: `    name: type` of a field, or `"--name"` of an argument
-_NAMED = re.compile(r"^    (\w+): |\"--([\w-]+)\"", re.MULTILINE)
 
 
 def refuse(command: str, error: Exception) -> int:
@@ -78,7 +65,7 @@ def refuse(command: str, error: Exception) -> int:
 class OneLineParser(argparse.ArgumentParser):
     """Answers wrong arguments in one line, with the closest name that exists, where argparse lists all options."""
 
-    others: Collection[str] = ()  # options that are defined elsewhere
+    others: Sequence[str] = ()  # options that are defined elsewhere
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and exit."""
@@ -102,32 +89,15 @@ def spelled(argv: Sequence[str]) -> list[str]:
     return [re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), word) for word in argv]
 
 
-def _options_of(task: str) -> list[str]:
-    """
-    All options of a training command, read from the source files that define them, because importing these takes
-    seconds. None if a release has moved one of the files.
-    """
-    names: set[str] = set()
-    for package, paths in _SOURCES.items():
-        spec = find_spec(package)
-        for path in paths:
-            file = Path(spec.origin).parent / path.format(task=task) if spec and spec.origin else Path()
-            if not file.is_file():
-                return []
-            names.update("".join(found) for found in _NAMED.findall(file.read_text(encoding="utf-8")))
-    return ["--config", "--help", *spelled([f"--{name}" for name in names])]
-
-
 def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
     """
-    Refuse an option that a training command does not have, on the command line or in the file of `--config`, a file
-    that is not there, and a command without a model, data, rewards or a teacher. All else is left to TRL's parser.
+    Refuse a file of `--config` that is not there, and a training command without a model, data, rewards or a teacher.
+    All else is left to TRL's parser.
 
     Returns the arguments as TRL looks for them: `--config FILE` and `--accelerate_config NAME` are two words each.
     """
-    needed, options, config = _NEEDED | _ALSO_NEEDED.get(task, {}), _options_of(task), dict[str, Any]()
+    needed, config = _NEEDED | _ALSO_NEEDED.get(task, {}), dict[str, Any]()
     parser = OneLineParser(prog=f"trl-paddingfree {task}", add_help=False)
-    parser.others = options
     for name in ("config", "accelerate_config", *(name for names in needed for name in names)):
         parser.add_argument(f"--{name}", nargs="+", default=argparse.SUPPRESS)
     given, words = parser.parse_known_args(spelled(argv))
@@ -135,13 +105,7 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
     if "config" in named:
         with open(named["config"], encoding="utf-8") as file:
             config = safe_load(file)
-    is_read = isinstance(config, dict)  # if not, TRL says so
-    for word in [*words, *(f"--{name}" for name in config if is_read and name != "env")]:
-        begins = word.partition("=")[0]  # argparse takes the beginning of a name for it
-        meant = (begins, begins.replace("--no_", "--", 1))
-        if options and word.startswith("--") and not any(name.startswith(meant) for name in options):
-            parser.error(f"unrecognized arguments: {word}")
-    if is_read and not {"-h", "--help"}.intersection(words):
+    if isinstance(config, dict) and not {"-h", "--help"}.intersection(words):  # what else a file has, TRL answers
         for names, advice in needed.items():
             value = next(filter(None, map((config | named).get, names)), None)
             if isinstance(value, str | None):

@@ -33,11 +33,6 @@ class AttentionCalls:
     key_rows: GatherIndex | None  # the same of each key row, `n * L` for each
     answers: GatherIndex | None  # of each of the `T` tokens, the query row, counted over all calls, of its output
 
-    @property
-    def num_pairs(self) -> int:
-        """Query-key pairs of all calls, those of padding among them."""
-        return sum(len(call) * q * k for call, q, k in zip(self.segments, self.queries, self.keys, strict=True))
-
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout) -> "AttentionCalls":

@@ -172,13 +172,15 @@ class Segments:
         index = np.concatenate(self._paths)
         return None if np.array_equal(index, np.arange(self.num_keys)) else index
 
-    @cached_property
-    def last_readers(self) -> np.ndarray:
-        """`(T,)` int64: flat position of the last token that reads the key of each token."""
-        last = np.zeros(self.num_tokens, dtype=np.int64)
-        for path, end in zip(self._paths, self.offsets[1:], strict=True):
-            last[path] = end - 1  # segments come in flat order
-        return last
+    def last_readers(self, window: int) -> np.ndarray:
+        """`(T,)` int64: flat position of the last token that reads each key, within a `window` of positions."""
+        if window not in (cache := vars(self).setdefault("_last_readers", {})):
+            cache[window] = last = np.zeros(self.num_tokens, dtype=np.int64)
+            for path, start, end in zip(self._paths, self.starts, self.offsets[1:], strict=True):  # in flat order
+                readers = np.minimum(np.arange(len(path)) + window, len(path)) - 1  # by their place in the row
+                reads = readers >= start
+                last[path[reads]] = end - len(path) + readers[reads]
+        return cache[window]
 
     def dense_mask(self) -> np.ndarray:
         """`(T, T)` bool: whether query `i` attends to key `j`, by the definition of a path. What tests compare with."""

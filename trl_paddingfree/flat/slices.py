@@ -24,8 +24,10 @@ from .transfer import HasTensors
 _NEAR = 8
 
 
-# What a span reads of the flat axis before it: keys, states of layers, or a number of tokens before each run
-What = Literal["keys", "states"] | int
+# The window of attention that has none: more positions than a row has
+NO_WINDOW = 2**62
+# What a span reads of the flat axis before it: a number of tokens before each run, or states of layers
+What = int | Literal["states"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Run:
 
     length: int
     path: np.ndarray  # the flat tokens of its row up to its last: those that precede it, and its own
+
+    def reads(self, size: int) -> np.ndarray:
+        """Its own tokens, and up to `size` of its row before them."""
+        return self.path[max(len(self.path) - self.length - size, 0) :]
 
 
 @dataclass(frozen=True)
@@ -89,19 +95,16 @@ class View:
         places: list[np.ndarray] = []
         for number, run in enumerate(self.runs, 1):
             before = len(run.path) - run.length
-            index += [np.full(max(size - before, 0), -1), run.path[max(before - size, 0) :]]
+            index += [np.full(max(size - before, 0), -1), run.reads(size)]
             places.append(run.path[before:] - self.span.start + number * size)
         return np.concatenate(index), np.concatenate(places)
 
     def before(self, what: What) -> np.ndarray:
         """
-        The flat tokens before the span, ascending, int64, whose keys its runs read, after which states enter it, or
-        that [`View.with_context`] has of so many.
+        The flat tokens before the span, ascending, int64, that are so many before one of its runs, or after which
+        states enter it.
         """
-        if isinstance(what, int):
-            tokens = self.with_context(what)[0]
-        else:
-            tokens = np.concatenate([run.path for run in self.runs]) if what == "keys" else self.pieces[4]
+        tokens = self.pieces[4] if what == "states" else np.concatenate([run.reads(what) for run in self.runs])
         return np.unique(tokens[(tokens >= 0) & (tokens < self.span.start)])
 
 
@@ -154,17 +157,21 @@ class Slice(HasTensors):
 
 
 @once_per_layout
-def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = False) -> tuple[Slice, ...]:
+def slices_of(
+    layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = False, window: int = NO_WINDOW
+) -> tuple[Slice, ...]:
     """
     The slices of a layout that is cut at these flat positions, 0 and `T` among them. `with_reach`, each has one token
-    more, a row of its own, at the last position of the longest row, so that rotary frequencies agree in all slices.
+    more, a row of its own, at the last position of the longest row, so that rotary frequencies agree in all slices. For
+    attention with a `window` of positions, a token's own included, they have the keys that it sees.
     """
     blocks, slices = layout.host_blocks, []
-    handed = handed_on(layout, cuts, "keys")
+    handed = handed_on(layout, cuts, window - 1)
     for view, inherited, kept in handed:
         reads = tuple(np.unique(np.searchsorted(cuts, inherited, "right") - 1).tolist())
         axis = np.concatenate([*(handed[i][-1] for i in reads), np.asarray(view.span)])
-        lengths, paths = [run.length for run in view.runs], [np.searchsorted(axis, run.path) for run in view.runs]
+        lengths = [run.length for run in view.runs]
+        paths = [np.searchsorted(axis, run.reads(window - 1)) for run in view.runs]
         if with_reach:
             lengths, paths = [*lengths, 1], [*paths, np.array([len(axis)])]
         starts = tuple(len(path) - length for path, length in zip(paths, lengths, strict=True))
@@ -175,17 +182,22 @@ def slices_of(layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = Fals
     return tuple(each.to(layout.device, non_blocking=True) for each in slices)
 
 
-def kept_keys(segments: Segments, cuts: Sequence[int]) -> tuple[int, np.ndarray]:
+def kept_keys(segments: Segments, cuts: Sequence[int], windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    Tokens whose keys and values stay until later slices have read them; and of each slice, `(slices,)` int64, tokens
-    before it whose keys it or later ones read.
+    For each of these windows: `(windows,)` int64, tokens whose keys and values stay until later slices have read them;
+    and `(windows, slices)` int64, tokens before each slice whose keys it or later ones read.
 
-    >>> kept_keys(Segments((6, 3), (-1, 0), (0, 3)), (0, 2, 4, 9))
-    (4, array([0, 2, 4]))
+    >>> kept_keys(Segments((6, 3), (-1, 0), (0, 3)), (0, 2, 4, 9), np.array([9, 2]))
+    (array([4, 3]), array([[0, 2, 4],
+           [0, 1, 2]]))
     """
-    own, later = (np.searchsorted(cuts, x, "right") for x in (np.arange(segments.num_tokens), segments.last_readers))
-    begin, end = (np.bincount(x[later > own] + 1, minlength=len(cuts) + 1) for x in (own, later))
-    return int(begin.sum()), np.cumsum(begin - end)[1 : len(cuts)]
+    begin, end = np.zeros((2, len(windows), len(cuts) + 1), np.int64)
+    own = np.searchsorted(cuts, np.arange(cuts[-1]), "right")
+    for i, window in enumerate(windows.tolist()):
+        later = np.searchsorted(cuts, segments.last_readers(window), "right")
+        for counts, slices in ((begin, own), (end, later)):
+            counts[i] = np.bincount(slices[later > own] + 1, minlength=len(cuts) + 1)
+    return begin.sum(1), np.cumsum(begin - end, 1)[:, 1 : len(cuts)]
 
 
 def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..flat.slices import NO_WINDOW
 from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
 from ..model.flat_model import FlatModel, keys_noted
 from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
@@ -43,13 +44,15 @@ class KeptBytes:
     recomputed: np.ndarray  # (layers, F): what it keeps if it does
     outside: np.ndarray  # (F,): what is kept outside of the layers
     largest: np.ndarray  # (F,): the largest tensor that a layer keeps
-    of_keys: np.ndarray  # (): the keys and values of one token, in all layers
+    windows: np.ndarray  # (W,): the windows of attention, int64
+    of_keys: np.ndarray  # (layers, W): the keys and values of one token that each layer reads in each of these
     copied: np.ndarray  # (): per key, the copies that one layer works with and does not keep; 0 where it keeps them
     factor: np.ndarray  # (): the most bytes counted over those that these arrays predict, at least 1
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
         """The bytes of some of the layers."""
-        return replace(self, kept=self.kept[layers], recomputed=self.recomputed[layers])
+        kept, recomputed, of_keys = self.kept[layers], self.recomputed[layers], self.of_keys[layers]
+        return replace(self, kept=kept, recomputed=recomputed, of_keys=of_keys)
 
 
 def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], list[FlatBatch]]:
@@ -99,7 +102,7 @@ def count_kept_bytes(
     group = FlatModel.group_of(model)
     even, odd = _batches(model, route)
     features, counts = [], []
-    with _as_in_training(model, layers), keys_noted(model) as of_keys:
+    with _as_in_training(model, layers), keys_noted(model) as noted:
         for inputs in [*map(_as_inputs, even), *with_images, *map(_as_inputs, odd)]:
             counter = SavedBytes(model, layers)
             inputs = send_to_device(inputs, device)
@@ -122,11 +125,15 @@ def count_kept_bytes(
     # The largest tensor is one of scores only in rows longer than these. Masks get no gradient, so nobody works on them
     largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED)
     largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()
-    of_token = np.array(sum(of_keys) / max(seen[:, TOKENS].sum(), 1))
+    windows = np.unique([NO_WINDOW, *(window for _, window, _ in noted)])
+    numbers = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
+    of_keys = np.zeros((number, len(windows)))
+    for module, window, size in noted:
+        of_keys[numbers.get(module, -1), np.searchsorted(windows, window)] += size / seen[:, TOKENS].sum()
     # Of keys that layers keep once for all segments, next to nothing goes with the keys of each
-    copied = np.array(max(of_keys, default=0) / max(seen[:, TOKENS].max(), 1))
+    copied = np.array(max((size for *_, size in noted), default=0) / max(seen[:, TOKENS].max(), 1))
     copied *= kept[:, KEYS].max() < copied / 2
-    return KeptBytes(kept, recomputed, outside, largest, of_token, copied, np.maximum(factor, 1.0))
+    return KeptBytes(kept, recomputed, outside, largest, windows, of_keys, copied, np.maximum(factor, 1.0))
 
 
 def _as_inputs(batch: FlatBatch) -> Inputs:

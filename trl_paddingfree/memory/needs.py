@@ -58,8 +58,8 @@ class MemoryNeeds:
     >>> import numpy as np
     >>> per_token = np.eye(6)[1]
     >>> layers = np.ones((4, 1)) * per_token  # each keeps 10 bytes per token, or its input of 2
-    >>> of_keys, copied, factor = np.array([4, 0, 1])
-    >>> kept = KeptBytes(10 * layers, 2 * layers, 1 * per_token, 0 * per_token, of_keys, copied, factor)
+    >>> keys = np.array([9]), np.ones((4, 1)), np.array(0)
+    >>> kept = KeptBytes(10 * layers, 2 * layers, 1 * per_token, 0 * per_token, *keys, np.array(1))
     >>> needs, five_tokens = MemoryNeeds(100, kept, HeadBytes(constant=15)), 5 * per_token
     >>> needs.peaks(five_tokens).tolist()
     [320, 280, 240, 200, 195]
@@ -99,7 +99,7 @@ class MemoryNeeds:
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
     def peaks_of_slices(
-        self, slices: np.ndarray, kept_keys: tuple[int, np.ndarray], whole: np.ndarray, scored: int | None = None
+        self, slices: np.ndarray, kept_keys: tuple[np.ndarray, np.ndarray], whole: np.ndarray, scored: int | None = None
     ) -> np.ndarray:
         """
         `(slices,)` int64: bytes at the peak of a batch in slices of which the last one, two, ... do not recompute, by
@@ -112,10 +112,10 @@ class MemoryNeeds:
         working[-1] = max(working[-1], self.head.working(whole[SCORED], scored))
         _, _, outside, _ = self._of_batch(whole)
         tower = layers[PIXELS] * whole[PIXELS]  # it comes before all slices
-        num_kept, before = kept_keys
-        stays = 2 * (self.per_feature.of_keys * num_kept + outside)  # as long as its gradients
+        of_keys, (num_kept, before) = self.per_feature.of_keys.sum(0), kept_keys
+        stays = 2 * (of_keys @ num_kept + outside)  # as long as its gradients
         # Where layers keep keys as they are given, these are joined with those of earlier slices
-        kept = slices @ layers + self.per_feature.of_keys * before * bool(self.per_feature.copied)
+        kept = slices @ layers + of_keys @ before * bool(self.per_feature.copied)
         together = np.cumsum(kept[::-1]) + np.maximum.accumulate(working[::-1])
         needed = np.maximum((kept + working).max(), together) + stays + tower
         return self.fixed + np.rint(self.correction * needed).astype(np.int64)

@@ -156,14 +156,14 @@ class MemoryPlanner:
         The schedule of slices, of which as many as fit keep their activations if it `keeps` more than the last. No
         layer recomputes by itself then, neither within them nor in the vision tower.
         """
-        segments = batch.layout.segments
         # Not in chunks if weights are sharded: each call of the head gathers its own
         chunk = None if self.is_sharded else int(np.diff(cuts).max())
         if self.needs is None or whole is None:
             return Schedule(cuts, head_chunk=chunk)
         scored = whole[SCORED] if chunk is None else min(whole[SCORED], chunk)
-        slices = slice_features(segments, cuts, self.flat_model.route)
-        peaks = self.needs.peaks_of_slices(slices, kept_keys(segments, cuts), whole, int(scored))
+        slices = slice_features(batch.layout.segments, cuts, self.flat_model.route)
+        kept_for_later = kept_keys(batch.layout.segments, cuts, self.needs.per_feature.windows)
+        peaks = self.needs.peaks_of_slices(slices, kept_for_later, whole, int(scored))
         kept = max(int((peaks <= self.budget).sum()), 1) if keeps else 1
         return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
 

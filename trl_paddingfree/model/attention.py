@@ -195,6 +195,8 @@ def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> 
 def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
     if isinstance(attention_mask, FlatMask):
         context = attention_mask.context
+        if context.carry is not None:
+            context = context.carry.within(context, kwargs.get("sliding_window"))
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
         if vars(module).get("attn_temperature_tuning"):  # Llama 4
             query = _scaled_gathered(query, module, context.layout)

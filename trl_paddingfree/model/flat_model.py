@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +16,7 @@ from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..flat.layout import Attention
 from ..flat.schedule import Schedule
+from ..flat.slices import NO_WINDOW
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from .architecture import recompute_first
@@ -229,15 +230,15 @@ class FlatModel:
 
 
 @contextmanager
-def keys_noted(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Within this context, the list gets the bytes of the keys and values of each call of attention of flat batches."""
-    sizes: list[int] = []
+def keys_noted(model: PreTrainedModel) -> Iterator[list[tuple[torch.nn.Module, int, int]]]:
+    """Within this context, the list gets the layer, window, and bytes of keys and values of each call of attention."""
+    noted: list[tuple[torch.nn.Module, int, int]] = []
     flat = FlatModel.of(model)
     assert flat is not None
 
-    def note(attend: Attention, context: PassContext, layer, module, query, key, value, **kwargs: object):
-        sizes.append(key.nbytes + value.nbytes)
+    def note(attend: Attention, context: PassContext, layer, module, query, key, value, **kwargs: Any):
+        noted.append((layer, kwargs.get("sliding_window") or NO_WINDOW, key.nbytes + value.nbytes))
         return attend(module, query, key, value, **kwargs)
 
     with attributes_set([(flat, "watch", note)]):
-        yield sizes
+        yield noted

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, once_per_layout
-from ..flat.slices import Slice, slices_of
+from ..flat.slices import Slice
 from .architecture import config_value
 
 # How attention is computed over flat batches
@@ -72,6 +72,13 @@ class OtherSlices(Protocol):
         """
 
 
+class EarlierSlices(OtherSlices, Protocol):
+    """What slices in time have of earlier ones."""
+
+    def within(self, context: "PassContext", window: int | None) -> "PassContext":
+        """The context of the slice, from that of the whole, for attention with such a `window` of positions."""
+
+
 @dataclass(frozen=True)
 class PassContext:
     """
@@ -82,17 +89,17 @@ class PassContext:
             How the tokens that attention computes lie on the flat axis.
         group (`OtherSlices`, *optional*):
             The processes that compute the batch together.
-        carry (`OtherSlices`, *optional*):
+        carry (`EarlierSlices`, *optional*):
             What earlier slices of the pass hand on, and this one does.
         part (`Slice`, *optional*):
-            This slice. `layout` is its own then; layers with a state get that of the whole.
+            This slice, as attention gets it by [`EarlierSlices.within`]. `layout` is its own then.
         watch (`Callable`, *optional*):
             Stands next to the attention function, as [`OtherSlices.attend`] does, if someone measures.
     """
 
     layout: FlatLayout
     group: OtherSlices | None = None
-    carry: OtherSlices | None = None
+    carry: EarlierSlices | None = None
     part: Slice | None = None
     watch: Attention | None = None
 
@@ -146,22 +153,6 @@ class FlatMask(torch.Tensor):
             context = masks[0].context
             result.context = replace(context, layout=context.layout.to(result.device))
         return result
-
-
-def masks_of_slice(masks: Masks, carry: OtherSlices, cuts: tuple[int, ...], number: int, with_reach: bool) -> Masks:
-    """
-    The masks of a backbone for one slice, see [`~trl_paddingfree.flat.slices.slices_of`]. Those of layers with a state
-    have the layout of the whole, and these layers ask for the rest.
-    """
-    if isinstance(masks, dict):
-        return {kind: masks_of_slice(mask, carry, cuts, number, with_reach) for kind, mask in masks.items()}
-    if not isinstance(masks, FlatMask):
-        return masks
-    context = replace(masks.context, carry=carry)
-    if masks.ndim == 2:
-        return FlatMask.carrying(context, per_token=True)
-    part = slices_of(context.layout, cuts, with_reach)[number]
-    return FlatMask.carrying(replace(context, layout=part.layout, part=part))
 
 
 @once_per_layout

@@ -9,13 +9,14 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
 from itertools import accumulate
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from accelerate.utils import recursively_apply
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -23,9 +24,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
 from ..flat.segments import something_to_compute
-from ..flat.slices import Slice, What, handed_on, slices_of
+from ..flat.slices import NO_WINDOW, Slice, What, handed_on, slices_of
 from .architecture import checkpointing_layers, decoder_of, rotary_reach
-from .masks import PassContext, Scan, masks_of_slice
+from .masks import FlatMask, PassContext, Scan
 from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
 
@@ -39,13 +40,15 @@ NOISE = "neftune_noise_alpha"
 class Carry:
     """
     What slice `number` gets of earlier ones, and what it keeps that later ones read, in each call of attention, a
-    convolution or a scan: the [`~trl_paddingfree.model.masks.OtherSlices`] of slices in time.
+    convolution or a scan: the [`~trl_paddingfree.model.masks.EarlierSlices`].
     """
 
     cuts: tuple[int, ...]
     number: int
     earlier: Sequence[Tensors]  # what each earlier slice kept; of attention, keys and values `(1, heads, K, D)`
+    with_reach: bool = False  # see [`slices_of`]
     kept: list[torch.Tensor] = field(default_factory=list)
+    contexts: dict[tuple[int, int | None], PassContext] = field(default_factory=dict)  # of this slice, by window
     places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # of a layer's keys in `kept`, by call
     is_complete: bool = False  # whether the decoder is done: layers that recompute call attention once more
 
@@ -58,13 +61,25 @@ class Carry:
         assert part is not None
         if not self.is_complete:
             places.append(len(self.kept))
-            keeps = None if part.keeps is None else part.keeps.to(states[1].device)  # the device of this layer
-            self.kept += [x if keeps is None else x.index_select(2, keeps) for x in states[1:]]
+            self.kept += [x if part.keeps is None else x.index_select(2, part.keeps) for x in states[1:]]
         elif len(places) > 1:
             self._refuse_recomputing(f"{type(layer).__name__} is called several times in a pass and")
         earlier, place = [self.earlier[number] for number in part.reads], places[-1]
         whole = [torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate(states[1:])]
         return attend(module, states[0], *whole, **kwargs)
+
+    def carried_by(self, mask: FlatMask) -> FlatMask:
+        """The mask of this slice, from that of the whole."""
+        return FlatMask.carrying(replace(mask.context, carry=self), per_token=mask.ndim == 2)
+
+    def within(self, context: PassContext, window: int | None) -> PassContext:
+        key = id(context.layout), window
+        if key not in self.contexts:
+            if window is None or window >= context.layout.segments.max_seqlen_k:
+                window = NO_WINDOW
+            part = slices_of(context.layout, self.cuts, self.with_reach, window)[self.number]
+            self.contexts[key] = replace(context, layout=part.layout, part=part)
+        return self.contexts[key]
 
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
@@ -123,7 +138,7 @@ def _decoder_in_slices(
     # With a group, rows so long that rotary frequencies follow them were refused
     reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
     embeddings = model.get_input_embeddings()
-    slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
+    slices, noise = slices_of(batch.layout, cuts, reach is not None, NO_WINDOW), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
     spans, sizes = _spans(slices, cuts, group)
@@ -134,11 +149,13 @@ def _decoder_in_slices(
     outputs: list[BaseModelOutput] = []
 
     def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
-        carry, own_total = Carry(cuts, number, earlier), batch.input_ids.size(1)  # tokens of this process
+        carry = Carry(cuts, number, earlier, reach is not None)
+        own_total = batch.input_ids.size(1)  # tokens of this process
         own = {name: _of_slice(name, value, spans[number], own_total, reach) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
-        mask = masks_of_slice(masks, carry, cuts, number, reach is not None)
+        # These keep the layout of the whole: layers ask for what they need of it
+        mask = recursively_apply(carry.carried_by, masks, test_type=lambda mask: isinstance(mask, FlatMask))
         # Set here, as the backward pass computes this again, when TRL may have changed it. A slice recomputes as a
         # whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
         settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]

@@ -112,7 +112,7 @@ def _predicted(flat: FlatModel, needs: MemoryNeeds, batch: FlatBatch, cuts: tupl
     segments = batch.layout.segments
     whole = features_of(segments.num_tokens, 0, len(batch.scored))  # keys are counted by slice
     slices = slice_features(segments, cuts, flat.route)
-    return needs.peaks_of_slices(slices, kept_keys(segments, cuts), whole, size)
+    return needs.peaks_of_slices(slices, kept_keys(segments, cuts, needs.per_feature.windows), whole, size)
 
 
 def _count(flat: FlatModel, needs: MemoryNeeds, name: str, number: int, length: int, prompt: int, size: int) -> dict:
@@ -161,7 +161,7 @@ def _lengths_that_fit() -> list[dict[str, Any]]:
             return int(needs.peaks(whole)[0 if method == "nothing" else -1])
         cuts = cut_by_size(segments, SLICE)
         slices = slice_features(segments, cuts, route)
-        return int(needs.peaks_of_slices(slices, kept_keys(segments, cuts), whole, SLICE)[0])
+        return int(needs.peaks_of_slices(slices, kept_keys(segments, cuts, needs.per_feature.windows), whole, SLICE)[0])
 
     return [
         {"layout": layout, "most": {method: _most(partial(peak, batch, method)) for method in METHODS}}

@@ -85,18 +85,13 @@ def _docstrings(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tuple[
 
 def instruction_data(seed: int = 0) -> Dataset:
     """All questions with their answers as TRL's prompt-completion rows, in random order."""
-    columns = {"prompt": "user", "completion": "assistant"}
     rows = [*questions()]
     random.Random(seed).shuffle(rows)
-    return Dataset.from_list(
-        [
-            {
-                column: [{"role": role, "content": text}]
-                for (column, role), text in zip(columns.items(), row, strict=True)
-            }
-            for row in rows
-        ]
-    )
+    columns = {
+        column: [[{"role": role, "content": row[i]}] for row in rows]
+        for i, (column, role) in enumerate({"prompt": "user", "completion": "assistant"}.items())
+    }
+    return Dataset.from_dict(columns)
 
 
 def preference_data(seed: int = 0) -> Dataset:
