@@ -224,7 +224,7 @@ def train(task: str, argv: Sequence[str]) -> int:
         at = from_config.index(name)
         del from_config[at : at + 2]
     launcher = launch.launch_command_parser()
-    parser.others = [name for action in launcher._actions for name in action.option_strings]
+    parser.others = launcher.format_usage()
     launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
     # The script gets all arguments, and leaves those to the launcher that it does not know
     launch_args = resolve_accelerate_config_argument(from_config + from_command_line)

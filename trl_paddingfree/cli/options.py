@@ -65,13 +65,13 @@ def refuse(command: str, error: Exception) -> int:
 class OneLineParser(argparse.ArgumentParser):
     """Answers wrong arguments in one line, with the closest name that exists, where argparse lists all options."""
 
-    others: Sequence[str] = ()  # options that are defined elsewhere
+    others = ""  # the usage of a parser that takes what this one does not know
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and exit."""
         close: list[str] = []
         if unknown := re.match(r"unrecognized arguments: .*?(--[\w-]+)", message):
-            options = [*self.others, *re.findall(r"--\w+", self.format_usage())]
+            options = re.findall(r"--\w+", self.format_usage() + self.others)
             close = get_close_matches(spelled([unknown[1]])[0], options, n=1, cutoff=0.7)
         elif choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             close = get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
