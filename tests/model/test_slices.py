@@ -1,6 +1,8 @@
 """A flat batch in slices, one after another, against the same batch whole: log-probabilities and all gradients."""
 
+import gc
 import os
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -247,28 +249,28 @@ def test_dropout_is_recomputed_as_it_was_drawn(monkeypatch):
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
-def test_passes_without_gradients_free_the_keys_that_no_later_slice_reads(monkeypatch):
+def test_slices_hold_the_keys_that_they_read_and_nothing_waits_for_the_garbage_collector(monkeypatch):
     """Rows that share nothing: no slice reads what another has kept, unless a row is cut."""
-    flat, held = flat_model(make_model(vocab_size=96)), []
-    attend = slices.Carry.attend
+    flat, held, passes, attend = flat_model(make_model(vocab_size=96)), [], [], slices.Carry.attend
 
-    def watch(keys, *args, **kwargs):
-        held.append(sum(map(len, keys.earlier)))
-        return attend(keys, *args, **kwargs)
+    def watch(carry, *args, **kwargs):
+        held.append(sum(map(len, carry.earlier)))
+        passes.append(weakref.ref(carry))
+        return attend(carry, *args, **kwargs)
 
     monkeypatch.setattr(slices.Carry, "attend", watch)
     batch, layers = batch_of([[*range(1, 9)]] * 4, sharing=False), flat.model.config.num_hidden_layers
+    cut = [0] * layers + [2 * layers] * 3 * layers
+    gc.disable()
     for is_training in (False, True):
-        held.clear()
-        with torch.set_grad_enabled(is_training):
-            sliced = replace(batch, schedule=Schedule((0, 8, 16, 24, 32)))
-            flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
-        assert set(held) == {0}
-        held.clear()
-        with torch.set_grad_enabled(is_training):
-            sliced = replace(batch, schedule=Schedule((0, 12, 20, 28, 32)))
-            flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
-        assert held == [0] * layers + [2 * layers] * 3 * layers
+        for cuts, expected in (((0, 8, 16, 24, 32), [0] * 4 * layers), ((0, 12, 20, 28, 32), cut)):
+            held.clear()
+            with torch.set_grad_enabled(is_training):
+                sliced = replace(batch, schedule=Schedule(cuts))
+                flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
+            assert held == expected
+            assert not any(carry() for carry in passes)
+    gc.enable()
 
 
 @pytest.mark.parametrize("window", [2, 6, 40])
@@ -283,9 +285,9 @@ def test_layers_with_a_window_keep_the_keys_that_later_slices_see(monkeypatch, w
 
     monkeypatch.setattr(slices.Carry, "attend", watch)
     rows, cuts = [[*range(1, 31)], [*range(1, 26), 40]], (0, 10, 20, 32)
-    batch = batch_of(rows)
+    batch = replace(batch_of(rows), schedule=Schedule(cuts))
     with torch.no_grad():
-        flat.model(flat_batch=replace(batch, schedule=Schedule(cuts)), labels=padded(rows, -100), fused_lm_head=True)
+        flat.model(flat_batch=batch, labels=padded(rows, -100), fused_lm_head=True)
     sizes = {(number, seen): keys.size(2) for number, seen, (keys, _) in kept}
     # The second row goes on from token 24, in the last slice too
     seen = min(window - 1, 10)

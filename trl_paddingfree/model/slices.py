@@ -48,7 +48,7 @@ class Carry:
     earlier: Sequence[Tensors]  # what each earlier slice kept; of attention, keys and values `(1, heads, K, D)`
     with_reach: bool = False  # see [`slices_of`]
     kept: list[torch.Tensor] = field(default_factory=list)
-    contexts: dict[tuple[int, int | None], PassContext] = field(default_factory=dict)  # of this slice, by window
+    parts: dict[tuple[int, int | None], Slice] = field(default_factory=dict)  # this slice of a layout, by window
     places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # of a layer's keys in `kept`, by call
     is_complete: bool = False  # whether the decoder is done: layers that recompute call attention once more
 
@@ -74,12 +74,12 @@ class Carry:
 
     def within(self, context: PassContext, window: int | None) -> PassContext:
         key = id(context.layout), window
-        if key not in self.contexts:
+        if key not in self.parts:
             if window is None or window >= context.layout.segments.max_seqlen_k:
                 window = NO_WINDOW
-            part = slices_of(context.layout, self.cuts, self.with_reach, window)[self.number]
-            self.contexts[key] = replace(context, layout=part.layout, part=part)
-        return self.contexts[key]
+            self.parts[key] = slices_of(context.layout, self.cuts, self.with_reach, window)[self.number]
+        part = self.parts[key]
+        return replace(context, layout=part.layout, part=part)
 
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
