@@ -19,13 +19,12 @@ from .packed_rows import (
     LongRows,
     PackedCall,
     PackedInTraining,
-    ShortRows,
     as_it_computes,
     lengths_of,
     packed_or_alone,
     seconds_of_a_token,
 )
-from .probe import LIMITS, Call, check_rows, undisturbed
+from .probe import LIMITS, Call, RowsAlone, check_rows, undisturbed
 from .prove import CheckResult, compare_rows, draws_of
 from .training import as_in_training, without_dropout
 
@@ -161,22 +160,25 @@ def _compare(
     windows = [x for name in LIMITS if isinstance(x := architecture.config_value(config, name), int)]
     # A window that documents exceed is tried as it is: the call may have one of its own, which nothing narrows
     narrows = max(windows, default=0) >= max(lengths, default=0)
+    evaluating = partial(undisturbed, model)
     training = cache(partial(PackedInTraining, model, called, draw, every_layer))
-    result: CheckResult = compare_rows(packing, ShortRows(model, called, draw, narrows), training)
+    result: CheckResult = compare_rows(
+        packing, RowsAlone(model, called, draw, None if narrows else evaluating), training
+    )
     tried, left_out = [*map(len, check_rows(config.vocab_size, draw))], list[str]()
     if result.gradients is not None and result.gradients.passed:
         has_gradients = not result.gradients.skipped
         if has_gradients:
             result = replace(result, gradients=training().compare_parameters())
             tried, left_out = [*map(len, training().rows)], [*training().left_out]
-        evaluating, as_trained = partial(undisturbed, model), partial(as_in_training, model, every_layer=every_layer)
+        as_trained = partial(as_in_training, model, every_layer=every_layer)
         draws: list[tuple[Any, Any]] = [(_FEW, evaluating), (lengths, evaluating), (lengths, as_trained)]
         if not lengths or not has_gradients:  # without gradients, it draws at random in training
             draws = draws[: 1 + bool(lengths)]
         for each, context in draws:
             if not result.passed:
                 break
-            longer = compare_rows(packing, LongRows(model, called, draw, each, context))
+            longer = compare_rows(packing, LongRows(model, called, draw, context, each))
             if not longer.passed:
                 result = longer
         tried = max(tried, [*lengths], key=sum)

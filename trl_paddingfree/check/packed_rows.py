@@ -2,7 +2,7 @@
 
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,16 +19,7 @@ from ..model.restored import local_part
 from .anywhere import log_probs_of
 from .comparison import HALF_DIGITS_FACTOR, Comparison, Verdict, relative_error, root_mean_square
 from .gradients import RowsInTraining
-from .probe import (
-    Call,
-    Rows,
-    RowsAlone,
-    check_rows,
-    narrowed,
-    rounding_unit,
-    row_inputs,
-    undisturbed,
-)
+from .probe import Call, Rows, RowsAlone, Trying, check_rows, largest_difference, rounding_unit, row_inputs, undisturbed
 from .training import sketch
 
 # A function that takes rows, each `(n,)` int64, and returns the logits of each, `(n, vocabulary)`
@@ -119,31 +110,13 @@ def packed_or_alone(model: Any, call: PackedCall, flat_batch: FlatBatch | None =
     return SimpleNamespace(log_probs=log_probs_of(torch.nn.utils.rnn.pad_sequence(answers, batch_first=True), labels))
 
 
-class ShortRows(RowsAlone):
-    """[`RowsAlone`] that `narrows` windows, or leaves them, as a call may have windows of its own."""
-
-    def __init__(self, model: PreTrainedModel, called: Call, draw: int, narrows: bool):
-        self.narrows = narrows
-        super().__init__(model, called, draw)
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        with undisturbed(self.model), narrowed(self.model) if self.narrows else nullcontext():
-            yield
-
-
 class LongRows(RowsAlone):
-    """[`RowsAlone`] of documents of given lengths, in evaluation mode or in `context`."""
+    """[`RowsAlone`] of documents of given lengths."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        called: Call,
-        draw: int,
-        lengths: Sequence[int],
-        context: Callable[[], AbstractContextManager[None]],
-    ):
-        self.model, self.call, self.context = model, called, context
+    difference = staticmethod(largest_difference)
+
+    def __init__(self, model: PreTrainedModel, called: Call, draw: int, trying: Trying, lengths: Sequence[int]):
+        self.model, self.call, self.trying = model, called, trying
         self.vocab_size = model.config.get_text_config().vocab_size
         rng = np.random.default_rng(draw)
         self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
@@ -155,11 +128,6 @@ class LongRows(RowsAlone):
             self.measure([self.answers(self.rows, more) for more in _PADDING], torch.cat(self.answers(moved)), still)
         self.tolerance += _ANGLES * torch.finfo(torch.float32).eps * root_mean_square(torch.cat(self.alone))
 
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        with self.context():
-            yield
-
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         """Without `prefix_sharing`, each row is computed alone, with `width` columns of padding."""
         if prefix_sharing is None:
@@ -167,9 +135,6 @@ class LongRows(RowsAlone):
         else:
             found = super().answers(rows, prefix_sharing=prefix_sharing)
         return [x.detach() for x in found]
-
-    def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-        return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
 
     def changed(self) -> list[tuple[Rows, list[int]]]:
         places = range(len(self.rows))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_
 _NARROW = 8
 
 Call = Callable[..., Any]
+Trying = Callable[[], AbstractContextManager[None]]
 Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
 
 
@@ -70,6 +72,13 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
         return name in (*LIMITS, *(other_names.get(limit) for limit in LIMITS))
 
     return set_where(model.modules(), is_wide, _NARROW)
+
+
+@contextmanager
+def as_tried(model: torch.nn.Module) -> Iterator[None]:
+    """[`undisturbed`] and [`narrowed`]."""
+    with undisturbed(model), narrowed(model):
+        yield
 
 
 def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
@@ -124,6 +133,11 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
 
 
+def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest root mean square by which the answers to a row differ from those expected, in nats."""
+    return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
+
+
 class RowsAlone:
     """
     The reference for answers: those of a model to a few random rows one by one, in evaluation mode, and the tolerances
@@ -136,10 +150,13 @@ class RowsAlone:
             What to call in place of `model`: the same under a wrapper that gathers its weights.
         draw (`int`, *optional*, defaults to 0):
             Seed of the rows.
+        trying (`Callable`, *optional*):
+            Gives the context in which the model is tried, by default in evaluation mode with narrow windows.
     """
 
-    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0):
+    def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trying: Trying | None = None):
         self.model, self.call = model, model if call is None else call
+        self.trying = trying or partial(as_tried, model)
         self.vocab_size = model.config.get_text_config().vocab_size
         self.rows: Rows = check_rows(self.vocab_size, draw)
         with self.trying():
@@ -178,15 +195,10 @@ class RowsAlone:
         # When other rows change, shapes stay the same, and with them the rounding: a leak has no such minimum
         self.leak_tolerance = min(explained, LEAK_FRACTION * self.effect)
 
-    def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    @staticmethod
+    def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         """The root mean square by which answers differ from those expected, in nats."""
         return root_mean_square(torch.cat(found) - torch.cat(expected))
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """The context in which the model is tried: it changes modes and windows, and puts them back."""
-        with undisturbed(self.model), narrowed(self.model):
-            yield
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         """Log-probabilities of all tokens of each row but the first, or a pooled head's answers to all its prefixes."""

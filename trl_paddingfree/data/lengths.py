@@ -18,16 +18,21 @@ def has_known_lengths(dataset: AnyDataset) -> bool:
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
+def tables_of(dataset: AnyDataset, *columns: str, rows: int = 10_000) -> Iterator[Any]:
+    """Columns of a data set as tables of Arrow with so many rows, of which nothing is decoded."""
+    return dataset.select_columns([*columns]).with_format("arrow").iter(batch_size=rows)
+
+
 def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     """`(examples, columns)` int64: number of tokens in each column of a data set, -1 where there is none."""
-    tables = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
-    lengths = [[fill_null(list_value_length(table[c]), -1).to_numpy() for c in columns] for table in tables]
+    found = tables_of(dataset, *columns)
+    lengths = [[fill_null(list_value_length(table[c]), -1).to_numpy() for c in columns] for table in found]
     return np.concatenate([np.zeros((len(columns), 0)), *lengths], 1).T.astype(np.int64)
 
 
 def token_ids(dataset: Dataset, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, ...]]:
     """The ids of each example in each column. Before datasets 4.8.4, its numpy format fails beside torchvision 0.26."""
-    for table in dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=1_000):
+    for table in tables_of(dataset, *columns, rows=1_000):
         for lists in zip(*(table[column] for column in columns), strict=True):
             yield tuple(ids.values.to_numpy() for ids in lists)
 

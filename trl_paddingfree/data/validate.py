@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..flat.batch import IGNORE_INDEX
-from .lengths import AnyDataset, Example, has_known_lengths, token_lengths
+from .lengths import AnyDataset, Example, has_known_lengths, tables_of, token_lengths
 from .task import RAW_COLUMNS, Task
 
 logger = logging.get_logger(__name__)
@@ -45,8 +45,8 @@ def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[
             "`dataset.rename_column`."
         )
     for column in read if has_known_lengths(dataset) else ():
-        tables = dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000)
-        nulls = np.concatenate([np.zeros(0, bool), *(table[column].is_null().to_numpy() for table in tables)])
+        tables = (table[column].is_null().to_numpy() for table in tables_of(dataset, column))
+        nulls = np.concatenate([np.zeros(0, bool), *tables])
         if nulls.any():
             raise ValueError(f"Row {nulls.argmax()} of the {name} data: `{column}` is None. {_FIX}")
 
@@ -80,7 +80,7 @@ def refuse_misspelt_roles(dataset: AnyDataset, name: str) -> None:
         kind = dataset.features.arrow_schema.field(column).type
         if not types.is_list(kind) or not types.is_struct(kind.value_type) or "role" not in kind.value_type.names:
             continue
-        for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000):
+        for table in tables_of(dataset, column):
             for role in pc.unique(pc.struct_field(pc.list_flatten(table[column]), "role")).to_pylist():
                 is_word = isinstance(role, str) and role.isalpha() and role not in _ROLES
                 if is_word and (meant := did_you_mean(role, _ROLES)):
@@ -226,7 +226,7 @@ def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> No
     """Refuse tokenized data, which [`refuse_bad_tokens`] has passed, with tokens that the model does not have."""
     if not (columns := _token_columns(dataset)):
         return
-    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
+    for table in tables_of(dataset, *columns):
         for column in columns:
             tokens = pc.list_flatten(table[column])
             if column == "labels":

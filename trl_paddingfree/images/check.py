@@ -6,13 +6,14 @@ rows are inverted, and `effect` how much they move when their *own* are.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
-from ..check.comparison import NOISE_FACTOR, root_mean_square
-from ..check.probe import Call, Rows, RowsAlone, undisturbed
+from ..check.comparison import NOISE_FACTOR
+from ..check.probe import Call, Rows, RowsAlone, largest_difference, undisturbed
 from ..check.prove import CheckResult, UnprovenModelError, check_flat
 from ..check.training import moved_off_zero
 from ..flat.batch import IGNORE_INDEX
@@ -20,26 +21,26 @@ from ..model.routes import Route
 from .examples import ImageProbe
 
 
+@contextmanager
+def _tried(model: PreTrainedModel) -> Iterator[None]:
+    # Images make no difference to a model whose projector starts at zero
+    with undisturbed(model), moved_off_zero([*model.modules()], frozen=True):
+        yield
+
+
 class ImagesAlone(RowsAlone):
     """[`RowsAlone`] of examples with images. The answers to an example are those to all of its rows."""
 
+    difference = staticmethod(largest_difference)
+
     def __init__(self, model: PreTrainedModel, examples: ImageProbe, call: Call | None = None):
         self.model, self.call, self.examples = model, model if call is None else call, examples
-        self.rows = examples.names
+        self.rows, self.trying = examples.names, partial(_tried, model)
         with self.trying():
             self.alone = [self.answers([name])[0] for name in self.rows]
             first, inverted, *_ = self.alone
             # Rows with images come in one width only: of one run, the noise may be small by chance
             self.measure([self.answers(self.rows)], moved=inverted, still=first, units=NOISE_FACTOR)
-
-    def difference(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-        return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        # Images make no difference to a model whose projector starts at zero
-        with undisturbed(self.model), moved_off_zero([*self.model.modules()], frozen=True):
-            yield
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         batch = self.examples.padded(rows) if prefix_sharing is None else self.examples.flat(rows, prefix_sharing)

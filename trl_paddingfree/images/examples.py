@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers.image_utils import load_image
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.lengths import AnyDataset, Example, has_known_lengths
+from ..data.lengths import AnyDataset, Example, has_known_lengths, tables_of
 from ..data.validate import column_names
 from ..flat.batch import IGNORE_INDEX, Inputs
 
@@ -33,7 +33,7 @@ def has_images(dataset: AnyDataset) -> bool:
 def first_with_images(dataset: Dataset) -> int:
     """The number of the first example that has an image in its column, 0 if none has."""
     name = "image" if "image" in dataset.column_names else "images"
-    tables = dataset.select_columns([name]).with_format("arrow").iter(batch_size=100)  # no image is decoded
+    tables = tables_of(dataset, name, rows=100)
     values = (value.as_py() for table in tables for value in table[name])
     return next((number for number, value in enumerate(values) if value), 0)
 
