@@ -53,8 +53,8 @@ class FlatCollator(DataCollatorMixin):
     prefix_sharing: bool = True
     keeps_rows: bool = False
 
-    # How many rows an example has; first come the first rows of all examples, then the second ones. `None`: all rows by
-    # all examples that the collator is called with. One that leaves out examples has to set it
+    # How many rows an example has; the first rows of all examples come first, then the second ones. `None`: the number
+    # of rows over that of examples. A collator that leaves out examples has to set it
     rows_per_example: ClassVar[int | None] = None
     # Arguments of TRL's collator that say how its rows, and flat batches, too, are padded
     padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")

@@ -1,7 +1,7 @@
 """A batch of rows as one flat axis of tokens, and the way back to rows.
 
 Shape legend: see `segments`; in addition
-    P = scored tokens (those whose next token some row scores)
+    P = scored tokens (those that predict a token which some row scores)
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ class FlatBatch(HasTensors):
         input_ids, position_ids (`torch.Tensor` of shape `(1, T)`, int64):
             Tokens to compute, and the position of each in its own row, from 0.
         shift_labels, scored_index (`torch.Tensor` of shapes `(1, P)` and `(P,)`, int64):
-            The next token of each scored token, and the flat position of that. One entry, -100 and 0, if there is none.
+            The token that each scored token predicts, and the flat position of the scored token. One entry, -100 and 0,
+            if there is none.
         row_index, row_mask (`torch.Tensor` of shape `(R, L)`, int64 and bool):
             Flat position of token `l` of row `r`, and whether there is one; 0 where there is none.
         token_rows (`torch.Tensor` of shape `(1, T)`, int64):

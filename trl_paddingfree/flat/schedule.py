@@ -12,14 +12,14 @@ class Schedule:
     Args:
         cuts (`tuple[int, ...]`, *optional*):
             Flat positions at which the axis is cut into slices, 0 and `T` among them. Empty: it is computed whole.
-        kept_slices (`int`, *optional*, defaults to `1`):
-            How many slices, up to the last one, keep their activations for the backward pass; others recompute.
         recompute (`int`, *optional*):
             How many layers, from the first on, recompute their activations in the backward pass. `None`: as TRL set it.
         head_chunk (`int`, *optional*):
             The most scored tokens that the LM head gets at a time. `None`: all of them.
         peak (`int`, *optional*, defaults to `0`):
             Predicted bytes at the peak of the pass; 0 without `memory_budget`.
+        kept_slices (`int`, *optional*, defaults to `1`):
+            How many of the last slices keep their activations for the backward pass; those before them recompute.
 
     >>> Schedule().num_slices, Schedule(cuts=(0, 4, 9)).num_slices
     (1, 2)

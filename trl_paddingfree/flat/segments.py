@@ -227,9 +227,9 @@ def share_prefixes(
 
     Each row continues the earlier one with which it has the longest prefix in common, if that pays: a segment that
     continues another one saves the tokens that it inherits, and every key of the batch is then gathered in every layer.
-    A row continues another one if it inherits at least one in `KEYS_OF_A_TOKEN` of its tokens, and rows share anything
-    if all of them together save one token for every `KEYS_OF_A_TOKEN` keys. A row that another one contains whole, or
-    simply goes on from, costs nothing.
+    Two thresholds decide: a row must inherit at least one in `KEYS_OF_A_TOKEN` of its tokens, and the batch must save
+    at least one token for every `KEYS_OF_A_TOKEN` keys that it gathers. A row that is a prefix of another one costs
+    nothing.
 
     Args:
         rows (`Sequence[np.ndarray]`):

@@ -101,8 +101,8 @@ class View:
 
     def before(self, what: What) -> np.ndarray:
         """
-        The flat tokens before the span, ascending, int64, that are so many before one of its runs, or after which
-        states enter it.
+        Earlier flat tokens that the span needs, ascending, int64: the last `what` before each of its runs in their
+        row, or those whose states its runs go on from.
         """
         tokens = self.pieces[4] if what == "states" else np.concatenate([run.reads(what) for run in self.runs])
         return np.unique(tokens[(tokens >= 0) & (tokens < self.span.start)])
@@ -111,8 +111,8 @@ class View:
 @once_per_layout
 def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tuple[View, np.ndarray, np.ndarray]]:
     """
-    The spans between these flat positions, 0 and `T` among them; of each, the flat tokens, ascending, of which it reads
-    `what` from earlier ones, and its own of which later ones do.
+    For each span between these flat positions, 0 and `T` among them: its view, the earlier tokens that it needs, and
+    its own tokens that later spans need. Both are ascending; see [`View.before`].
     """
     views = [View.of(layout.segments, start, stop) for start, stop in pairwise(cuts)]
     reads = [view.before(what) for view in views]
@@ -202,9 +202,9 @@ def kept_keys(segments: Segments, cuts: Sequence[int], windows: np.ndarray) -> t
 
 def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
     """
-    Where to cut so that no slice has more than `size` tokens, and the last, which is not computed again, has most. Cuts
-    lie at the end of a segment where there is one near, and never within an image block. No slice has a single token,
-    which models without attention take for a step of generation: they drop its mask.
+    Where to cut so that no slice has more than `size` tokens, and the last, which is not computed again, has about as
+    many. Cuts lie at the end of a segment where there is one near, and never within an image block. No slice of text
+    has a single token, which models without attention take for a step of generation: they drop its mask.
 
     >>> cut_by_size(Segments.from_lengths([50, 53, 7]), 40)
     (0, 30, 70, 110)

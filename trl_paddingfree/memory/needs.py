@@ -102,10 +102,16 @@ class MemoryNeeds:
         self, slices: np.ndarray, kept_keys: tuple[np.ndarray, np.ndarray], whole: np.ndarray, scored: int | None = None
     ) -> np.ndarray:
         """
-        `(slices,)` int64: bytes at the peak of a batch in slices of which the last one, two, ... do not recompute, by
-        the `(slices, F)` features of each and those of the `whole`: what the layers keep of a slice, or of those that
-        do not recompute, and the keys and values that stay, see [`~trl_paddingfree.flat.slices.kept_keys`], with their
-        gradients. The head gets so many `scored` tokens at a time, by default all.
+        `(slices,)` int64. Entry `n - 1`: bytes at the peak of a batch in slices of which the last `n` keep their
+        activations.
+
+        Args:
+            slices (`np.ndarray` of shape `(slices, F)`), whole (`np.ndarray` of shape `(F,)`):
+                The features of each slice, and of the whole batch.
+            kept_keys:
+                The keys and values that stay, see [`~trl_paddingfree.flat.slices.kept_keys`].
+            scored (`int`, *optional*):
+                The most scored tokens that the head gets at a time, by default all.
         """
         layers, working = self.per_feature.kept.sum(0), self._working(slices)
         # The last slice is there as the backward pass of the head begins
@@ -113,7 +119,7 @@ class MemoryNeeds:
         _, _, outside, _ = self._of_batch(whole)
         tower = layers[PIXELS] * whole[PIXELS]  # it comes before all slices
         of_keys, (num_kept, before) = self.per_feature.of_keys.sum(0), kept_keys
-        stays = 2 * (of_keys @ num_kept + outside)  # as long as its gradients
+        stays = 2 * (of_keys @ num_kept + outside)  # with their gradients
         # Where layers keep keys as they are given, these are joined with those of earlier slices
         kept = slices @ layers + of_keys @ before * bool(self.per_feature.copied)
         together = np.cumsum(kept[::-1]) + np.maximum.accumulate(working[::-1])

@@ -193,6 +193,7 @@ def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> 
 
 @torch.compiler.disable
 def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
+    """Attention as transformers calls it in each layer: `attend` computes flat batches, and `previous` all else."""
     if isinstance(attention_mask, FlatMask):
         context = attention_mask.context
         if context.carry is not None:

@@ -126,6 +126,7 @@ def scored_in_rows(
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
     in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}
     num_items = other_arguments.get("num_items_in_batch")
+    # For callers that want the model's own loss: most trainers of TRL make theirs from the values in rows
     loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if aux_loss is not None:
         share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
@@ -158,8 +159,8 @@ def _scored_in_chunks(
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
     """The arguments of a model that are flat tensors."""
-    # Only the router loss reads this mask: the backbone is given the layout instead. The loss is a mean over the tokens
-    # of all rows, so a token counts once for each row that contains it
+    # No mask: of each token, the number of rows that contain it, by which TRL's router loss weighs it. A hook gives the
+    # backbone the real one
     positions = batch.position_ids if batch.images is None else batch.images.positions(flat_model.model, batch)
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
 

@@ -72,14 +72,13 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
         raise error
     if advice := why_not_again(planner):
         raise type(error)(f"{error}\n{advice}") from error
-    batch, before = failed.batch, planner.limit
+    batch, before = failed.batch, (planner.limit, planner.has_shrunk)
     tokens = batch.counts.computed
     size = batch.schedule.largest_slice(tokens)
-    planner.limit = size // 2
+    planner.limit, planner.has_shrunk = size // 2, True  # both before it plans, as what it plans is kept
     if planner.why_whole or size < LEAST_HALVED or planner.own_schedule(batch).largest_slice(tokens) >= size:
-        planner.limit = before
+        planner.limit, planner.has_shrunk = before
         raise error
-    planner.has_shrunk = True
     logger.warning(
         f"An allocation failed in a micro-batch of {tokens} tokens, in slices of up to {size}. It is computed again, "
         f"and from here on micro-batches of more than {planner.limit} tokens are computed in slices."

@@ -220,7 +220,7 @@ class FlatTrainer(Trainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if (steps := self.flat.steps) is None:
             return loss
-        if steps.planner.current is not None:  # for its pass of the reference, TRL sets all layers to one mode
+        if steps.planner.current is not None:  # around its reference pass, TRL turned checkpointing off and on again
             self.flat.trained.set_recompute(steps.planner.current.batch.schedule)
         return loss if steps.part is None else steps.weighted(loss)
 
