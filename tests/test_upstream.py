@@ -30,6 +30,7 @@ from trl_paddingfree import upstream, versions
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
 from trl_paddingfree.model import architecture, state_tree
+from trl_paddingfree.model.attention import torch_varlen
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
@@ -291,6 +292,7 @@ def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel(
 
 
 def test_an_operator_of_pytorch_that_has_moved_is_named(monkeypatch):
+    torch_varlen()  # its module registers the operators as it is imported
     monkeypatch.setattr(torch.ops, "torch_attn", SimpleNamespace())
     with pytest.raises(versions.MovedNameError, match="`torch.ops.torch_attn` has no `_varlen_attn_backward`"):
         upstream.varlen_gradients(*[torch.zeros(1)] * 8, 1, 1, None, None)

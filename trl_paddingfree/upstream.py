@@ -130,6 +130,15 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
         model.gradient_checkpointing_disable()
 
 
+def is_reentrant(args: TrainingArguments) -> bool:
+    """
+    Whether checkpoints of layers are reentrant. Without `use_reentrant`, they are if PyTorch's function is given other
+    options: only without any, transformers says no.
+    """
+    kwargs: Any = args.gradient_checkpointing_kwargs or {}
+    return bool({*kwargs} - {"every_n_layers", "offload", "selective"}) and kwargs.get("use_reentrant") is not False
+
+
 def not_reentrant(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Callable]]:
     """
     Of modules whose checkpoints are reentrant, the attribute to set, and a value that makes them non-reentrant. PyTorch
@@ -138,7 +147,7 @@ def not_reentrant(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn
     name = "_gradient_checkpointing_func"
     for module in modules:
         recompute = vars(module).get(name)
-        if isinstance(recompute, partial) and recompute.keywords.get("use_reentrant"):
+        if isinstance(recompute, partial) and recompute.keywords.get("use_reentrant") is not False:
             yield module, name, partial(recompute, use_reentrant=False)
 
 

@@ -37,9 +37,7 @@ def all_scored(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> t
 
 @pytest.mark.parametrize("of", ["logits", "hidden states"])
 def test_a_loss_that_scores_what_padding_predicts_is_that_of_padded_rows(of, caplog):
-    model, ours = moved()
-    given = rows("left")
-    del given["labels"]
+    model, ours, given = unlabelled()
     for _ in range(2):
         losses = []
         for each in (model, ours):
@@ -69,10 +67,15 @@ def test_label_smoothing_on_rows_with_padding_on_the_left(tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_a_loss_that_reads_completions_alone_is_flat_from_its_second_step_on():
-    model, ours = moved()
+def unlabelled():
+    """Two models that are alike, and rows with padding on the left."""
     given = rows("left")
     del given["labels"]
+    return *moved(), given
+
+
+def test_a_loss_that_reads_completions_alone_is_flat_from_its_second_step_on():
+    model, ours, given = unlabelled()
     ids, mask = given.values()
     for step in range(3):
         for each in (model, ours):
@@ -89,15 +92,28 @@ def test_a_loss_that_reads_completions_alone_is_flat_from_its_second_step_on():
 
 
 def test_logits_that_are_kept_say_what_can_be_scored():
-    _, ours = moved()
-    given = rows("left")
-    del given["labels"]
+    _, ours, given = unlabelled()
     shortest = int(given["attention_mask"].sum(1).min())
     ours(**given, logits_to_keep=shortest)
     assert counts_of(ours).computed
     assert not said_of(ours)
     ours(**given, logits_to_keep=shortest + 1)
     assert "padding on the left" in said_of(ours)
+
+
+def test_columns_that_a_tensor_picks_are_computed_as_before_beside_padding_on_the_left():
+    model, ours, given = unlabelled()
+    columns = torch.tensor([0, 3])
+    for _ in range(2):
+        logits = [each(**given, logits_to_keep=columns).logits for each in (model, ours)]
+        assert torch.equal(*logits)
+        logits[1].sum().backward()
+
+
+def test_a_loss_of_zero_does_not_say_what_is_read():
+    model, ours, given = unlabelled()
+    (ours(**given).logits * 0).sum().backward()
+    assert torch.equal(*(each(**given).logits for each in (model, ours)))
 
 
 # --- masks, and heads that hand on others -----------------------------------------------------------------------------

@@ -88,6 +88,13 @@ def test_other_processes_wait_so_nothing_is_computed_again(folder, monkeypatch):
         trainer.train()
 
 
+def test_a_pass_of_reentrant_checkpoints_is_not_computed_again(folder):
+    kwargs = {"use_reentrant": True}
+    trainer = budgeted("dpo", folder, preference_data(16, SEED), gradient_checkpointing_kwargs=kwargs)
+    with failing(trainer, {0}, True), pytest.raises(torch.OutOfMemoryError, match="Set it to `False`, or lower"):
+        trainer.train()
+
+
 def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     gc.collect()  # an error of a test before may keep a checkpoint open, which would take what is saved here
     layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3)

@@ -21,7 +21,7 @@ from ..model.padded import PaddedCalls
 from ..model.restored import attributes_set
 from ..model.routes import choose_route
 from .comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
-from .probe import check_rows, compute_dtype, rounding_unit, row_inputs, undisturbed
+from .probe import as_tried, check_rows, compute_dtype, rounding_unit, row_inputs
 from .prove import UnprovenModelError, prove
 from .slices import prove_slices
 
@@ -86,7 +86,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         quietly = [(calls, "says", False), (calls, "scores_first", False), (flat, "counts", flat.counts)]
         with attributes_set(quietly):
             result, _ = prove(base, route, call=call)
-            with undisturbed(base):
+            with as_tried(base):
                 call.try_padding(result.tolerance)
                 call.try_labels()
             compile_layers(flat, {} if torch_compile else None)

@@ -158,14 +158,15 @@ class PaddedCalls(PaddedRows):
         return outputs
 
     def _see(self, places: Places, gradient: torch.Tensor) -> None:
-        scores_first = bool(gradient[places].any())
+        scores_first, is_read = torch.stack([gradient[places].any(), gradient.any()]).tolist()
         if scores_first and self.scores_first is False:
             raise ValueError(
                 "The loss scores the first token of a row with padding on its left, which padding predicts, and "
                 "earlier losses did not: `padding_free` has computed nothing there. Pad on the right, leave first "
                 "tokens out, or call the model within `FlatModel.of(model).padded.aside()`."
             )
-        self.scores_first = scores_first
+        if is_read:  # a gradient of zeros says nothing
+            self.scores_first = scores_first
 
     def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:
         """An output of a backbone in rows: `(R, L, ...)`, or of routers, which give `(T, ...)`, `(R * L, ...)`."""

@@ -81,6 +81,8 @@ class PaddedRows:
             return "it has padding between the tokens of a row", None, None
         if begins.any() and not self.with_left_padding:
             return "it has padding on the left, with which the model itself computes a row differently", None, None
+        if begins.any() and torch.is_tensor(inputs.get("logits_to_keep")):
+            return "it has padding on the left, and `logits_to_keep` picks columns of it", None, None
         positions = values.get("position_ids")
         if positions is None:
             positions = (mask.cumsum(1) - 1) * mask if self.counts_by_mask else columns

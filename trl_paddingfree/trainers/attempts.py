@@ -88,16 +88,15 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
 def why_not_again(planner: MemoryPlanner) -> str:
     """Why a pass cannot be repeated after a failed allocation; empty if it can."""
     what = "`memory_budget`" if planner.needs else "`max_tokens_per_micro_batch`"
-    accelerator = planner.accelerator
-    if accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if planner.accelerator.distributed_type != DistributedType.NO:
         return (
-            "One process cannot compute a micro-batch again while the others wait for its gradients. Lower "
+            "A process cannot compute a micro-batch again while others, or an engine, wait for its gradients. Lower "
             f"{what}, and resume from the last checkpoint."
         )
-    trained = [id(p) for x in planner.flat_model.recomputable for p in set(x.parameters()) if p.requires_grad]
-    if planner.is_reentrant and len(trained) != len(set(trained)):
+    # Slices are no reentrant checkpoints
+    if planner.is_reentrant and planner.current and not planner.current.batch.schedule.cuts:
         return (
-            "Layers that share weights add to the same gradients several times with `use_reentrant=True`, so that "
-            f"a micro-batch cannot be computed again. Leave `use_reentrant` out, or lower {what}."
+            "With `use_reentrant=True`, layers that share weights, or are called several times, add to a gradient more "
+            f"than once in a pass, so that a micro-batch cannot be computed again. Set it to `False`, or lower {what}."
         )
     return ""

@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 from trl import SFTConfig
 
+from .. import upstream
 from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens, refuse_misspelt_roles
 from ..memory.device import budget_bytes
@@ -210,12 +211,11 @@ def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArgumen
     Refuse reentrant checkpoints beside a budget, for `reasons`: options under which routers have a loss. Such a
     checkpoint loses the gradients of router logits, and the budget decides which layers are checkpoints.
     """
-    kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
-    if options.has_budget and kwargs.get("use_reentrant") and reasons:
+    if options.has_budget and upstream.is_reentrant(config) and reasons:
         raise ValueError(
             f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` cannot be combined with {reasons[0]} and "
             "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute so lose gradients of the router's "
-            "loss, and which do follows from the budget. Leave `use_reentrant` out."
+            "loss, and which do follows from the budget. Set `use_reentrant` to `False`."
         )
 
 

@@ -146,7 +146,7 @@ class Runtime:
                 self.peak_memory,
                 option=options.memory_budget,
                 limit=options.max_tokens_per_micro_batch,
-                is_reentrant=bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+                is_reentrant=upstream.is_reentrant(args),
                 models=trainer.flat_models(),
                 wrapped=trainer.model_wrapped,
                 optimizer=trainer.get_optimizer_cls_and_kwargs(args, trainer.model) if optimizer is None else optimizer,
