@@ -49,8 +49,6 @@ MOST_EXAMPLES = 2**30
 _WITH_REFERENCE = ("dpo", "kto")
 # Where a configuration says what each layer is
 _TYPES = ("layer_types", "mlp_layer_types")
-# The name of an attention function that keeps what flash attention does, see [`_KernelBytes`]
-KEPT_BY_KERNELS = "kept_by_kernels"
 
 Shape = dict[str, Any]  # fields of a configuration
 
@@ -98,7 +96,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     which = [kinds.index(kind) for kind in kinds]  # of each layer, the first of its kind: these need the same memory
     model = _first_layers(config, 1 + max(which))
     if as_kernels and upstream.takes_attention_function(model):
-        upstream.set_attn_implementation(model, KEPT_BY_KERNELS)
+        upstream.set_attn_implementation(model, kept_by_kernels())
     route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
     FlatModel.install(model, route)
     if tuning != "full":
@@ -157,8 +155,11 @@ def _attend(module, query, key, value, attention_mask, **kwargs):
     return _KernelBytes.apply(query, key, value).transpose(1, 2), None
 
 
-AttentionInterface.register(KEPT_BY_KERNELS, _attend)
-AttentionMaskInterface.register(KEPT_BY_KERNELS, AttentionMaskInterface()["sdpa"])
+def kept_by_kernels() -> str:
+    """The name of an attention function that keeps what flash attention does, see [`_KernelBytes`]."""
+    AttentionInterface.register("kept_by_kernels", _attend)
+    AttentionMaskInterface.register("kept_by_kernels", AttentionMaskInterface()["sdpa"])
+    return "kept_by_kernels"
 
 
 def features_of(tokens: float, keys: float, scored: float) -> np.ndarray:
@@ -211,10 +212,10 @@ def _within(budget: int, needs: MemoryNeeds, every: np.ndarray, example: np.ndar
     """
 
     def fitting(number: int) -> int:
-        sizes = range(1, MOST_EXAMPLES)
-        return bisect_right(sizes, budget, key=lambda size: int(needs.peaks(size * example)[number]))
+        return bisect_right(range(1, MOST_EXAMPLES), budget, key=lambda n: int(needs.peaks(n * example)[number]))
 
-    tokens, layers = every[:, TOKENS], len(needs.per_feature.kept)
-    recomputed = np.array([needs.fewest_recomputed(batch, budget)[0] for batch in every]) / layers
+    tokens = every[:, TOKENS]
+    fewest = [needs.fewest_recomputed(batch, budget)[0] for batch in every]
+    recomputed = np.array(fewest) / len(needs.per_feature.kept)
     speed_up = float(tokens.sum() * (units + 1) / (tokens @ (units + recomputed)))
     return {"recomputed_batch": fitting(-1), "kept_batch": fitting(0), "speed_up": speed_up}

@@ -131,7 +131,7 @@ def count_kept_bytes(
     for module, window, size in noted:
         of_keys[numbers.get(module, -1), np.searchsorted(windows, window)] += size / seen[:, TOKENS].sum()
     # Of keys that layers keep once for all segments, next to nothing goes with the keys of each
-    copied = np.array(max((size for *_, size in noted), default=0) / max(seen[:, TOKENS].max(), 1))
+    copied = np.array(max((size for *_, size in noted), default=0) / seen[:, TOKENS].max())
     copied *= kept[:, KEYS].max() < copied / 2
     return KeptBytes(kept, recomputed, outside, largest, windows, of_keys, copied, np.maximum(factor, 1.0))
 

@@ -162,8 +162,8 @@ class MemoryPlanner:
             return Schedule(cuts, head_chunk=chunk)
         scored = whole[SCORED] if chunk is None else min(whole[SCORED], chunk)
         slices = slice_features(batch.layout.segments, cuts, self.flat_model.route)
-        kept_for_later = kept_keys(batch.layout.segments, cuts, self.needs.per_feature.windows)
-        peaks = self.needs.peaks_of_slices(slices, kept_for_later, whole, int(scored))
+        stays = kept_keys(batch.layout.segments, cuts, self.needs.per_feature.windows)
+        peaks = self.needs.peaks_of_slices(slices, stays, whole, int(scored))
         kept = max(int((peaks <= self.budget).sum()), 1) if keeps else 1
         return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
 

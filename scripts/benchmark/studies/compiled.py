@@ -6,7 +6,7 @@ import torch
 from torch._inductor import compile_fx, config, metrics
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
-from trl_paddingfree.cli.memory import KEPT_BY_KERNELS
+from trl_paddingfree.cli.memory import kept_by_kernels
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recomputable_layers
 from trl_paddingfree.model.compiled import compile_layers
@@ -71,7 +71,7 @@ def _compiled() -> list[Counts]:
 
 def _kept(name: str) -> int:
     """Bytes that a layer keeps for the backward pass."""
-    way = _way(1, KEPT_BY_KERNELS)
+    way = _way(1, kept_by_kernels())
     if name == COMPILED:
         _compile(way)
     counter = SavedBytes(way.flat.model, recomputable_layers(way.flat.model))

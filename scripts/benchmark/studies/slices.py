@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch, Segments
-from trl_paddingfree.cli.memory import KEPT_BY_KERNELS, decoder, features_of, model_config, training_needs
+from trl_paddingfree.cli.memory import decoder, features_of, kept_by_kernels, model_config, training_needs
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import cut_by_size, kept_keys
 from trl_paddingfree.memory.device import GIB
@@ -152,7 +152,7 @@ def _curve(flat: FlatModel, needs: MemoryNeeds, number: int, length: int, prompt
 
 def _lengths_that_fit() -> list[dict[str, Any]]:
     """How long one path may be, and how many completions a group may have."""
-    needs, route = training_needs(model_config(MODEL), TUNING, 0), Route("flash", KEPT_BY_KERNELS, True)
+    needs, route = training_needs(model_config(MODEL), TUNING, 0), Route("flash", kept_by_kernels(), True)
 
     def peak(batch: Callable[[int], tuple[Segments, int]], method: str, number: int) -> int:
         segments, scored = batch(number)
