@@ -24,7 +24,7 @@ from tests.runs import make_trainer
 from trl_paddingfree.trainers.proving import StartUpCheck
 from trl_paddingfree.trainers.registry import TRAINERS
 
-TIMEOUT = 120  # seconds for importing, and for each run
+TIMEOUT = 360  # seconds for importing, and for each run: compiling takes one a minute on a quiet machine
 # Options of these runs, beside those of trainers: what they train on, and what happens to it
 OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
 OWN += ("on_disk", "unscored", "streams", "differs", "leaks")

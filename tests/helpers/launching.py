@@ -1,6 +1,7 @@
 """Training runs in processes of their own, and what they logged and ended with."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -43,7 +44,8 @@ def torchrun(ranks, *program):
 def finished(command, timeout):
     """The process of a command, once it has ended well."""
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    assert process.returncode == 0, "".join(process.stderr.partition("Traceback")[1:])[:6000]
+    said = process.stderr
+    assert process.returncode == 0, said[re.search(r"Traceback|Timeout|\Z", said).start() :][:6000]
     return process
 
 
