@@ -8,14 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from trl.trainer.utils import add_fused_lm_head
 
 import trl_paddingfree
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.pages import ROOT
 from tests.helpers.tiny import DATA, arguments, make_model
 from tests.runs import make_trainer
-from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.trainers.registry import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
@@ -111,9 +109,7 @@ def test_files_import_each_other_by_no_way_and_by_few_for_annotations():
 def test_few_places_change_what_others_hold():
     places = "".join(FILES.values()).count("attributes_set(") - 1  # where it is defined
     assert places <= PLACES_THAT_SET_ATTRIBUTES
-    model = make_model()
-    add_fused_lm_head(model)
-    assert len(vars(FlatModel.install(model, choose_route(model)))) <= ATTRIBUTES_OF_FLAT_MODEL
+    assert len(vars(flat_model(make_model()))) <= ATTRIBUTES_OF_FLAT_MODEL
 
 
 def test_few_classes_stand_between_a_trainer_and_trls():

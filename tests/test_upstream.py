@@ -25,16 +25,15 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import trl_paddingfree
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree import upstream, versions
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
 from trl_paddingfree.model import architecture, state_tree
 from trl_paddingfree.model.attention import torch_varlen
-from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
-from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.state_layers import state_layers
 from trl_paddingfree.trainers.registry import TRAINERS
 
@@ -518,8 +517,7 @@ def test_trls_configs_have_the_flag_that_we_take_over(config_class):
 def test_generation_and_training_share_one_signature():
     """`generate` validates its arguments against the forward's signature, which our wrapper keeps."""
     model = make_model()
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     assert inspect.signature(model.forward).parameters.keys() >= {"input_ids", "attention_mask"}
     assert isinstance(model, PreTrainedModel)
     model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)

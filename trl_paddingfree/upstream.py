@@ -132,8 +132,8 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
 
 def is_reentrant(args: TrainingArguments) -> bool:
     """
-    Whether checkpoints of layers are reentrant. Without `use_reentrant`, they are if PyTorch's function is given other
-    options: only without any, transformers says no.
+    Whether checkpoints of layers are reentrant: by `use_reentrant`, and without it by PyTorch's default, which is yes.
+    Given no options for PyTorch at all, transformers says no.
     """
     kwargs: Any = args.gradient_checkpointing_kwargs or {}
     return bool({*kwargs} - {"every_n_layers", "offload", "selective"}) and kwargs.get("use_reentrant") is not False

@@ -12,12 +12,13 @@ from trl_paddingfree import check_packed, padding_free
 from trl_paddingfree.check.packed import by_positions
 from trl_paddingfree.cli.main import main
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 # By `position_ids` alone, layers with a state see other rows, and so does attention whose masks do not ask for them
 LEAKING = ("bamba", "lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1", "gpt_oss", "opt")
 EXACT = ("llama", "mistral", "gemma3_text", "mixtral", "qwen3_moe", "gpt2")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_models_are_exact(name, dtype):
     result = check_packed(tiny_model(name, dtype=dtype))
@@ -26,7 +27,7 @@ def test_exact_models_are_exact(name, dtype):
     assert "told of rows by `position_ids` alone" in str(result)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("name", LEAKING)
 def test_leaks_are_found(name, dtype):
     result = check_packed(tiny_model(name, dtype=dtype))
@@ -102,7 +103,7 @@ def test_forwards_that_are_wrong_are_found(call):
     assert check_packed(model, lambda rows: call(model, rows)).verdict == WRONG[call]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("call", [by_positions, padded, in_another_order, in_two_calls])
 def test_forwards_that_are_right_are_exact(call, dtype):
     model = make_model(dtype=dtype)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import dropout, linear
-from torch.nn.utils.rnn import pad_sequence
 
+from tests.anywhere.test_packed import padded
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree import check_packed
@@ -138,11 +138,6 @@ def stays_in_training(model, rows):
 def autocast(model, rows):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return packed(model, rows)
-
-
-def padded(model, rows):
-    ids, mask = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
-    return [x[: len(row)] for x, row in zip(model(input_ids=ids, attention_mask=mask).logits, rows, strict=True)]
 
 
 def by_length(model, rows):

@@ -17,10 +17,11 @@ from scripts.benchmark.flops import Work, count_flops
 from scripts.benchmark.measure import Runner, interleave
 from scripts.benchmark.rows import make_rows, read_lengths
 from scripts.benchmark.run import Benchmark, tolerances
-from scripts.benchmark.studies import arranging, packing
+from scripts.benchmark.studies import arranging, collators, packing
 from scripts.benchmark.studies.arranging import measure_imbalance, measure_meetings
 from scripts.benchmark.studies.packing import measure_packing
 from scripts.benchmark.tasks import BENCHMARKED, Settings
+from scripts.benchmark.trainers import make_model
 from tests.helpers.reference_flash import varlen_on
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.cli.memory import SHAPES
@@ -384,6 +385,8 @@ def test_arranged_micro_batches_have_more_even_work(csv):
         measured = measure_imbalance(csv(columns, *(",".join(map(str, row)) for row in lengths)), num_processes=4)
         for figure in ("time", "memory"):
             assert 1 <= measured["arranged"][figure] < measured["drawn"][figure]
+    measured = measure_imbalance(csv("total,assistant", *["40,20"] * 256), num_processes=4)  # nobody waits
+    assert measured["drawn"] == measured["arranged"] == {"time": 1.0, "memory": 1.0}
 
 
 def test_pairs_of_one_prompt_share_it_when_they_meet(csv):
@@ -424,3 +427,34 @@ def test_backward_passes_of_all_parts_of_a_micro_batch_count_as_backward(monkeyp
         seconds[0] += 1
         accelerator.backward()
     assert (runner.clock.seconds["forward"], runner.clock.seconds["backward"]) == (2, 6)
+
+
+def test_shapes_are_as_large_as_their_names_say():
+    millions = {"llama-3-8b": 8030, "llama-3.2-1b": 1236, "qwen2.5-0.5b": 494, "qwen2.5-7b": 7616, "smollm2-135m": 135}
+    for name, number in millions.items():
+        model = make_model(name, torch.bfloat16, "meta")
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(number, rel=5e-3), name
+
+
+def test_the_script_asks_for_arguments_that_are_missing(capsys):
+    for option in ("--arranging", "--packing", "--render", "--collators"):
+        with pytest.raises(SystemExit) as exit:
+            main([option])
+        assert exit.value.code == 2
+        assert f"{option}: expected" in capsys.readouterr().err
+
+
+def test_collators_are_timed_beside_trls():
+    measured = collators.measure(length=64, pairs=4, repeats=1)["measured"]
+    assert [one["rows"] for one in measured] == [8] * 4
+    assert all(one["ms"] > 0 for one in measured)
+    text = collators.report({"measured": measured, "environment": {"gpu": "machine"}})
+    assert f"| TRL's collator | {measured[0]['ms']:.0f} |" in text
+
+
+def test_without_anything_shared_the_limit_is_what_a_flat_batch_computes():
+    rows, counts = [[1, 2, 3], [4, 5]], {"tokens": 5, "scored": 3}
+    batch = FlatBatch.from_rows(rows, rows)
+    assert Work.flat(batch) == Work(pairs=9 + 4, **counts)
+    assert Work.limit(batch) == Work(pairs=9 + 4, in_rows=5, **counts)
+    assert Work.limit(batch, causal=True) == Work(pairs=6 + 3, in_rows=5, **counts)

@@ -96,31 +96,28 @@ def test_images_behind_a_projector_that_starts_at_zero_are_proven(monkeypatch, i
     caught(model, probe)
 
 
-def test_images_that_never_arrive_are_caught(monkeypatch):
-    model, probe = make("llava")
+def change_features(monkeypatch, model, change):
+    """Has a model compute other features of its images: of those of all of them, what `change` makes."""
     features_of = model.model.get_image_features
 
-    def nothing(*args, **kwargs):
+    def changed(*args, **kwargs):
         outputs = features_of(*args, **kwargs)
-        outputs.pooler_output = [torch.zeros_like(features) for features in outputs.pooler_output]
+        outputs.pooler_output = change(outputs.pooler_output)
         return outputs
 
-    monkeypatch.setattr(model.model, "get_image_features", nothing)
+    monkeypatch.setattr(model.model, "get_image_features", changed)
+
+
+def test_images_that_never_arrive_are_caught(monkeypatch):
+    model, probe = make("llava")
+    change_features(monkeypatch, model, lambda features: [torch.zeros_like(x) for x in features])
     with pytest.raises(UnprovenModelError, match="make no difference to the model: they never arrive"):
         prove_images(model, SHARED, probe)
 
 
 def test_images_that_leak_into_other_rows_are_caught(monkeypatch):
     model, probe = make("llava")
-    features_of = model.model.get_image_features
-
-    def mixed(*args, **kwargs):
-        outputs = features_of(*args, **kwargs)
-        mean = torch.cat(outputs.pooler_output).mean(0)
-        outputs.pooler_output = [features + mean for features in outputs.pooler_output]
-        return outputs
-
-    monkeypatch.setattr(model.model, "get_image_features", mixed)
+    change_features(monkeypatch, model, lambda features: [x + torch.cat(features).mean(0) for x in features])
     result = check_images(model, SHARED, ImagesAlone(model, probe))
     assert not result.isolated
     assert result.leak > LARGE

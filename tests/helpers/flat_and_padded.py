@@ -2,15 +2,22 @@
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import Route
+from trl_paddingfree.model.routes import Route, choose_route
 
 # float32 on CPU (eps = 1.2e-7), relative to the largest entry: gradients are sums of up to 60 tokens' parts, which can
 # cancel to a hundredth of their size. A wrong layout shows in the first or second digit
 TOLERANCE = 1e-4
+
+
+def flat_model(model, **route) -> FlatModel:
+    """Gives a model TRL's fused head, and has it compute flat batches."""
+    add_fused_lm_head(model)
+    return FlatModel.install(model, choose_route(model, **route))
 
 
 def tree(seed: int) -> list[list[int]]:

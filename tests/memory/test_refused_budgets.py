@@ -62,10 +62,11 @@ def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budg
         given = {"processing_class": tokenizer, "memory_budget": None, **options}
         return budgeted("sft", model, conversations(8, SEED), **given)
 
-    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    with pytest.raises(ValueError, match="'use_reentrant': True.*router_aux_loss_coef=0.1"):
-        make(**budget, **reentrant)
-    make(**reentrant)
+    for kwargs in ({"use_reentrant": True}, {"preserve_rng_state": True}):  # PyTorch's default is reentrant
+        reentrant = {"gradient_checkpointing_kwargs": kwargs}
+        with pytest.raises(ValueError, match="'use_reentrant': True.*router_aux_loss_coef=0.1"):
+            make(**budget, **reentrant)
+        make(**reentrant)
     make(**budget)
 
 

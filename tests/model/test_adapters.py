@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
@@ -17,7 +18,7 @@ from trl_paddingfree.memory.adapters import cast_inputs_once
 from trl_paddingfree.memory.features import memory_features
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import Route, choose_route
+from trl_paddingfree.model.routes import Route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
@@ -31,8 +32,7 @@ def adapted(folder=None, once: bool = True, **options):
         make_model(seed=SEED, hidden_size=64, intermediate_size=128).save_pretrained(folder)  # blocks of 64 weights
         quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantized)
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     torch.manual_seed(SEED)
     lora = LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options})
     peft_model = get_peft_model(model, lora).train()

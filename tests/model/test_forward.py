@@ -15,6 +15,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
@@ -86,8 +87,7 @@ def test_flat_log_probs_and_gradients_equal_padded(double_model, rows, prefix_sh
 
 def test_only_scored_tokens_reach_the_head_and_only_computed_tokens_the_layers():
     model = make_model()
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     prompt = list(range(1, 31))
     rows = [[*prompt, 40, 41, 42], [*prompt, 50], [*prompt, 60, 61]]
     labels = [[-100] * 30 + row[30:] for row in rows]
@@ -110,8 +110,7 @@ def test_only_scored_tokens_reach_the_head_and_only_computed_tokens_the_layers()
 def test_calls_without_a_flat_batch_are_untouched():
     model = make_model()
     reference = copy.deepcopy(model)
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     inputs = padded([[1, 2, 3, 4], [5, 6]], [[1, 2, 3, 4], [5, 6]])
     assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
     generate = {"max_new_tokens": 5, "do_sample": False}
@@ -121,8 +120,7 @@ def test_calls_without_a_flat_batch_are_untouched():
 
 def test_installing_again_changes_the_route_and_nothing_else():
     model = make_model()
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     before = model.forward
     for route in (choose_route(model), choose_route(model, "mask"), choose_route(model, "segment")):
         FlatModel.install(model, route)
@@ -169,8 +167,7 @@ def test_a_backend_that_was_asked_for_is_used_or_refused_with_every_reason():
 def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_batch(reentrant):
     """Two batches go forward before either goes backward: no layout may be looked up in shared state."""
     model = make_model(dtype=torch.float64)
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     rows = [
         [[1, 2, 3, 4, 5], [1, 2, 3, 6]],
         [[7, 8, 9, 10], [7, 11, 12, 13, 14]],
@@ -195,8 +192,7 @@ def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_batch(reen
 def test_a_second_trainer_and_mixed_precision_find_the_route():
     """Trainers add their head to the same instance, accelerate wraps its forward, and models may share a config."""
     model = make_model()
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
     wrapped = model.forward
     assert choose_route(model) == FlatModel.of(model).route == Route("segment", "sdpa", prefix_sharing=True)
@@ -214,8 +210,7 @@ def test_a_second_trainer_and_mixed_precision_find_the_route():
 def test_neftune_noise_has_the_size_of_rows():
     """Uniform noise of at most alpha / sqrt(length * hidden size): the longest of many draws is near that."""
     model = make_model()
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     embeddings, seen = model.get_input_embeddings(), []
     embeddings.neftune_noise_alpha = 5.0
     embeddings.register_forward_hook(neftune_post_forward_hook)
@@ -249,8 +244,7 @@ def test_neftune_noise_has_the_size_of_rows():
 )
 def test_errors_that_a_long_flat_row_does_not_cause_stay_as_they_are(error, raised, monkeypatch):
     model = make_model(max_position_embeddings=8)
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
 
     def fail(*args, **kwargs):
         raise error
@@ -263,8 +257,7 @@ def test_errors_that_a_long_flat_row_does_not_cause_stay_as_they_are(error, rais
 
 def test_a_table_that_is_shorter_than_a_flat_row_is_explained():
     model = tiny_model("gpt_neo", max_position_embeddings=8)
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model, "mask"))
+    flat_model(model, backend="mask")
     flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 2, [[1, 2, 3, 4, 5, 6]] * 2, prefix_sharing=False)
     with pytest.raises(ValueError, match="cannot compute a flat row of 12 tokens, more than the 8 positions"):
         model(flat_batch=flat_batch, labels=torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), fused_lm_head=True)
@@ -272,8 +265,7 @@ def test_a_table_that_is_shorter_than_a_flat_row_is_explained():
 
 def test_what_a_flat_row_cannot_answer_is_refused():
     model = make_model()
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     batch = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
     labels = torch.tensor([[1, 2, 3]])
     with pytest.raises(ValueError, match="`position_ids` was given to the model beside a `flat_batch`"):

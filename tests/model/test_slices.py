@@ -249,7 +249,7 @@ def test_dropout_is_recomputed_as_it_was_drawn(monkeypatch):
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
-def test_slices_hold_the_keys_that_they_read_and_nothing_waits_for_the_garbage_collector(monkeypatch):
+def test_slices_hold_the_keys_that_they_read_and_nothing_waits_for_the_garbage_collector(monkeypatch, request):
     """Rows that share nothing: no slice reads what another has kept, unless a row is cut."""
     flat, held, passes, attend = flat_model(make_model(vocab_size=96)), [], [], slices.Carry.attend
 
@@ -261,6 +261,7 @@ def test_slices_hold_the_keys_that_they_read_and_nothing_waits_for_the_garbage_c
     monkeypatch.setattr(slices.Carry, "attend", watch)
     batch, layers = batch_of([[*range(1, 9)]] * 4, sharing=False), flat.model.config.num_hidden_layers
     cut = [0] * layers + [2 * layers] * 3 * layers
+    request.addfinalizer(gc.enable)
     gc.disable()
     for is_training in (False, True):
         for cuts, expected in (((0, 8, 16, 24, 32), [0] * 4 * layers), ((0, 12, 20, 28, 32), cut)):
@@ -270,7 +271,6 @@ def test_slices_hold_the_keys_that_they_read_and_nothing_waits_for_the_garbage_c
                 flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
             assert held == expected
             assert not any(carry() for carry in passes)
-    gc.enable()
 
 
 @pytest.mark.parametrize("window", [2, 6, 40])

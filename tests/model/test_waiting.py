@@ -9,13 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import flat_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model import edits
-from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.sequence import SequenceGroup
 
 # model types and what is special: windows, soft-capping, sinks, chunks, experts, compressed keys, layers with a state
@@ -53,8 +51,7 @@ def test_nothing_inside_the_flat_model_needs_a_value(comparison, name, prefix_sh
     model = tiny_model(name, dtype=torch.bfloat16, **MODELS[name]).train()
     if name == "llama4_text":  # as docs/models.md says
         model.base_model_prefix = "model"
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.to("meta")

@@ -9,6 +9,7 @@ import torch
 from transformers import AttentionMaskInterface
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch, upstream
@@ -25,8 +26,7 @@ ROWS = [[5, 6, 7, 8, 9], [5, 6, 10], [11, 12], [5, 6, 7, 13]]
 
 def make(**options):
     model = make_model(**options)
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     return model
 
 
@@ -86,8 +86,7 @@ def test_no_segment_is_empty():
         assert min(batch.layout.segments.lengths) >= 1
         with reference_flash():
             model = make_model(attn_implementation="flash_attention_2")
-            add_fused_lm_head(model)
-            FlatModel.install(model, choose_route(model))
+            flat_model(model)
             values = log_probs(model, batch, rows)
         assert values.isfinite().all()
 
@@ -116,8 +115,7 @@ def test_generation_is_untouched():
     model = make_model()
     prompt = {"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}
     expected = model.generate(**prompt, max_new_tokens=6, do_sample=False)
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     log_probs(model, FlatBatch.from_rows(ROWS, ROWS), ROWS)
     assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), expected)
 

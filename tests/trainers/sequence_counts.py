@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.memory.saved_bytes import SavedBytes
@@ -24,7 +24,6 @@ from trl_paddingfree.model.architecture import recomputable_layers
 from trl_paddingfree.model.exchange import Halo
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.forward import flat_forward
-from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.sequence import SequenceGroup
 
 HEADS, KEYS, SIZE, LAYERS, REACH = 8, 2, 16, 3, 3
@@ -187,8 +186,7 @@ def main() -> None:
     group = SequenceGroup(dist.group.WORLD, device)
     made = models(dtype)
     for kind, (model, exchanged) in made.items():
-        add_fused_lm_head(model.to(device))
-        flat = FlatModel.install(model, choose_route(model))
+        flat = flat_model(model.to(device))
         for prefix_sharing in (False, True):
             compare(kind, flat, make_batch(prefix_sharing).to(device), group, exchanged)
     model, _ = made["attention"]

@@ -33,8 +33,7 @@ from tests.runs import LAYOUTS, PER_MICRO_BATCH, ROUNDED, assert_same, compare, 
 DIVERGENT = sorted(WITH_DIVERGENCE)
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 RECOMPUTED, REENTRANT = (
-    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": given}
-    for given in ({"use_reentrant": False}, {"preserve_rng_state": True})  # PyTorch's default is reentrant
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": x}} for x in (False, True)
 )
 MOVED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "steps": 4}
 MOVED |= {"ignored": (*ROUNDED, *PER_MICRO_BATCH)}

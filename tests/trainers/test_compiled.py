@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import DATA, SEED, arguments, lora, make_model, make_tokenizer
 from tests.runs import ROUNDED, TOLERANCE, assert_same, make_trainer, run
 from trl_paddingfree import UnprovenModelError, padding_free
@@ -17,7 +17,6 @@ from trl_paddingfree.check.slices import prove_slices
 from trl_paddingfree.model.architecture import recomputable_layers
 from trl_paddingfree.model.compiled import compile_layers
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import choose_route
 
 # Traces as compiling does, and leaves out the C++, which takes minutes on a CPU
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -146,8 +145,7 @@ def test_compiled_code_that_computes_something_else_is_refused(skipped):
         )
 
     model = make_model()
-    add_fused_lm_head(model)
-    compile_layers(FlatModel.install(model, choose_route(model)), {"backend": wrong})
+    compile_layers(flat_model(model), {"backend": wrong})
     with pytest.raises(UnprovenModelError, match="flat batches by compiled code differently from eager ones"):
         prove_slices(model, skipped=skipped, is_compiled=True)
 

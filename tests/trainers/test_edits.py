@@ -12,7 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.flat_and_padded import tree
+from tests.helpers.flat_and_padded import flat_model, tree
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import make_model, preference_data, prompt_completions, unpaired
 from tests.runs import LAYOUTS, assert_same, run
@@ -300,8 +300,7 @@ def test_logits_and_loss_of_shared_rows_are_those_of_each_row(model_type):
 )
 def test_what_flat_outputs_cannot_give_is_named(argument, value, message):
     model = make_model()
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
+    flat_model(model)
     batch = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
     with pytest.raises(ValueError, match=message):
         model(flat_batch=batch, **{argument: value})

@@ -394,21 +394,25 @@ def test_odd_pairs_are_counted_and_train_as_in_trl(tokenizer, caplog):
     assert [m for m in caplog.messages if "The eval data: 2 with an empty prompt" in m and "of 5 pairs" in m]
 
 
+def said_of(rows, tokenizer, caplog):
+    """What is logged as adapters train on pairs, as with padding."""
+    with caplog.at_level(logging.WARNING):
+        compare(
+            "dpo",
+            lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()},
+            Dataset.from_list(rows),
+            steps=2,
+        )
+    return caplog.text
+
+
 def test_odd_conversations_are_counted_and_train_as_in_trl(tokenizer, caplog):
     odd = [
         {"prompt": user(""), "chosen": assistant("w1 w2"), "rejected": assistant("w3")},
         {"prompt": user("w4"), "chosen": assistant(""), "rejected": assistant("")},
     ]
-    dataset = Dataset.from_list(odd + preference_data(6, SEED).to_list())
-    with caplog.at_level(logging.WARNING):
-        compare(
-            "dpo",
-            lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()},
-            dataset,
-            steps=2,
-        )
     counted = "1 with an empty prompt, 1 with an empty completion, 2 with identical chosen and rejected, of 8 pairs"
-    assert any(counted in message for message in caplog.messages)
+    assert counted in said_of(odd + preference_data(6, SEED).to_list(), tokenizer, caplog)
 
 
 def test_implicit_prompts_train_as_in_trl_and_only_completions_count_as_empty(tokenizer, caplog):
@@ -417,15 +421,8 @@ def test_implicit_prompts_train_as_in_trl_and_only_completions_count_as_empty(to
         for row in preference_data(7, SEED)
     ]
     rows.append({"chosen": user("w1") + assistant(""), "rejected": user("w1") + assistant("w2")})
-    with caplog.at_level(logging.WARNING):
-        compare(
-            "dpo",
-            lambda: {"model": make_model(), "processing_class": tokenizer, "peft_config": lora()},
-            Dataset.from_list(rows),
-            steps=2,
-        )
     counted = "The train data: 1 with an empty completion, 1 with identical chosen and rejected, of 8 pairs"
-    assert any(counted in message for message in caplog.messages)
+    assert counted in said_of(rows, tokenizer, caplog)
 
 
 def test_pairs_without_a_completion_left_are_dropped_as_in_trl_and_counted(tokenizer, caplog):

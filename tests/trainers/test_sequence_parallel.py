@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.launching import PER_MICRO_BATCH, TIMEOUT, alone, assert_same_run, finished, launch, torchrun
 from tests.helpers.tiny import following_rotary, make_model, preference_data, saved
 from tests.helpers.trees import random_segments
@@ -26,7 +26,6 @@ from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_of
-from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask, OtherSlices, PassContext
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import scored_sizes, slice_of
@@ -310,8 +309,7 @@ def test_models_without_attention_functions_are_refused():
 
 def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
     model, tried = tiny_model("qwen3_5_text"), []
-    add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model)).divide_among(SimpleNamespace(size=2, attend=None))
+    flat_model(model).divide_among(SimpleNamespace(size=2, attend=None))
 
     def fail(model, route, *_):
         tried.append(route)

@@ -77,8 +77,8 @@ class RowsInTraining:
         positions = architecture.position_limits(model)
         found = {name: vars(config).get(name) for name in _BUILT_WITH}
         limits = {name: limit for name, limit in found.items() if isinstance(limit, int) and limit > 0}
-        beyond_limits = (limit + limit // 4 for limit in limits.values() if limit <= _LONGEST_LIMIT[kind])
-        length = min([max([_LENGTH, *beyond_limits]), *positions])
+        exceeding = (limit + limit // 4 for limit in limits.values() if limit <= _LONGEST_LIMIT[kind])
+        length = min([max([_LENGTH, *exceeding]), *positions])
         beyond = (f"`{name}={limit}`" for name, limit in limits.items() if limit >= length)
         self.notes = tuple(f"{each} is longer than the rows that were tried" for each in beyond)
         # Numbers of positions that a flat row can exceed within seconds

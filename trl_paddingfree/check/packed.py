@@ -162,9 +162,8 @@ def _compare(
     narrows = max(windows, default=0) >= max(lengths, default=0)
     evaluating = partial(undisturbed, model)
     training = cache(partial(PackedInTraining, model, called, draw, every_layer))
-    result: CheckResult = compare_rows(
-        packing, RowsAlone(model, called, draw, None if narrows else evaluating), training
-    )
+    short = RowsAlone(model, called, draw, None if narrows else evaluating)
+    result: CheckResult = compare_rows(packing, short, training)
     tried, left_out = [*map(len, check_rows(config.vocab_size, draw))], list[str]()
     if result.gradients is not None and result.gradients.passed:
         has_gradients = not result.gradients.skipped

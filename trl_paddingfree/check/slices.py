@@ -79,11 +79,8 @@ def check_slices(
         least = math.inf
     trying = as_it_answers(model) if skipped else as_in_training(model, call)
     # Windows of other sizes would be compiled by themselves
-    with (
-        nullcontext() if is_compiled else probe.narrowed(model),
-        trying as left_out,
-        torch.compiler.set_stance("force_eager"),
-    ):
+    windows = nullcontext() if is_compiled else probe.narrowed(model)
+    with windows, trying as left_out, torch.compiler.set_stance("force_eager"):
         passed = partial(_passed, flat, call=call, trains=not skipped)
         padded = cache(lambda: passed(probe.row_inputs(model, rows), Schedule()))
         whole = passed(inputs, Schedule())

@@ -34,8 +34,8 @@ TRAINING = {
     "rloo": "on rewards of its own completions, against the mean of the others",
     "distillation": "on a teacher's predictions for its own completions",
 }
-# What each training command needs, and what some need as well: one of these options, or else this advice
-Needed = dict[tuple[str, ...], str]
+Needed = dict[tuple[str, ...], str]  # one of these options, or else this advice
+# What each training command needs, and what some need as well
 _NEEDED: Needed = {
     ("model_name_or_path",): "Name the model: `--model_name_or_path` (hub name or folder).",
     ("datasets", "dataset_name"): NAME_THE_DATA,

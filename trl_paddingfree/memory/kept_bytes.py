@@ -51,8 +51,8 @@ class KeptBytes:
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
         """The bytes of some of the layers."""
-        kept, recomputed, of_keys = self.kept[layers], self.recomputed[layers], self.of_keys[layers]
-        return replace(self, kept=kept, recomputed=recomputed, of_keys=of_keys)
+        of_keys = self.of_keys[layers]
+        return replace(self, kept=self.kept[layers], recomputed=self.recomputed[layers], of_keys=of_keys)
 
 
 def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], list[FlatBatch]]:
@@ -128,7 +128,7 @@ def count_kept_bytes(
     windows = np.unique([NO_WINDOW, *(window for _, window, _ in noted)])
     numbers = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
     of_keys = np.zeros((number, len(windows)))
-    for module, window, size in noted:
+    for module, window, size in noted:  # attention outside of these layers counts in the last one
         of_keys[numbers.get(module, -1), np.searchsorted(windows, window)] += size / seen[:, TOKENS].sum()
     # Of keys that layers keep once for all segments, next to nothing goes with the keys of each
     copied = np.array(max((size for *_, size in noted), default=0) / seen[:, TOKENS].max())

@@ -138,6 +138,7 @@ def _decoder_in_slices(
     # With a group, rows so long that rotary frequencies follow them were refused
     reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
     embeddings = model.get_input_embeddings()
+    # By the same arguments as in [`Carry.within`], so that layers without a window find these
     slices, noise = slices_of(batch.layout, cuts, reach is not None, NO_WINDOW), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
