@@ -1,7 +1,7 @@
 """Calls, heads and adapters for which flat answers would differ: computed as before, or refused by name."""
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
@@ -9,7 +9,16 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
-from tests.anywhere.test_calls import TOLERANCE, assert_same_gradients, counts_of, rows
+from tests.anywhere.test_calls import (
+    TOLERANCE,
+    assert_is_flat,
+    assert_same_gradients,
+    assert_same_logits,
+    assert_same_loss,
+    counts_of,
+    rows,
+    unlabelled,
+)
 from tests.helpers.tiny import lora, make_model
 from trl_paddingfree import FlatModel, check_packed, padding_free
 
@@ -20,6 +29,11 @@ def moved(**options):
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = torch.randn(32, generator=torch.Generator().manual_seed(1))
     return model, padding_free(copy.deepcopy(model))
+
+
+def on_the_left():
+    """Two models that are alike, and rows with padding on the left."""
+    return *moved(), unlabelled("left")
 
 
 def said_of(model: torch.nn.Module) -> str:
@@ -37,7 +51,7 @@ def all_scored(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> t
 
 @pytest.mark.parametrize("of", ["logits", "hidden states"])
 def test_a_loss_that_scores_what_padding_predicts_is_that_of_padded_rows(of, caplog):
-    model, ours, given = unlabelled()
+    model, ours, given = on_the_left()
     for _ in range(2):
         losses = []
         for each in (model, ours):
@@ -67,15 +81,8 @@ def test_label_smoothing_on_rows_with_padding_on_the_left(tmp_path):
     assert losses[0] == losses[1]
 
 
-def unlabelled():
-    """Two models that are alike, and rows with padding on the left."""
-    given = rows("left")
-    del given["labels"]
-    return *moved(), given
-
-
 def test_a_loss_that_reads_completions_alone_is_flat_from_its_second_step_on():
-    model, ours, given = unlabelled()
+    model, ours, given = on_the_left()
     ids, mask = given.values()
     for step in range(3):
         for each in (model, ours):
@@ -92,17 +99,17 @@ def test_a_loss_that_reads_completions_alone_is_flat_from_its_second_step_on():
 
 
 def test_logits_that_are_kept_say_what_can_be_scored():
-    _, ours, given = unlabelled()
+    _, ours, given = on_the_left()
     shortest = int(given["attention_mask"].sum(1).min())
     ours(**given, logits_to_keep=shortest)
-    assert counts_of(ours).computed
+    assert_is_flat(ours)
     assert not said_of(ours)
     ours(**given, logits_to_keep=shortest + 1)
     assert "padding on the left" in said_of(ours)
 
 
 def test_columns_that_a_tensor_picks_are_computed_as_before_beside_padding_on_the_left():
-    model, ours, given = unlabelled()
+    model, ours, given = on_the_left()
     columns = torch.tensor([0, 3])
     for _ in range(2):
         logits = [each(**given, logits_to_keep=columns).logits for each in (model, ours)]
@@ -111,7 +118,7 @@ def test_columns_that_a_tensor_picks_are_computed_as_before_beside_padding_on_th
 
 
 def test_a_loss_of_zero_does_not_say_what_is_read():
-    model, ours, given = unlabelled()
+    model, ours, given = on_the_left()
     (ours(**given).logits * 0).sum().backward()
     assert torch.equal(*(each(**given).logits for each in (model, ours)))
 
@@ -121,13 +128,12 @@ def test_a_loss_of_zero_does_not_say_what_is_read():
 
 @pytest.mark.parametrize("values", [(1.0, 0.0), (0.5, 0.0), (1.0, 0.5), (0.0, float("-inf"))])
 def test_masks_in_floating_point_are_read_as_transformers_reads_them(values):
-    model, ours = moved()
-    given = rows("right")
-    given.pop("labels")
-    given["attention_mask"] = torch.where(given["attention_mask"].bool(), *values)
-    expected, found = (each(**given).logits for each in (model, ours))
-    real = given["attention_mask"] == values[0]
-    assert torch.allclose(found[real], expected[real], atol=TOLERANCE)
+    (model, ours), given = moved(), unlabelled()
+    real = given["attention_mask"].bool()
+    expected, found = (
+        each(**{**given, "attention_mask": torch.where(real, *values)}).logits[real] for each in (model, ours)
+    )
+    assert torch.allclose(found, expected, atol=TOLERANCE)
     assert bool(counts_of(ours).computed) == (values == (1.0, 0.0))
 
 
@@ -153,12 +159,7 @@ def head_of_its_own(changed: str) -> torch.nn.Module:
 def test_what_a_head_hands_on_is_what_is_computed(changed):
     model = head_of_its_own(changed)
     ours = padding_free(copy.deepcopy(model))
-    given = rows("right")
-    losses = [each(**given).loss for each in (model, ours)]
-    assert torch.allclose(*losses)
-    for loss in losses:
-        loss.backward()
-    assert_same_gradients(model, ours)
+    assert_same_loss(model, ours, rows("right"))
 
 
 def test_a_loss_that_counts_padding_is_that_of_padded_rows():
@@ -176,37 +177,36 @@ def test_a_loss_that_counts_padding_is_that_of_padded_rows():
     given = rows("right")
     assert torch.equal(ours(**given).loss, model(**given).loss)
     assert "given `labels`" in said_of(ours)
-    del given["labels"]
-    ours(**given)
-    assert counts_of(ours).computed
+    ours(**unlabelled())
+    assert_is_flat(ours)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def adapters() -> dict[str, tuple]:
-    """Configurations of adapters that read more than each token by itself, and what their refusal names."""
-    targets = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-    found = {"aLoRA": (LoraConfig(**targets, alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\]")}
-    for name in ("Velora", "Lily", "Poly"):  # not all versions of PEFT have them
-        if (kind := getattr(peft, f"{name}Config", None)) is not None:
-            if name == "Velora":
-                found[name] = (LoraConfig(**targets, velora_config=kind(num_groups=4)), "init_type='batch_average")
-            else:
-                found[name] = (kind(**targets), f"^{name}Config")
-    return found
+TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+# Adapters that read more than each token by itself, and what their refusal names. Not all versions of PEFT have them
+ADAPTERS = {
+    "aLoRA": (lambda: LoraConfig(**TARGETS, alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\]"),
+    "Velora": (
+        lambda: LoraConfig(**TARGETS, velora_config=peft.VeloraConfig(num_groups=4)),
+        "init_type='batch_average",
+    ),
+    "Lily": (lambda: peft.LilyConfig(**TARGETS), "^LilyConfig"),
+    "Poly": (lambda: peft.PolyConfig(**TARGETS), "^PolyConfig"),
+}
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("name", adapters())
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name == "aLoRA" or hasattr(peft, f"{name}Config")])
 def test_adapters_that_read_whole_batches_are_refused_by_name(name, order):
-    config, named = adapters()[name]
+    make, named = ADAPTERS[name]
     if order == "before":
-        adapted = get_peft_model(make_model(), config)
+        adapted = get_peft_model(make_model(), make())
         with pytest.raises(ValueError, match=named):
             padding_free(adapted)
     else:
-        adapted = get_peft_model(padding_free(make_model()), config)
+        adapted = get_peft_model(padding_free(make_model()), make())
         extra = {"task_ids": torch.zeros(5, dtype=torch.long)} if name == "Poly" else {}
         with pytest.raises(ValueError, match=named):
             adapted(**rows("right"), **extra)
@@ -218,7 +218,7 @@ def test_averages_of_random_projections_are_not_refused():
     config = lora(velora_config=velora(num_groups=4, init_type="random"), task_type="CAUSAL_LM")
     adapted = get_peft_model(padding_free(make_model()), config)
     adapted(**rows("right")).loss.backward()
-    assert counts_of(adapted).computed
+    assert_is_flat(adapted)
 
 
 def test_prompt_learning_is_refused_by_name_and_computes_as_before_if_it_is_put_on_afterwards():
@@ -259,7 +259,7 @@ def test_another_attention_is_refused_until_it_is_proven():
         ours(**given)
     padding_free(ours)
     assert torch.allclose(ours(**given).loss, model(**given).loss)
-    assert counts_of(ours).computed
+    assert_is_flat(ours)
 
 
 def test_calls_from_several_threads_are_those_of_one():
@@ -267,25 +267,13 @@ def test_calls_from_several_threads_are_those_of_one():
     calls = [rows("right", draw) for draw in range(4)]
     for given in calls[::2]:
         del given["labels"]
-    expected = [model(**given).logits.masked_fill(given["attention_mask"][..., None] == 0, 0) for given in calls]
-    wrong = []
 
-    def run(number: int) -> None:
+    def run(given: dict[str, torch.Tensor]) -> None:
         for _ in range(8):
-            try:
-                given = calls[number]
-                logits = ours(**given).logits.masked_fill(given["attention_mask"][..., None] == 0, 0)
-                if not torch.allclose(logits, expected[number], atol=TOLERANCE):
-                    wrong.append(number)
-            except Exception as error:
-                wrong.append(error)
+            assert_same_logits(model, ours, given)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, calls))  # raises what they raise
     assert not FlatModel.of(ours).padded.is_off
     assert counts_of(ours).padded == 4 * 8 * calls[0]["input_ids"].numel()
 
@@ -297,6 +285,8 @@ def test_calls_from_several_threads_are_those_of_one():
 def test_names_and_models_of_other_kinds_are_refused_in_one_line(function):
     with pytest.raises(TypeError, match=rf"`model='Qwen/Qwen3-0.6B'`: `{function.__name__}` takes .*from_pretrained"):
         function("Qwen/Qwen3-0.6B")
+    with pytest.raises(TypeError, match="takes a model of transformers, and there is none in a Linear"):
+        function(torch.nn.Linear(2, 2))
     config = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder and a decoder.*not supported"):
         function(T5ForConditionalGeneration(config))
