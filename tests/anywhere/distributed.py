@@ -10,21 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
+from tests.anywhere.test_calls import assert_is_flat, rows
 from tests.helpers.tiny import make_model, make_tokenizer
 from trl_paddingfree import FlatModel, padding_free
 
 # float32, three steps: sums over some hundred terms in another order
 TOLERANCE = 1e-5
-
-
-def rows_of(rank: int, step: int) -> dict[str, torch.Tensor]:
-    """Rows of other lengths on each process, which start alike."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    ids, mask = torch.randint(5, 60, (4, 24), generator=generator), torch.zeros(4, 24, dtype=torch.long)
-    for row in range(4):
-        mask[row, : 5 + 4 * row + rank] = 1
-        ids[row, :6] = ids[0, :6]
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def sharded(model: torch.nn.Module) -> torch.nn.Module:
@@ -38,7 +29,7 @@ def trained(model: torch.nn.Module, wrap) -> list[torch.Tensor]:
     wrapped = wrap(model.train())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for step in range(3):
-        given = rows_of(dist.get_rank(), step)
+        given = rows("right", 100 * step + dist.get_rank())  # others on each process
         wrapped(**given).loss.backward()  # the head computes rows
         labels = given.pop("labels")
         logits = wrapped(**given).logits  # and flat tokens
@@ -50,10 +41,10 @@ def trained(model: torch.nn.Module, wrap) -> list[torch.Tensor]:
 
 def by_trainer(model: torch.nn.Module) -> list[torch.Tensor]:
     """The weights after three steps of transformers' trainer."""
-    rows = [{"input_ids": row[row >= 0].tolist()} for rank in range(6) for row in rows_of(rank, 7)["labels"]]
+    examples = [{"input_ids": row[row >= 0].tolist()} for draw in range(6) for row in rows("right", draw)["labels"]]
     options = {"max_steps": 3, "per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.1}
     args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", save_strategy="no", **options)
-    trainer = Trainer(model, args, DataCollatorForLanguageModeling(make_tokenizer(), mlm=False), rows)
+    trainer = Trainer(model, args, DataCollatorForLanguageModeling(make_tokenizer(), mlm=False), examples)
     trainer.train()
     assert trainer.accelerator.num_processes == dist.get_world_size()
     return [p.detach() for p in model.parameters()]
@@ -68,11 +59,10 @@ def main() -> None:
     }.items():
         model = make_model()
         ours = padding_free(copy.deepcopy(model))
-        flat = FlatModel.of(ours)
         first = [p.detach().clone() for p in model.parameters()]
         expected, found = train(model), train(ours)
-        assert 0 < flat.counts.computed < 0.8 * flat.counts.padded, (name, flat.counts)
-        assert not flat.padded.said, (name, flat.padded.said)
+        assert_is_flat(ours)
+        assert not FlatModel.of(ours).padded.said, name
         assert any((p - q).abs().max() > 1e-2 for p, q in zip(first, expected, strict=True)), name
         for p, q in zip(expected, found, strict=True):
             assert (p - q).abs().max() <= TOLERANCE, name

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
@@ -31,21 +32,17 @@ MODELS = ("llama", "mistral", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtra
 NOTHING = BatchCounts()
 
 
-def rows(side: str, draw: int = 0, width: int = 20, vocabulary: int = 60) -> dict[str, torch.Tensor]:
+def rows(side: str, draw: int = 0, width: int = 20) -> dict[str, torch.Tensor]:
     """Padded rows of any length, some of which start alike, and labels, but where padding would predict them."""
-    generator = torch.Generator().manual_seed(SEED + draw)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
-    prompt = torch.randint(2, vocabulary, (6,), generator=generator)
+    rng = np.random.default_rng(SEED + draw)
+    prompt = rng.integers(2, 60, 6)
     ids, mask = torch.zeros(5, width, dtype=torch.long), torch.zeros(5, width, dtype=torch.long)
     for i in range(5):
-        length = width if i == 0 else number(2, width + 1)
-        row = torch.randint(2, vocabulary, (length,), generator=generator)
-        row[: len(prompt)] = prompt[:length] if i % 2 == 0 else row[: len(prompt)]
-        place = slice(0, length) if side == "right" else slice(width - length, width)
-        ids[i, place], mask[i, place] = row, 1
+        row = rng.integers(2, 60, rng.integers(2, width + 1) if i else width)
+        if i % 2 == 0:
+            row[: len(prompt)] = prompt[: len(row)]
+        place = slice(len(row)) if side == "right" else slice(width - len(row), width)
+        ids[i, place], mask[i, place] = torch.from_numpy(row), 1
     known = mask.bool() & torch.nn.functional.pad(mask, (1, -1)).bool()
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~known, -100)}
 
@@ -329,8 +326,7 @@ def test_router_losses_that_count_padding_are_left_to_the_model(monkeypatch):
 def test_heads_that_classify(side):
     given = rows(side)
     labels = given.pop("labels")
-    config = make_model().config
-    config.num_labels = 4
+    config = make_model(num_labels=4).config
     for head, targets in (
         (AutoModelForSequenceClassification, torch.arange(5) % 4),
         (AutoModelForTokenClassification, labels.remainder(4).masked_fill(labels < 0, -100)),
