@@ -7,10 +7,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it o
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import add_fused_lm_head
 
 from scripts.benchmark.baseline import baseline_attention
 from scripts.benchmark.measure import count_syncs
+from tests.helpers.flat_and_padded import log_probs_and_gradients
 from tests.helpers.tiny import make_model, preference_data
 from tests.runs import run
 from trl_paddingfree import FlatBatch
@@ -31,10 +33,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "initializer_range": 0.06,
 }
-MODELS = [("llama", {}), ("mistral", {"sliding_window": 12}), ("llama", {"num_key_value_heads": 4})]
-# Heads as large as the kernels' smallest tiles
-STATE_MODELS = [
-    (
+MODELS = {
+    "grouped": ("llama", {}),
+    "window": ("mistral", {"sliding_window": 12}),
+    "full heads": ("llama", {"num_key_value_heads": 4}),
+    # Heads as large as the kernels' smallest tiles
+    "gated delta net": (
         "qwen3_5_text",
         {
             "head_dim": 64,
@@ -43,13 +47,13 @@ STATE_MODELS = [
             **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64),
         },
     ),
-    ("falcon_h1", {"mamba_d_ssm": 256, "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}),
-]
+    "mamba 2": ("falcon_h1", {"mamba_d_ssm": 256, "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}),
+}
 # The kernel's error may be twice that of the ordinary low-precision run, and one rounding of the largest number
 EPS = torch.finfo(torch.bfloat16).eps
 
 
-def make_batch(seed, prefix_sharing=True, device="cuda"):
+def make_batch(seed, prefix_sharing=True):
     """Pairs that share prompts, of which two pairs have the same one: padded inputs, and the flat batch."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -59,14 +63,13 @@ def make_batch(seed, prefix_sharing=True, device="cuda"):
     prompts = [tokens(40), tokens(9), tokens(70)]
     rows = [prompts[i] + tokens(n) for i, n in ((0, 33), (1, 5), (2, 90), (0, 7), (0, 20), (1, 61), (2, 1), (0, 50))]
     labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in rows]
-    width = max(map(len, rows))
-    inputs = {
-        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
-        "labels": torch.tensor([label + [-100] * (width - len(label)) for label in labels]),
+    columns = {
+        "input_ids": (rows, 0),
+        "attention_mask": ([[1] * len(row) for row in rows], 0),
+        "labels": (labels, -100),
     }
-    batch = FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing)
-    return {name: x.to(device) for name, x in inputs.items()}, batch.to(device)
+    inputs = {name: pad_sequence([*map(torch.tensor, x)], True, value).cuda() for name, (x, value) in columns.items()}
+    return inputs, FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing).to("cuda")
 
 
 def make_models(model_type="llama", **overrides):
@@ -88,41 +91,25 @@ def test_the_gpu_is_used_by_its_own_kernel():
     assert choose_route(make_models()[2]).backend == "varlen"
 
 
-def assert_as_close_as_padded(reference, padded, flat, prefix_sharing, seed):
+@pytest.mark.parametrize("prefix_sharing", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_are_as_close_to_float32_as_padded_bfloat16(name, prefix_sharing):
     """Log-probabilities and gradients of bfloat16: flat is as near to float32 as padded, within the budget."""
-    inputs, batch = make_batch(seed, prefix_sharing)
-    weights = torch.rand(inputs["labels"][:, 1:].shape, device="cuda")
-    outputs = [
-        reference(**inputs, fused_lm_head=True, use_cache=False).log_probs,
-        padded(**inputs, fused_lm_head=True, use_cache=False).log_probs.float(),
-        flat(**inputs, flat_batch=batch, fused_lm_head=True, use_cache=False).log_probs.float(),
-    ]
-    assert (outputs[2] - outputs[0]).abs().max() <= budget(outputs[1], outputs[0])
-    for output in outputs:
-        (output * weights).sum().backward()
-    for (name, expected), p, f in zip(
-        reference.named_parameters(), padded.parameters(), flat.parameters(), strict=True
-    ):
-        error = (f.grad.float() - expected.grad).abs().max()
-        assert error <= budget(p.grad.float(), expected.grad), f"gradient of {name}"
-
-
-@pytest.mark.parametrize("prefix_sharing", [False, True])
-@pytest.mark.parametrize(("model_type", "overrides"), MODELS, ids=["grouped", "window", "full-heads"])
-def test_varlen_is_as_close_to_float32_as_padded_bfloat16(model_type, overrides, prefix_sharing):
+    model_type, overrides = MODELS[name]
     for seed in SEEDS:
-        assert_as_close_as_padded(*make_models(model_type, **overrides), prefix_sharing, seed)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("prefix_sharing", [False, True])
-@pytest.mark.parametrize(("model_type", "overrides"), STATE_MODELS, ids=["gated delta net", "mamba 2"])
-def test_kernels_along_the_tree_are_as_close_to_float32_as_padded_bfloat16(model_type, overrides, prefix_sharing, seed):
-    models = make_models(model_type, **overrides)
-    if missing := missing_kernels(models[2]):
-        pytest.skip(f"without {', '.join(missing)}")
-    assert all(layer.flat_state.along_tree and layer.flat_state.kernels for layer in state_layers(models[2]))
-    assert_as_close_as_padded(*models, prefix_sharing, seed)
+        models = make_models(model_type, **overrides)
+        if missing := missing_kernels(models[2]):
+            pytest.skip(f"without {', '.join(missing)}")
+        assert all(layer.flat_state.along_tree and layer.flat_state.kernels for layer in state_layers(models[2]))
+        inputs, batch = make_batch(seed, prefix_sharing)
+        found = [
+            log_probs_and_gradients(model, **inputs, **flat)
+            for model, flat in zip(models, ({}, {}, {"flat_batch": batch}), strict=True)
+        ]
+        reference, padded, ours = ({"log_probs": log_probs, **gradients} for log_probs, gradients in found)
+        for figure, expected in reference.items():
+            error = (ours[figure].float() - expected).abs().max()
+            assert error <= budget(padded[figure].float(), expected), figure
 
 
 def backbone(model, batch):

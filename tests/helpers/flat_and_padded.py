@@ -35,7 +35,7 @@ def tree(seed: int) -> list[list[int]]:
 def log_probs_and_gradients(model, **inputs):
     model.zero_grad()
     log_probs = model(**inputs, fused_lm_head=True, use_cache=False).log_probs
-    weights = torch.linspace(0.5, 1.5, log_probs.numel(), dtype=log_probs.dtype).view_as(log_probs)
+    weights = torch.linspace(0.5, 1.5, log_probs.numel()).to(log_probs).view_as(log_probs)
     (log_probs * weights).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return log_probs.detach(), gradients
