@@ -15,6 +15,7 @@ import pytest
 from trl import TrlParser
 
 import trl_paddingfree
+from scripts.benchmark import tables
 from scripts.benchmark.__main__ import make_parser as make_benchmark_parser
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import conversations, preference_data
@@ -38,12 +39,6 @@ MODULES = sorted(
 )
 SCRIPTS = ("dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation")
 COMMANDS = ["inspect", "check", *SCRIPTS, "env", "quickstart"]
-# What generated tables stand between, on the pages that have some
-MARKERS = {
-    "README.md": "benchmark",
-    "README.zh.md": "benchmark",
-    "docs/benchmarks/README.md": "benchmark-tables",
-}
 
 
 def page_with(head: str) -> str:
@@ -76,12 +71,9 @@ def test_every_example_in_a_docstring_gives_what_it_says(monkeypatch, tmp_path):
     assert [name for name in MODULES if doctest.testmod(importlib.import_module(name)).failed] == []
 
 
-# Configurations have the options of `PaddingFreeOptions`, and its example
-WITH_EXAMPLES = [name for name in trl_paddingfree.__all__ if not name.endswith("Config") and name != "__version__"]
-
-
 def test_every_public_name_has_an_example_that_runs():
-    for name in WITH_EXAMPLES:
+    # Configurations have the options of `PaddingFreeOptions`, and its example
+    for name in [name for name in trl_paddingfree.__all__ if not name.endswith("Config") and name != "__version__"]:
         examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(trl_paddingfree, name)))
         assert any(example.want for example in examples), f"{name} has no example with a result"
 
@@ -205,18 +197,15 @@ def test_every_command_is_documented():
 
 
 def test_every_option_is_documented_with_its_default():
-    rows = table("option")
+    rows, options = table("option"), PaddingFreeOptions.__dataclass_fields__
     config = PaddingFreeDPOConfig("unused", bf16=False)
-    fields = [field.strip("`") for field, *_ in rows]
-    assert fields == list(PaddingFreeOptions.__dataclass_fields__)
-    for field, default, meaning in rows:
-        value = getattr(config, field.strip("`"))
+    assert [name.strip("`") for name, *_ in rows] == [*options]
+    for (name, option), (_, default, meaning) in zip(options.items(), rows, strict=True):
+        value = getattr(config, name)
         expected = "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
-        assert expected in default, field
-        choices = get_args(PaddingFreeOptions.__dataclass_fields__[field.strip("`")].type)
-        choices = [choice for choice in choices if isinstance(choice, str)]
-        if field != "`flat_attention`":  # its choices have a table of their own
-            assert [choice for choice in choices if f'`"{choice}"`' not in meaning] == []
+        assert expected in default, name
+        if name != "flat_attention":  # its choices have a table of their own
+            assert [x for x in get_args(option.type) if isinstance(x, str) and f'`"{x}"`' not in meaning] == []
 
 
 def test_every_backend_is_documented():
@@ -289,11 +278,8 @@ def test_links_lead_somewhere_and_to_every_page_from_the_readme():
     assert others <= listed
 
 
-def test_the_benchmark_has_its_place():
-    for name, marker in MARKERS.items():
-        start, end = (re.escape(f"<!-- {marker}:{x} -->\n") for x in ("start", "end"))
-        (generated,) = re.findall(f"{start}(.*?){end}", PAGES[name], re.DOTALL)
-        assert "\n| " in generated
+def test_the_benchmarks_tables_say_what_its_results_say():
+    assert tables.update(ROOT, check=True) == 0
 
 
 def test_the_version_is_the_same_everywhere():

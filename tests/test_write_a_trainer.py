@@ -10,8 +10,8 @@ import pytest
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from tests.helpers.pages import ROOT, blocks, short_and_local
-from tests.helpers.tiny import lora, make_model, preference_data, prompts, text
-from tests.runs import assert_same, make_trainer, run
+from tests.helpers.tiny import arguments, make_model, preference_data, prompts, text
+from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
 from trl_paddingfree.trainers.collated import CollatedTrainer
@@ -66,17 +66,14 @@ def own_classes(own, name):
 
 
 @pytest.mark.parametrize("reference", ["lora", "model"])
-def test_the_own_loss_follows_padded_rows(own, tokenizer, reference):
+def test_the_own_loss_follows_padded_rows(own, reference):
     data = preference_data(12, SEED)
-
-    def train(padding_free: bool):
-        beside = {"peft_config": lora()} if reference == "lora" else {"ref_model": make_model(seed=1)}
-        beside |= {"processing_class": tokenizer, "train_dataset": data, "eval_dataset": data.select(range(3))}
-        options = {"padding_free": padding_free, "eval_strategy": "steps", "eval_steps": 2}
-        own_loss = own["LengthRegularizedDPOTrainer"]
-        return run("dpo", "ours", trainer_class=own_loss, model=make_model(), **beside, **options)
-
-    padded, ours = train(False), train(True)
+    options = {"train_dataset": data, "eval_dataset": data.select(range(3)), "eval_strategy": "steps", "eval_steps": 2}
+    options["trainer_class"] = own["LengthRegularizedDPOTrainer"]
+    padded, ours = (
+        run("dpo", "ours", **arguments("dpo", reference == "lora"), **options, padding_free=is_ours)
+        for is_ours in (False, True)
+    )
     assert_same(padded, ours)
     counts = ours.trainer.total_counts()
     assert counts.computed < counts.real < counts.padded
@@ -109,17 +106,11 @@ def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
 
 
 @pytest.mark.parametrize("limit", [None, 40], ids=["whole", "parts"])
-def test_the_own_trainer_that_generates_follows_padded_trl(own, tokenizer, limit):
-    def make():
-        models = {"model": make_model(), "teacher_model": make_model(seed=1)}
-        return {**models, "processing_class": tokenizer, "peft_config": lora()}
-
+def test_the_own_trainer_that_generates_follows_padded_trl(own, limit):
+    data = prompts(8, SEED).select([i for i in range(8) for _ in range(2)])
+    only_ours = {**own_classes(own, "FlatDistillation"), "max_tokens_per_micro_batch": limit}
     options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False}
-    options["train_dataset"] = prompts(8, SEED).select([i for i in range(8) for _ in range(2)])
-    budget = {"max_tokens_per_micro_batch": limit}
-    padded = run("distillation", "padded", **make(), **options)
-    ours = run("distillation", "ours", **own_classes(own, "FlatDistillation"), **make(), **options, **budget)
-    assert_same(padded, ours)
+    ours = compare("distillation", lambda: arguments("distillation"), data, ("ours",), ours=only_ours, **options).ours
     counts = ours.trainer.total_counts()
     assert counts.computed < counts.padded
 
@@ -154,13 +145,11 @@ def test_what_the_own_trainer_cannot_do_is_refused_by_its_names(own, tokenizer):
         measure(triples(4), tokenizer, own["TPO"], [2])
 
 
-def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, tokenizer, passes):
-    own["Silent"] = type("Silent", (own["LengthRegularizedDPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
-
-    def train(**options):
-        kwargs = {"processing_class": tokenizer, "peft_config": lora()}
-        data = {"train_dataset": preference_data(12, SEED), **kwargs}
-        return run("dpo", "ours", trainer_class=own["Silent"], model=make_model(), **data, **options)
-
-    assert_same(train(padding_free=False), train(max_tokens_per_micro_batch=60))
+def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, passes):
+    silent = type("Silent", (own["LengthRegularizedDPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
+    padded, ours = (
+        run("dpo", "ours", trainer_class=silent, **arguments("dpo"), train_dataset=preference_data(12, SEED), **options)
+        for options in ({"padding_free": False}, {"max_tokens_per_micro_batch": 60})
+    )
+    assert_same(padded, ours)
     assert all(each.schedule.num_slices > 1 for each in passes)

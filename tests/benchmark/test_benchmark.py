@@ -35,17 +35,8 @@ FLOAT16 = 2e-3
 
 
 def settings(task, **changed):
-    defaults = {
-        "model": "tiny",
-        "device": "cpu",
-        "dtype": "float32",
-        "tuning": "lora",
-        "batch_size": 4,
-        "max_length": 64,
-        "gradient_checkpointing": False,
-        "precomputed_reference": False,
-        "learning_rate": 1e-3,
-    }
+    defaults = {"model": "tiny", "device": "cpu", "dtype": "float32", "tuning": "lora", "batch_size": 4}
+    defaults |= {"max_length": 64, "gradient_checkpointing": False, "learning_rate": 1e-3}
     return Settings(task, **{**defaults, **changed})
 
 
@@ -54,9 +45,8 @@ def benchmark(request):
     return Benchmark(settings(request.param))
 
 
-def rows(benchmark, seed=0, **kwargs):
-    settings = benchmark.settings
-    return make_rows(settings.task, "uniform:6-60", vocab_size=VOCAB, max_length=64, seed=seed, **kwargs)
+def rows(benchmark, seed=0):
+    return make_rows(benchmark.settings.task, "uniform:6-60", vocab_size=VOCAB, max_length=64, seed=seed)
 
 
 @pytest.fixture
@@ -164,8 +154,6 @@ def test_methods_agree_and_are_timed_on_the_same_batches(benchmark):
     names = [method.name for method in BENCHMARKED[benchmark.settings.task].methods if not method.is_asked_for]
     assert list(result["methods"]) == names
     assert result["agree"]
-    for values in result["differences"].values():
-        assert all(value <= result["allowed"][name] for name, value in values.items())
     assert all(was != now for was, now in zip(before, trained(benchmark), strict=True)), "the methods do not train"
     for name in result["differences"]:
         method = result["methods"][name]
@@ -221,20 +209,15 @@ def test_a_method_that_cannot_train_is_left_out_and_named(benchmark, monkeypatch
 
 
 def test_every_batch_goes_to_every_method_before_the_next_in_an_order_that_rotates():
-    class Recorder:
-        def __init__(self, name):
-            self.method = type("Method", (), {"name": name})
+    def recorder(name):
+        def step(batch):
+            taken.append(f"{batch}{name}")
 
-        def arrange(self, batches):
-            return batches
-
-        def step(self, batch):
-            taken.append((batch, self.method.name))
+        return SimpleNamespace(method=SimpleNamespace(name=name), arrange=list, step=step)
 
     taken = []
-    interleave([Recorder(name) for name in "abc"], [1, 2], rounds=2)
-    assert [batch for batch, _ in taken] == [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3
-    assert "".join(name for _, name in taken) == "abc" + "bca" + "bca" + "cab"
+    interleave([recorder(name) for name in "abc"], [1, 2], rounds=2)
+    assert " ".join(taken) == "1a 1b 1c 2b 2c 2a 1b 1c 1a 2c 2a 2b"
 
 
 @pytest.mark.slow
@@ -260,9 +243,7 @@ def test_unpadded_attention_is_attention_under_the_mask(window):
     with varlen_on("cpu"):
         output, _ = baseline.unpadded_varlen(None, *states, mask, sliding_window=window)
         flat, _ = baseline.unpadded_varlen(None, *rows, None, sliding_window=window, **lengths)
-    allowed = mask[:, None, None] & torch.ones(7, 7, dtype=torch.bool).tril()
-    if window:
-        allowed &= ~torch.ones(7, 7, dtype=torch.bool).tril(-window)
+    allowed = mask[:, None, None] & torch.ones(7, 7, dtype=torch.bool).tril().triu(1 - (window or 7))
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.double() for x in states), attn_mask=allowed | ~mask[:, None, :, None], enable_gqa=True
     ).transpose(1, 2)
@@ -317,9 +298,7 @@ def test_the_documentation_is_checked_against_the_results(tmp_path):
     assert tables.update(tmp_path, check=False) == 0
     assert tables.update(tmp_path, check=True) == 0
     for written in pages:
-        assert written.read_text().startswith("before\n")
-        assert written.read_text().endswith("\nafter\n")
-        assert "stale" not in written.read_text()
+        assert re.fullmatch(r"before\n((?!stale).)*\nafter\n", written.read_text(), re.DOTALL)
 
 
 def test_the_pages_of_results_say_what_their_figures_say():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,33 +20,27 @@ with open(os.environ["RECORD"], "a") as file:
 """
 
 
-@pytest.fixture
-def commands(tmp_path):
+def commands(folder: Path, **variables: str) -> list[list[str]]:
     """What the script has Python do, for some steps."""
-
-    def commands(**variables: str) -> list[list[str]]:
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "python3").write_text(RECORDING)
-        (tmp_path / "bin" / "python3").chmod(0o755)
-        record = tmp_path / "record"
-        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        result = subprocess.run(
-            [ROOT / "scripts" / "gpu.sh", tmp_path / "results", tmp_path / "results.tar.gz"],
-            env={**os.environ, "PATH": path, "RECORD": str(record), **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert (tmp_path / "results" / "log.txt").read_text().strip() in result.stdout
-        assert (tmp_path / "results.tar.gz").stat().st_size > 0
-        return [json.loads(line) for line in record.read_text().splitlines()]
-
-    return commands
+    python, record = folder / "bin" / "python3", folder / "record"
+    python.parent.mkdir()
+    python.write_text(RECORDING)
+    python.chmod(0o755)
+    result = subprocess.run(
+        [ROOT / "scripts" / "gpu.sh", folder / "results", folder / "results.tar.gz"],
+        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "RECORD": str(record), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (folder / "results" / "log.txt").read_text().strip() in result.stdout
+    assert (folder / "results.tar.gz").stat().st_size > 0
+    return [json.loads(line) for line in record.read_text().splitlines()]
 
 
-def test_every_command_of_the_gpu_script_can_be_run(commands, tmp_path):
-    ran = commands(EIGHT="tiny")
+def test_every_command_of_the_gpu_script_can_be_run(tmp_path):
+    ran = commands(tmp_path, EIGHT="tiny")
     benchmarks = [argv[2:] for argv in ran if argv[:2] == ["-m", "scripts.benchmark"]]
     names = []
     for argv in benchmarks:
@@ -63,8 +58,8 @@ def test_every_command_of_the_gpu_script_can_be_run(commands, tmp_path):
     assert "tests/test_gpu.py" in files
 
 
-def test_steps_can_be_chosen_and_wheels_come_first(commands, tmp_path):
-    ran = commands(STEPS="4", WHEELS=str(tmp_path / "wheels"))
+def test_steps_can_be_chosen_and_wheels_come_first(tmp_path):
+    ran = commands(tmp_path, STEPS="4", WHEELS=str(tmp_path / "wheels"))
     assert ran[0][:3] == ["-m", "pip", "install"]
     assert "--no-index" in ran[0]
     assert [argv[2:] for argv in ran if argv[:2] == ["-m", "scripts.benchmark"]] == [
@@ -72,6 +67,6 @@ def test_steps_can_be_chosen_and_wheels_come_first(commands, tmp_path):
     ]
 
 
-def test_no_step_begins_without_time_for_it(commands):
+def test_no_step_begins_without_time_for_it(tmp_path):
     with pytest.raises(AssertionError, match="no time left for: python3 -m scripts.benchmark dpo"):
-        commands(SECONDS_FOR_ALL="10")
+        commands(tmp_path, SECONDS_FOR_ALL="10")
