@@ -14,13 +14,11 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model, tree
 from tests.helpers.random_draws import MODEL_TYPES
-from tests.helpers.tiny import make_model, preference_data, prompt_completions, unpaired
+from tests.helpers.tiny import DATA, ROUTED, make_model
 from tests.runs import LAYOUTS, assert_same, run
 from trl_paddingfree import (
     FlatBatch,
     LanguageModelingCollator,
-    PaddingFreeDPOTrainer,
-    PaddingFreeKTOTrainer,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
@@ -81,16 +79,25 @@ COLLATORS = {
     "dpo": (DataCollatorForPreference, PreferenceCollator),
     "sft": (DataCollatorForLanguageModeling, LanguageModelingCollator),
 }
-DATA = {"dpo": preference_data, "sft": prompt_completions}
 
 
-def editing(collator_class, edit):
+def editing(collator_class, edit=lambda batch: batch, examples=lambda examples: examples, of=0):
     @dataclass
     class Editing(collator_class):
-        def torch_call(self, examples):
-            return edit(super().torch_call(examples))
+        def torch_call(self, given):
+            return edit(super().torch_call(examples(given)))
 
-    return Editing(0)
+    return Editing(of)
+
+
+def stepping(trainer_class, edit):
+    """A trainer that edits what it is about to train on."""
+
+    class Stepping(trainer_class):
+        def training_step(self, model, inputs, *args):
+            return super().training_step(model, edit(inputs), *args)
+
+    return Stepping
 
 
 def common(task, model_dir, **options):
@@ -99,7 +106,7 @@ def common(task, model_dir, **options):
 
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("task", DATA)
+@pytest.mark.parametrize("task", COLLATORS)
 def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):
     expected, actual = (
         run(task, layout, **common(task, model_dir), data_collator=editing(collator_class, edit))
@@ -108,16 +115,29 @@ def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):
     assert_same(expected, actual)
 
 
-@pytest.mark.parametrize("place", ["training_step", "_prepare_inputs", "collator"])
-@pytest.mark.parametrize("task", DATA)
-def test_later_edits_are_refused(model_dir, task, place):
-    trainer_class = TRAINERS[task]
+APO = {"loss_type": "apo_zero_unpaired", **IN_PARTS}
+LATER = {
+    "dpo": (other_tokens, {}, "were edited after .*: other tokens.*Edit them in `torch_call`"),
+    "sft": (other_tokens, {}, "were edited after .*: other tokens.*Edit them in `torch_call`"),
+    "dpo, a whole whose parts are computed": (more_scored, IN_PARTS, "more or other tokens to score"),
+    "dpo, fewer in parts": (nothing_scored, IN_PARTS, "or fewer where it runs in parts"),
+    "sft, fewer in parts": (nothing_scored, IN_PARTS, "or fewer where it runs in parts"),
+    "kto, label": (lambda batch: {**batch, "label": ~batch["label"]}, APO, "`label` of a micro-batch was added or cha"),
+    "kto, own": (lambda batch: {**batch, "own": torch.ones(8)}, APO, "`own` of a micro-batch was added or changed"),
+    "sft, lost": (lambda batch: {"input_ids": batch["input_ids"]}, {}, r"no `flat_batch`, only \['input_ids'\]"),
+}
 
-    class Stepping(trainer_class):
-        def training_step(self, model, inputs, *args):
-            return super().training_step(model, other_tokens(inputs), *args)
 
-    class Preparing(trainer_class):
+@pytest.mark.parametrize("name", LATER)
+def test_later_edits_are_refused(model_dir, name):
+    task, (edit, options, message) = name.split(",")[0], LATER[name]
+    with pytest.raises(EditedRowsError, match=message):
+        run(task, "ours", trainer_class=stepping(TRAINERS[task], edit), **common(task, model_dir, **options))
+
+
+@pytest.mark.parametrize(("place", "task"), [("trainer_class", "dpo"), ("data_collator", "sft")])
+def test_edits_between_collator_and_step_are_refused(model_dir, place, task):
+    class Preparing(TRAINERS[task]):
         def _prepare_inputs(self, inputs):
             return other_tokens(super()._prepare_inputs(inputs))
 
@@ -126,54 +146,9 @@ def test_later_edits_are_refused(model_dir, task, place):
         def __call__(self, features, return_tensors=None):
             return other_tokens(super().__call__(features, return_tensors))
 
-    trainer = {"training_step": Stepping, "_prepare_inputs": Preparing, "collator": trainer_class}[place]
-    kwargs = {"data_collator": Calling(0)} if place == "collator" else {}
-    with pytest.raises(EditedRowsError, match="were edited after .*: other tokens.*Edit them in `torch_call`"):
-        run(task, "ours", trainer_class=trainer, **common(task, model_dir), **kwargs)
-
-
-def test_edits_of_a_whole_whose_parts_are_computed_are_refused(model_dir):
-    class Stepping(PaddingFreeDPOTrainer):
-        def training_step(self, model, inputs, *args):
-            return super().training_step(model, more_scored(inputs), *args)
-
-    options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 8}
-    with pytest.raises(EditedRowsError, match="more or other tokens to score"):
-        run("dpo", "ours", trainer_class=Stepping, **common("dpo", model_dir, **options))
-
-
-@pytest.mark.parametrize("task", DATA)
-def test_fewer_scored_tokens_of_a_whole_whose_parts_are_computed_are_refused(model_dir, task):
-    trainer_class = TRAINERS[task]
-
-    class Stepping(trainer_class):
-        def training_step(self, model, inputs, *args):
-            return super().training_step(model, nothing_scored(inputs), *args)
-
-    with pytest.raises(EditedRowsError, match="or fewer where it runs in parts"):
-        run(task, "ours", trainer_class=Stepping, **common(task, model_dir, **IN_PARTS))
-
-
-@pytest.mark.parametrize(
-    ("name", "change"), [("label", lambda inputs: ~inputs["label"]), ("own", lambda inputs: torch.ones(8))]
-)
-def test_values_beside_rows_whose_parts_are_computed_are_changed_in_the_collator(model_dir, name, change):
-    class Stepping(PaddingFreeKTOTrainer):
-        def training_step(self, model, inputs, *args):
-            return super().training_step(model, {**inputs, name: change(inputs)}, *args)
-
-    options = {"model": model_dir, "train_dataset": unpaired(16, SEED), "loss_type": "apo_zero_unpaired", "steps": 1}
-    with pytest.raises(EditedRowsError, match=f"`{name}` of a micro-batch was added or changed after the collator"):
-        run("kto", "ours", trainer_class=Stepping, **options, **IN_PARTS)
-
-
-def test_inputs_that_lost_their_flat_batch_are_refused(model_dir):
-    class Stepping(PaddingFreeSFTTrainer):
-        def training_step(self, model, inputs, *args):
-            return super().training_step(model, {"input_ids": inputs["input_ids"]}, *args)
-
-    with pytest.raises(EditedRowsError, match=r"no `flat_batch`, only \['input_ids'\]"):
-        run("sft", "ours", trainer_class=Stepping, **common("sft", model_dir))
+    given = {place: Preparing if place == "trainer_class" else Calling(0)}
+    with pytest.raises(EditedRowsError, match="other tokens"):
+        run(task, "ours", **common(task, model_dir), **given)
 
 
 def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
@@ -220,8 +195,6 @@ def test_a_label_in_the_padding_and_another_mask_are_edits():
 
 # --- A loss of one's own -------------------------------------------------------------------------------------------
 
-MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
-
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 @pytest.mark.parametrize("fused", [True, False])
@@ -237,7 +210,7 @@ def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, model_type,
         return Own
 
     def arguments():
-        model = make_model(model_type, **(MOE if model_type == "mixtral" else {}))
+        model = make_model(model_type, **(ROUTED if model_type == "mixtral" else {}))
         return {**common("sft", model), "processing_class": tokenizer}
 
     padded = run("sft", "padded", trainer_class=own(SFTTrainer), **arguments())
@@ -265,6 +238,7 @@ def test_a_second_call_beside_the_flat_one_gives_hidden_states_of_rows(tokenizer
     assert_same(padded, run("sft", layout, trainer_class=own(PaddingFreeSFTTrainer), **given()))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_logits_and_loss_of_shared_rows_are_those_of_each_row(model_type):
     """Also of models whose own forward calls another backbone than TRL's head does (OPT)."""
@@ -288,22 +262,16 @@ def test_logits_and_loss_of_shared_rows_are_those_of_each_row(model_type):
     assert outputs.loss.item() == pytest.approx(expected.item(), rel=FLOAT32)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "message"),
-    [
-        ("output_hidden_states", True, "has no `hidden_states` of rows"),
-        ("output_attentions", True, "has no `attentions` of rows"),
-        ("use_cache", True, "`use_cache` was given to the model beside a `flat_batch`"),
-        ("position_ids", torch.zeros(1, 3), "`position_ids` was given to the model beside"),
-        ("logits_to_keep", 1, "`logits_to_keep` was given to the model beside"),
-    ],
-)
-def test_what_flat_outputs_cannot_give_is_named(argument, value, message):
+def test_what_flat_outputs_cannot_give_is_named():
     model = make_model()
     flat_model(model)
     batch = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
-    with pytest.raises(ValueError, match=message):
-        model(flat_batch=batch, **{argument: value})
+    given = {"use_cache": True, "position_ids": torch.zeros(1, 3), "logits_to_keep": 1}
+    refused = {name: f"`{name}` was given to the model beside" for name in given}
+    refused |= {f"output_{name}": f"has no `{name}` of rows" for name in ("hidden_states", "attentions")}
+    for name, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            model(flat_batch=batch, **{name: given.get(name, True)})
     with pytest.raises(TypeError, match="by name"):
         model(torch.tensor([[1, 2, 3]]), flat_batch=batch)
     model.config.output_hidden_states = True

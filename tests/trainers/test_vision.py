@@ -3,7 +3,7 @@
 import os
 import pickle
 import warnings
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -29,6 +29,7 @@ from tests.helpers.vision import (
     vision_pairs,
 )
 from tests.runs import assert_same, compare, make_trainer, run
+from tests.trainers.test_edits import editing, fewer_scored, more_scored, stepping
 from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
@@ -146,10 +147,10 @@ def test_two_processes_compute_images_in_slices_as_one_does(vision_dir, tmp_path
 # --- each image once -------------------------------------------------------------------------------------------------
 
 
-def images_embedded(make, task, layout, data, calls, **options):
-    """How many images the tower computes in the last so many calls of the models, after the check."""
+def images_embedded(task, layout, data, calls, lora=False):
+    """How many images LLaVA's tower computes in the last so many calls of the models, after the check."""
     with patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as embed:
-        run(task, layout, **make(), train_dataset=data, steps=1, **options)
+        run(task, layout, **on_images("llava", task, lora), train_dataset=data, steps=1)
         return [call.args[1].size(0) for call in embed.call_args_list][-calls:]
 
 
@@ -159,9 +160,8 @@ def test_equal_images_are_computed_once(task):
     rows = {"dpo": vision_pairs, "sft": vision_completions, "kto": vision_labelled}[task](4, SEED)
     calls, copies = {"dpo": (2, 2), "sft": (1, 1), "kto": (4, 1)}[task]
     assert [len(row["images"]) for row in rows] == [1, 2, 0, 1]
-    make = partial(on_images, "llava", task)
-    assert images_embedded(make, task, "padded", rows, calls) == [4 * copies] * calls
-    assert images_embedded(make, task, "shared", rows, calls) == [3] * calls
+    assert images_embedded(task, "padded", rows, calls) == [4 * copies] * calls
+    assert images_embedded(task, "shared", rows, calls) == [3] * calls
 
 
 def test_rounding_of_examples_with_images_is_no_mistake():
@@ -272,66 +272,31 @@ def test_a_batch_is_pinned_with_all_that_it_knows_of_its_images(monkeypatch):
 # --- rows that somebody edits ---------------------------------------------------------------------------------------
 
 
-def editing(collator_class, processor, edit=lambda batch: batch, edit_examples=lambda examples: examples):
-    @dataclass
-    class Editing(collator_class):
-        def torch_call(self, examples):
-            return edit(super().torch_call(edit_examples([dict(example) for example in examples])))
-
-    return Editing(processor)
-
-
-def fewer_scored(batch):
-    batch["completion_mask"][:, ::3] = 0
-    return batch
-
-
-def more_scored(batch):
-    batch["completion_mask"] = batch["attention_mask"].clone()
-    return batch
-
-
-def other_order(examples):
-    return examples[::-1]
-
-
 @pytest.mark.parametrize(
     ("edits", "limit"),
-    [
-        ({"edit": fewer_scored}, None),
-        ({"edit": more_scored}, 60),
-        ({"edit_examples": other_order}, None),
-        ({"edit_examples": other_order}, 60),
-    ],
-    ids=["fewer scored", "more scored in parts", "examples", "examples in parts"],
+    [({"edit": fewer_scored}, None), ({"edit": more_scored}, 60), ({"examples": lambda given: given[::-1]}, 60)],
+    ids=["fewer scored", "more scored in parts", "other examples in parts"],
 )
 def test_edits_of_a_collator_are_trained_on(edits, limit):
-    processor = make_vision("llava", seed=SEED)[1]
-    kwargs = [
-        {"data_collator": editing(collator, processor, **edits)}
+    given = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED)}
+    padded, ours = (
+        {"data_collator": editing(collator, of=given["processing_class"], **edits)}
         for collator in (DataCollatorForVisionPreference, VisionPreferenceCollator)
-    ]
-    data = {"train_dataset": vision_pairs(8, SEED)}
-    padded = run("dpo", "padded", **on_images("llava", "dpo"), **data, **kwargs[0])
-    ours = run("dpo", "shared", **on_images("llava", "dpo"), **data, **kwargs[1], max_tokens_per_micro_batch=limit)
-    assert_same(padded, ours)
+    )
+    expected = run("dpo", "padded", **given, **padded)
+    given = {**given, **on_images("llava", "dpo")}
+    assert_same(expected, run("dpo", "shared", **given, **ours, max_tokens_per_micro_batch=limit))
 
 
 @pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
 def test_later_edits_are_refused(limit):
-    class Stepping(PaddingFreeDPOTrainer):
-        def training_step(self, model, inputs, *args):
-            return super().training_step(model, more_scored(inputs), *args)
-
-    arguments = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED), "trainer_class": Stepping}
+    trainer_class = stepping(PaddingFreeDPOTrainer, more_scored)
+    arguments = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED), "trainer_class": trainer_class}
     with pytest.raises(EditedRowsError, match="more or other tokens to score"):
         run("dpo", "shared", **arguments, max_tokens_per_micro_batch=limit)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-ON_TEXT = {"model": make_model(), "processing_class": make_tokenizer(), "ref_model": None}
 
 
 @pytest.mark.parametrize(
@@ -341,12 +306,14 @@ ON_TEXT = {"model": make_model(), "processing_class": make_tokenizer(), "ref_mod
         ("reward", {}, "The data has a column `images`, and this trainer trains on text only"),
         # In TRL's words
         ("dpo", {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision data"),
-        ("kto", {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision data"),
         ("dpo", {"truncation_mode": "keep_end", "max_length": 9}, "truncation_mode='keep_end' is not supported for v"),
         ("dpo", {"pad_to_multiple_of": 8}, "Padding to a multiple of a value is not yet implemented"),
         ("sft", {"packing": True}, "Packing is not supported for vision datasets"),
-        ("dpo", ON_TEXT, "appears to be vision-related"),
-        ("kto", ON_TEXT, "appears to be vision-related"),
+        (
+            "kto",
+            {"model": make_model(), "processing_class": make_tokenizer(), "ref_model": None},
+            "appears to be vision-related",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else x if isinstance(x, str) and len(x) < 9 else "",
 )

@@ -27,6 +27,7 @@ from tests.helpers.vision import (
     vision_prompts,
 )
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run, train
+from tests.trainers.test_vision import images_embedded
 from trl_paddingfree.images.generated import GeneratedImages
 from trl_paddingfree.images.rows import VisionRules
 
@@ -147,13 +148,9 @@ def test_a_group_computes_its_images_once(task):
     data = vision_prompts(2, SEED, most_images=1)
     if task == "distillation":  # which draws no groups: four prompts of two
         data = data.select([0, 1, 0, 1])
-    seen = {}
-    for layout in ("padded", "shared"):
-        with mock.patch.object(torch.nn.Conv2d, "forward", autospec=True, side_effect=torch.nn.Conv2d.forward) as call:
-            run(task, layout, **on_images("llava", task, lora=True), train_dataset=data, steps=1)
-            seen[layout] = [each.args[1].size(0) for each in call.call_args_list][-2:]
-    assert seen["padded"] == [4, 4]  # reference or teacher, and policy
-    assert seen["shared"] == [2, 2] if task == "distillation" else [1, 1]
+    # Of reference or teacher, and policy
+    assert images_embedded(task, "padded", data, 2, lora=True) == [4, 4]
+    assert images_embedded(task, "shared", data, 2, lora=True) == [2, 2] if task == "distillation" else [1, 1]
 
 
 def test_equal_images_are_looked_for_once_in_all_passes_and_iterations(monkeypatch):
