@@ -25,6 +25,9 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+# Of a mixture, with the loss of its routers
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.3}
 # Blocks of generation end with a token: one that ended with a space would be taken to reach to the end of the text
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|> {{ message['role'] }} "

@@ -15,6 +15,7 @@ from tests.helpers.random_draws import LOSSES, WITH_DIVERGENCE
 from tests.helpers.tiny import (
     CHAT_TEMPLATE,
     DATA,
+    EXPERTS,
     SEED,
     arguments,
     conversations,
@@ -31,7 +32,6 @@ from tests.helpers.tiny import (
 from tests.runs import LAYOUTS, PER_MICRO_BATCH, ROUNDED, assert_same, compare, run
 
 DIVERGENT = sorted(WITH_DIVERGENCE)
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 RECOMPUTED, REENTRANT = (
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": x}} for x in (False, True)
 )
@@ -43,9 +43,9 @@ TOOL = {"type": "function", "function": {"name": "w3", "description": "w4 w5", "
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def of_folder(folder, **more):
+def of_folder(folder):
     """As users name a model: TRL loads the reference from there, too."""
-    return {"model": folder, **more}
+    return {"model": folder}
 
 
 def adapter(folder):
@@ -156,9 +156,7 @@ CASES = {
         "full fine-tuning": {"make": of_folder},
         "reference": {"adapters": False},
         "adapter, TRL's copy": {"make": adapter},
-        "embeddings and head": {
-            "make": adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
-        },
+        "embeddings and head": EMBEDDINGS,
         "precomputed": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 3},
         "precomputed, reference": {"adapters": False, "precompute_ref_log_probs": True},
         "precomputed, adapter": {"make": adapter, "precompute_ref_log_probs": True},
@@ -177,7 +175,6 @@ CASES = {
             "data": with_tools(preference_data, chat_template_kwargs={"loud": True}),
         },
         "mixtral": {"make": model("dpo", "mixtral", **EXPERTS), "router_aux_loss_coef": 0.5},
-        "qwen3_moe": {"make": model("dpo", "qwen3_moe", **EXPERTS), "router_aux_loss_coef": 0.5},
         "qlora": QLORA,
         "qlora in float32": QLORA_IN_FLOAT32,
         "moved": {"ours": {"arrange_micro_batches": "tokens"}, **MOVED},
@@ -253,6 +250,7 @@ CASES = {
         "max_length": {"max_length": 30},
         "gpt2": {"make": model("reward", "gpt2")},
         "padded with eos": {"make": padded_with_eos},
+        "stream": {"data": streamed("reward"), "layouts": ("shared",)},
     },
     "kto": {
         "lora": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},

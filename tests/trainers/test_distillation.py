@@ -1,7 +1,6 @@
 """Distillation, padded TRL beside ours: student and teacher compute one flat batch of the generated rows."""
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tests.helpers.tiny import lora, make_model, make_tokenizer, prompts
 from tests.runs import TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
-from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.memory.features import memory_features
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
@@ -71,63 +69,18 @@ def test_tokens_of_tools_are_computed_and_not_scored(data):
         torch.testing.assert_close(found[1], found[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def made(data, make=plain, layout="ours", **options):
+def made(data, make=plain, **options):
     """A trainer that has not trained."""
-    return make_trainer("distillation", layout, **make(), train_dataset=data, **options)
-
-
-# --- Refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"teacher_model": None}, "`teacher_model` is missing"),
-        ({"arrange_micro_batches": "tokens"}, "DistillationTrainer generates them"),
-        ({"max_tokens_per_micro_batch": 5, "flat_attention": "mask"}, "=5` is less than a prompt of"),
-        ({"memory_budget": 0.0001}, r"less than a micro-batch of 4 rows, each a prompt of \d+ tokens with .* needs"),
-    ],
-)
-def test_options_that_cannot_be_kept_are_refused(data, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer("distillation", "ours", **{**plain(), **options}, train_dataset=data)
-
-
-def test_images_are_refused(data):
-    with pytest.raises(ValueError, match="`processing_class` is a .*, which reads text only"):
-        made(data.add_column("image", [None] * len(data)))
-    trainer = made(data)
-    ids = torch.ones(1, 2, dtype=torch.long)
-    rows = {f"{part}_{name}": ids for part in ("prompt", "completion") for name in ("ids", "mask")}
-    with pytest.raises(ValueError, match="The rows come with `pixel_values`"):
-        trainer.compute_loss(trainer.model, {**rows, "pixel_values": torch.zeros(1)})
+    return make_trainer("distillation", "ours", **make(), train_dataset=data, **options)
 
 
 # --- Hidden states, and the check ------------------------------------------------------------------------------------
 
 
-def test_hidden_states_of_scored_tokens_are_those_of_rows_whole_and_in_slices(data):
-    trainer = made(data)
-    model = trainer.model.train()
-    flat = FlatModel.of(model)
-    rows = [[5, 6, 7, 8], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8], [11, 12]]
-    labels = [[-100, -100, 7, 8], [-100, -100, 7, -100, 9, 10], [-100, -100, 7, 8], [-100, 12]]
-    whole, width = FlatBatch.from_rows(rows, labels), 6
-    scored = torch.tensor([[*(x != -100 for x in row), *[False] * (width - len(row))] for row in labels])[:, 1:]
-    alone = [model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0, :-1] for row in rows]
-    expected = torch.cat([row[mask[: len(row)]] for row, mask in zip(alone, scored, strict=True)])
-    weights = [p for p in model.parameters() if p.requires_grad]
-    wanted = torch.autograd.grad(expected.square().sum(), weights, allow_unused=True)
-    for cuts in ((), (0, 2, 7, whole.counts.computed)):
-        sliced = replace(whole, schedule=Schedule(cuts))
-        found = flat.hidden_states(sliced, scored)
-        torch.testing.assert_close(found[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
-        gradients = torch.autograd.grad(found.square().sum(), weights, allow_unused=True)
-        torch.testing.assert_close(gradients, wanted, rtol=TOLERANCE, atol=TOLERANCE)
-        with torch.no_grad():
-            assert torch.equal(flat.hidden_states(sliced, scored), found)
-    with pytest.raises(ValueError, match=r"`scored` has shape \(4, 6\), and the rows of this batch .* \(4, 5\)"):
-        flat.hidden_states(whole, torch.ones(4, 6, dtype=torch.bool))
+def test_scored_tokens_of_another_shape_are_refused(data):
+    flat, rows = FlatModel.of(made(data).model), [[5, 6, 7], [8, 9]]
+    with pytest.raises(ValueError, match=r"`scored` has shape \(2, 3\), and the rows of this batch .* \(2, 2\)"):
+        flat.hidden_states(FlatBatch.from_rows(rows, rows), torch.ones(2, 3, dtype=torch.bool))
 
 
 def test_the_check_differentiates_the_student_only(data, monkeypatch):

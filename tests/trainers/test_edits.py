@@ -163,16 +163,6 @@ def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
         run("sft", "ours", trainer_class=Loading, **options, max_tokens_per_micro_batch=100)
 
 
-def test_a_loss_that_parts_cannot_be_weighted_in_is_refused(model_dir):
-    class Own(PaddingFreeSFTTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return model(**inputs, fused_lm_head=True, use_cache=False).loss
-
-    run("sft", "ours", trainer_class=Own, **common("sft", model_dir))
-    with pytest.raises(ValueError, match="`Own.compute_loss` does not call `super"):
-        run("sft", "ours", trainer_class=Own, **common("sft", model_dir, **IN_PARTS))
-
-
 def test_a_mask_with_gaps_is_refused():
     def gap(batch):
         batch["attention_mask"][0, 1] = 0
@@ -196,46 +186,49 @@ def test_a_label_in_the_padding_and_another_mask_are_edits():
 # --- A loss of one's own -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, model_type, fused):
-    def own(trainer_class):
-        class Own(trainer_class):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                if not fused:
-                    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-                    return outputs["loss"] + outputs.logits.float().logsumexp(-1)[:, 0].mean()
-                return model(**inputs, fused_lm_head=True, use_cache=False).loss
+def fused(model, inputs, number=None):
+    return model(**inputs, fused_lm_head=True, use_cache=False).loss
 
-        return Own
 
-    def arguments():
+def of_logits(model, inputs, number):
+    outputs = model(**inputs, num_items_in_batch=number)
+    return outputs["loss"] + outputs.logits.float().logsumexp(-1)[:, 0].mean()
+
+
+def of_hidden_states(model, inputs, number):
+    """By a second call beside the flat one, as the refusal of `output_hidden_states` recommends."""
+    rows = {name: value for name, value in inputs.items() if name != "flat_batch"}
+    states = model(**rows, output_hidden_states=True).hidden_states[1]
+    return fused(model, inputs) + states[:, 0].pow(2).mean()
+
+
+def with_loss(trainer_class, loss):
+    class Own(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return loss(model, inputs, num_items_in_batch)
+
+    return Own
+
+
+@pytest.mark.parametrize(
+    ("loss", "model_type"),
+    [(fused, "mixtral"), (of_logits, "llama"), (of_logits, "mixtral"), (of_hidden_states, "llama")],
+)
+def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, loss, model_type):
+    def trained(layout, trainer_class):
         model = make_model(model_type, **(ROUTED if model_type == "mixtral" else {}))
-        return {**common("sft", model), "processing_class": tokenizer}
+        given = {**common("sft", model), "processing_class": tokenizer, "trainer_class": with_loss(trainer_class, loss)}
+        return run("sft", layout, **given)
 
-    padded = run("sft", "padded", trainer_class=own(SFTTrainer), **arguments())
-    assert_same(padded, run("sft", "shared", trainer_class=own(PaddingFreeSFTTrainer), **arguments()))
+    padded = trained("padded", SFTTrainer)
+    for layout in LAYOUTS:
+        assert_same(padded, trained(layout, PaddingFreeSFTTrainer))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_second_call_beside_the_flat_one_gives_hidden_states_of_rows(tokenizer, layout):
-    """What the refusal of `output_hidden_states` recommends."""
-
-    def own(trainer_class):
-        class Own(trainer_class):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                rows = {name: value for name, value in inputs.items() if name != "flat_batch"}
-                states = model(**rows, output_hidden_states=True).hidden_states[1]
-                loss = model(**inputs, fused_lm_head=True, use_cache=False).loss
-                return loss + states[:, 0].pow(2).mean()
-
-        return Own
-
-    def given():
-        return {**common("sft", make_model()), "processing_class": tokenizer}
-
-    padded = run("sft", "padded", trainer_class=own(SFTTrainer), **given())
-    assert_same(padded, run("sft", layout, trainer_class=own(PaddingFreeSFTTrainer), **given()))
+def test_a_loss_that_parts_cannot_be_weighted_in_is_refused(model_dir):
+    own = with_loss(PaddingFreeSFTTrainer, fused)
+    with pytest.raises(ValueError, match="`Own.compute_loss` does not call `super"):
+        run("sft", "ours", trainer_class=own, **common("sft", model_dir, **IN_PARTS))
 
 
 @pytest.mark.drawn(6)

@@ -61,8 +61,3 @@ def test_precomputed_references_are_computed_flat(data, monkeypatch):
     # Of both models: rows, twice with other tokens, beyond the positions. With gradients once, without them once
     checks = 2 * 4 + 1 + 1
     assert len(calls) == before_training + checks + 2
-
-
-def test_a_loss_with_a_divergence_keeps_its_micro_batches(data):
-    with pytest.raises(ValueError, match="arrange_micro_batches.*`loss_type='kto'`"):
-        run("kto", "shared", **arguments("kto"), train_dataset=data, arrange_micro_batches="tokens")

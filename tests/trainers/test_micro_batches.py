@@ -17,7 +17,6 @@ from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
 from tests.runs import PER_MICRO_BATCH, assert_same, make_trainer, run
 from trl_paddingfree import (
-    PaddingFreeDPOConfig,
     PaddingFreeDPOTrainer,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
@@ -57,19 +56,29 @@ def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
     assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
 
 
-@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-def test_a_trainer_knows_how_long_rows_are_after_truncation(mode, model_dir, tmp_path):
-    args = PaddingFreeDPOConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=30, truncation_mode=mode)
-    trainer = PaddingFreeDPOTrainer(model_dir, args=args, train_dataset=preference_data(12, SEED))
+@pytest.mark.parametrize(
+    ("given", "longest"),
+    [
+        ({"truncation_mode": "keep_start"}, 30),
+        ({"truncation_mode": "keep_end"}, 30),
+        ({"data_collator": PreferenceCollator(0, 6, "keep_end")}, 6),
+    ],
+    ids=["start", "end", "collator"],
+)
+def test_a_trainer_knows_how_long_rows_are_after_truncation(given, longest, model_dir):
+    """By a collator of one's own, if there is one: TRL hands its `max_length` to a collator of its own only."""
+    options = {"train_dataset": preference_data(12, SEED), "max_length": 30, **given}
+    trainer = make_trainer("dpo", "ours", model=model_dir, **options)
     lengths = trainer.example_lengths()
     for example, known, most in zip(trainer.train_dataset, lengths, example_tokens(lengths, True), strict=True):
         batch = trainer.data_collator([example])
         assert batch["attention_mask"].sum(1).tolist() == (known[0] + known[1:]).tolist()
         assert batch["flat_batch"].counts.computed <= most  # fewer, where completions begin alike
+    assert trainer.exceeds(longest - 1)
+    assert not trainer.exceeds(longest)
 
 
-@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-@pytest.mark.parametrize("prefix_sharing", [True, False])
+@pytest.mark.parametrize(("mode", "prefix_sharing"), [("keep_start", True), ("keep_end", True), ("keep_end", False)])
 def test_predicted_tokens_are_those_of_the_batch(mode, prefix_sharing):
     rng = np.random.default_rng(SEED)
     collator = PreferenceCollator(0, 20, mode, padding_free=True, prefix_sharing=prefix_sharing)
@@ -146,22 +155,6 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
         assert max(np.diff(each.schedule.cuts), default=each.batch.counts.computed) <= 45
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"loss_type": ["aot"]}, "loss_type='aot'"),
-        ({"loss_type": ["sigmoid", "sft"]}, "loss_type='sft'"),
-        ({"train_dataset": preference_data(8, SEED).to_iterable_dataset()}, "needs a data set of known length"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "both decide which examples share a micro-batch"),
-    ],
-    ids=["sorted", "mean over tokens", "stream", "sampler"],
-)
-def test_what_couples_examples_or_draws_them_refuses_to_have_them_moved(model_dir, options, reason):
-    given = {"train_dataset": preference_data(8, SEED), "arrange_micro_batches": "tokens", **options}
-    with pytest.raises(ValueError, match=reason):
-        make_trainer("dpo", "ours", model=model_dir, **given)
-
-
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind):
     data = {"dpo": preference_data(16, SEED), "sft": conversations(16, SEED)}
@@ -186,8 +179,7 @@ def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reac
         trained("sft", "ours", **below, pad_to_multiple_of=32)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-@pytest.mark.parametrize("limits", [(None, 36), (44, 36)], ids=["reference", "both"])
+@pytest.mark.parametrize(("kind", "limits"), [("longrope", (None, 36)), ("dynamic", (44, 36))])
 def test_frequencies_of_a_reference_follow_the_longest_row_of_the_whole_micro_batch(tokenizer, kind, limits):
     """The reference's are others from 36 tokens on, the trained model's from 44 or never. Some parts have such rows."""
 
@@ -229,15 +221,3 @@ def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
     plain = run("dpo", "ours", **common)
     assert_same(plain, run("dpo", "ours", trainer_class=Mine, **common), ignored=())
     assert_same(plain, run("dpo", "ours", trainer_class=Mine, **common, max_tokens_per_micro_batch=130), ignored=())
-
-
-def test_lengths_are_those_that_a_collator_of_ones_own_leaves(tokenizer, tmp_path):
-    """Not those of the trainer's `max_length`, which TRL hands to a collator of its own only."""
-    collator = PreferenceCollator(pad_token_id=tokenizer.pad_token_id, max_length=6, truncation_mode="keep_end")
-    args = PaddingFreeDPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", max_length=1024)
-    data = {"train_dataset": preference_data(8, SEED), "processing_class": tokenizer, "data_collator": collator}
-    model = make_model(vocab_size=len(tokenizer))
-    trainer = PaddingFreeDPOTrainer(model, ref_model=make_model(vocab_size=len(tokenizer)), args=args, **data)
-    lengths = trainer.example_lengths()
-    assert (lengths[:, :1] + lengths[:, 1:]).max() == 6
-    assert not trainer.exceeds(6)

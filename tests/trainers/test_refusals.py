@@ -19,9 +19,9 @@ from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tests.helpers.architectures import is_older, tiny_model
-from tests.helpers.tiny import DATA, arguments, conversations, make_model, make_tokenizer, preference_data
+from tests.helpers.tiny import DATA, arguments, conversations, make_model, make_tokenizer, preference_data, reward_model
 from tests.runs import compare, make_trainer
-from trl_paddingfree import LanguageModelingCollator, PaddingFreeDPOTrainer, PreferenceCollator
+from trl_paddingfree import LanguageModelingCollator, PaddingFreeDPOTrainer, PreferenceCollator, RewardCollator
 from trl_paddingfree.trainers.registry import TRAINERS
 
 SEED = 7793
@@ -195,6 +195,16 @@ REFUSED = {
         {"config_class": DPOConfig, "gradient_checkpointing_kwargs": {"use_reentant": False}},
         "has `use_reentant`, which checkpoints do not know. Did you mean `use_reentrant`?",
     ),
+    "a reward of padding": (  # which the padded model would read
+        "reward",
+        {"model": reward_model(), "data_collator": RewardCollator(5)},
+        "`data_collator` pads with token 5",
+    ),
+    "an adapter of another task": (
+        "reward",
+        {"peft_config": LoraConfig(task_type="CAUSAL_LM")},
+        "set `task_type='SEQ_CLS'`",
+    ),
     "no loss": ("dpo", {"loss_type": ["sigmod"]}, "`loss_type='sigmod'` is no loss that TRL's DPO"),
     "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
 }
@@ -253,6 +263,58 @@ def test_trl_speaks_of_streaming_data_that_is_dispatched(task, caplog):
         said.append(warned if error is None else str(error.value))
     assert said[0]
     assert said[0] == said[1]
+
+
+STREAM = preference_data(8, SEED).to_iterable_dataset()
+# What couples the examples of a micro-batch, or gives rows of unknown length
+MOVED = [
+    ("dpo", {"loss_type": ["aot"]}, "`loss_type='aot'`"),
+    ("dpo", {"loss_type": ["sigmoid", "sft"]}, "`loss_type='sft'`"),
+    ("dpo", {"train_dataset": STREAM}, "needs a data set of known length"),
+    ("dpo", {"train_sampling_strategy": "batch_rebalance"}, "both decide which examples share a micro-batch"),
+    ("kto", {}, "`loss_type='kto'`"),
+    ("sft", {"compute_loss_func": max}, "and with `compute_loss_func` the loss of an example"),
+    ("sft", {"packing": True, "neftune_noise_alpha": 5.0}, "with `neftune_noise_alpha=5.0` and packing the loss of an"),
+    ("grpo", {"arrange_micro_batches": "prefix", "loss_type": "bnpo"}, "`loss_type='bnpo'`"),
+    ("grpo", {"arrange_micro_batches": "prefix", "top_entropy_quantile": 0.2}, "`top_entropy_quantile=0.2`"),
+    ("grpo", {"arrange_micro_batches": "prefix", "entropy_coef": 0.1}, "`entropy_coef=0.1`"),
+    ("rloo", {}, "needs rows of known length, and RLOOTrainer generates them"),
+]
+
+
+@pytest.mark.parametrize(("task", "options", "message"), MOVED)
+def test_examples_are_not_moved_where_that_would_change_the_loss(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(task, **{"arrange_micro_batches": "tokens", **options})
+
+
+MASK = {"flat_attention": "mask"}  # with which nothing runs in slices
+TWO = {"sequence_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("dpo", {"max_tokens_per_micro_batch": 9, **MASK}, "slices: its attention is computed by mask"),
+        ("dpo", {"memory_budget": 0.0001, **MASK}, "recomputed, as its attention is"),
+        ("grpo", {"max_tokens_per_micro_batch": 5, **MASK}, "=5` is less than a prompt of"),
+        (
+            "distillation",
+            {"memory_budget": 0.0001},
+            r"a micro-batch of 4 rows, each a prompt of \d+ tokens with .* need",
+        ),
+        ("distillation", {"teacher_model": None}, "`teacher_model` is missing"),
+        ("reward", TWO, "`sequence_parallel_size=2`: DPO and SFT .* for RewardTrainer's batches"),
+        (
+            "dpo",
+            {**TWO, "train_dataset": preference_data(4, SEED).add_column("image", [None] * 4)},
+            "images are not computed in slices",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_training(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(task, **options)
 
 
 def test_a_bad_row_in_a_stream_is_refused_when_it_is_read():

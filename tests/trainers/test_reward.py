@@ -5,12 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.tiny import arguments, different_pairs, preference_data, reward_model
-from tests.runs import assert_same, compare, run
-from trl_paddingfree import FlatBatch, RewardCollator
+from tests.runs import assert_same, run
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
@@ -41,19 +40,6 @@ def test_the_longest_row_is_what_a_pair_starts_with_and_the_longer_rest(data):
     longest = max(len(row[column]) for row in trainer.train_dataset for column in trainer.task.token_columns)
     assert trainer.exceeds(longest - 1)
     assert not trainer.exceeds(longest)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        # The padded model would read a reward of padding
-        ({"data_collator": RewardCollator(pad_token_id=5)}, "`data_collator` pads with token 5"),
-        ({"peft_config": LoraConfig(task_type="CAUSAL_LM")}, "set `task_type='SEQ_CLS'`"),
-    ],
-)
-def test_what_would_read_another_reward_is_refused(data, given, message):
-    with pytest.raises(ValueError, match=message):
-        run("reward", "shared", **plain(), **given, train_dataset=data)
 
 
 def test_a_row_without_tokens_is_refused():
@@ -101,11 +87,3 @@ def test_identical_sequences_have_one_reward():
     figures = trained.log_history[0]
     assert (figures["margin"], figures["accuracy"]) == (0, 0)
     assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)
-
-
-def test_a_stream_of_pairs_and_a_model_that_is_placed_late_follow_padded_trl(data, monkeypatch):
-    from trl_paddingfree.trainers import proving
-
-    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
-    result = compare("reward", plain, data.to_iterable_dataset(), ("shared",)).ours
-    assert not result.trainer.flat.check.awaits_weights

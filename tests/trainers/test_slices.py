@@ -5,22 +5,18 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 from transformers.utils import logging
 
 from tests.helpers.memory import most_slices
-from tests.helpers.tiny import DATA, arguments, lora, make_model, make_tokenizer, prompt_completions
+from tests.helpers.tiny import DATA, ROUTED, arguments, make_model, make_tokenizer
 from tests.helpers.vision import on_images, vision_completions, vision_pairs
 from tests.runs import LAYOUTS, ROUNDED, assert_same, compare, make_trainer, run, train
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-TASKS = [*DATA]
 # Fewer tokens than most rows have
 TINY = {"max_tokens_per_micro_batch": 9}
 # Which of two equal rewards is higher is rounding: the last tokens of a pair may be in slices of different sizes
-IGNORED = {**dict.fromkeys(TASKS, ROUNDED), "reward": (*ROUNDED, "accuracy")}
-MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+IGNORED = {**dict.fromkeys(DATA, ROUNDED), "reward": (*ROUNDED, "accuracy")}
 
 
 def assert_in_slices(passes, most=9):
@@ -32,7 +28,7 @@ def assert_in_slices(passes, most=9):
 
 @pytest.mark.drawn(7)
 @pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
     options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": adapters}
     if task in ("grpo", "rloo"):
@@ -44,7 +40,7 @@ def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
     assert all(entry["flat/slices"] > 1 for entry in made.log_history if "loss" in entry)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DATA)
 def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold_tokens):
     hold_tokens(16)  # in two layers that keep what they compute, slices of eight: fewer than the longest row has
     data = DATA[task](16, SEED)
@@ -83,32 +79,11 @@ def test_losses_of_all_kinds(task, options, passes):
     assert {each.trains for each in passes} == {True, False} or task in ("grpo", "distillation")
 
 
-@pytest.mark.parametrize("task", ["dpo", "sft"])
-def test_router_losses(task, passes):
+def test_router_losses(passes):
     def make():
-        model = make_model("mixtral", **MOE)
-        return {"model": model, "processing_class": make_tokenizer(), "peft_config": lora()}
+        return arguments("sft", model=make_model("mixtral", **ROUTED))
 
-    compare(task, make, DATA[task](12, SEED), ("flat",), ours=TINY, steps=2)
-    assert_in_slices(passes)
-
-
-def test_metrics_and_losses_of_ones_own(passes):
-    """What is computed of all logits sees those of all slices."""
-
-    def loss(outputs, labels, num_items_in_batch=None):
-        logits, labels = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-        total = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-        return total / (num_items_in_batch if num_items_in_batch is not None else (labels != -100).sum())
-
-    def metrics(evaluated):
-        logits, labels = (torch.as_tensor(x) for x in (evaluated.predictions, evaluated.label_ids))
-        shown = logits[0] if isinstance(logits, tuple) else logits
-        return {"mass": float(shown[labels[:, : shown.shape[1]] != -100].abs().mean())}
-
-    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompt_completions(5, SEED + 1)}
-    make = lambda: {**arguments("sft"), "compute_loss_func": loss, "compute_metrics": metrics}  # noqa: E731
-    compare("sft", make, prompt_completions(12, SEED), ("flat",), ours=TINY, steps=2, **options)
+    compare("sft", make, DATA["sft"](12, SEED), ("flat",), ours=TINY, steps=2)
     assert_in_slices(passes)
 
 
@@ -160,12 +135,3 @@ def test_what_did_nothing_says_so(caplog):
     logging.warning_once.cache_clear()  # once in a process
     make_trainer("sft", "ours", **arguments("sft"), train_dataset=DATA["sft"](4, SEED), oversized_examples="alone")
     assert "`oversized_examples` does nothing any more" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "options", [{"max_tokens_per_micro_batch": 9}, {"memory_budget": 0.0001}], ids=["tokens", "memory"]
-)
-def test_what_cannot_be_sliced_is_refused_before_training_by_name(options):
-    common = {**arguments("dpo"), "train_dataset": DATA["dpo"](8, SEED)}
-    with pytest.raises(ValueError, match="recomputed, as its attention is|slices: its attention is computed by mask"):
-        make_trainer("dpo", "ours", **common, flat_attention="mask", **options)
