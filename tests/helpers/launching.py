@@ -52,8 +52,7 @@ def finished(command, timeout):
 def launch(ranks, *runs, engine=None):
     """What each of `runs` logged and ended with on so many processes, which are started once: they import for long."""
     finished(command(ranks, *runs, engine=engine), TIMEOUT * (1 + len(runs)))
-    results = [json.loads((output / "result.json").read_text()) for _, _, output, _ in runs]
-    return results if len(runs) > 1 else results[0]
+    return [json.loads((output / "result.json").read_text()) for _, _, output, _ in runs]
 
 
 def alone(task, model, output, options):

@@ -65,14 +65,14 @@ def test_a_run_that_is_stopped_resumes_to_the_uninterrupted_trajectory(model_dir
     for n in (1, 2):
         resumed = {**options, "per_device_train_batch_size": 4 // n, "resume": checkpoint}
         run = "dpo", model_dir, tmp_path / f"resumed on {n}", resumed
-        assert_same_run(whole, alone(*run) if n == 1 else launch(n, run), tmp_path / "whole", run[2], ignore=RESTARTED)
+        result = alone(*run) if n == 1 else launch(n, run)[0]
+        assert_same_run(whole, result, tmp_path / "whole", run[2], ignore=RESTARTED)
 
 
-@pytest.mark.parametrize("ours", [{}, {"arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 200}])
-def test_a_run_resumed_without_its_place_in_the_data_goes_on_as_padded_trl_does(model_dir, tmp_path, ours):
+def test_a_run_resumed_without_its_place_in_the_data_goes_on_as_padded_trl_does(model_dir, tmp_path):
     """`ignore_data_skip` begins the epoch again: with the examples of its first steps, in the order of another draw."""
     options = {"max_steps": 4, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
-    resumed = {}
+    ours, resumed = {"arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 200}, {}
     for name, given in {"padded": {"padding_free": False}, "ours": ours}.items():
         alone("dpo", model_dir, tmp_path / name, {**options, **given, "max_steps": 2})
         again = {**options, **given, "ignore_data_skip": True, "resume": str(tmp_path / name / "checkpoint-2")}

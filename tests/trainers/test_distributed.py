@@ -17,12 +17,19 @@ REENTRANT = {
     "ddp_find_unused_parameters": False,  # with it, PyTorch refuses reentrant passes by itself
 }
 # Runs on one process, and what differs on two, which then train on as many examples per step
+PRECOMPUTED = ("dpo", {"precompute_ref_log_probs": True, "on_disk": True}, {})
 CASES = {
     # Some rows, and some micro-batches of a process, have no images; workers collate, and micro-batches have parts
     "images": (
         "dpo",
         {"lora": True, "images": True, "dataloader_num_workers": 1},
         {"max_tokens_per_micro_batch": 50},
+    ),
+    # TRL has DDP look for weights without gradients: the tower's, on a process whose row has no images
+    "images, slices": (
+        "sft",
+        {"images": True, "gradient_checkpointing": True, "max_steps": 4, "per_device_train_batch_size": 2},
+        {"max_tokens_per_micro_batch": 12, "per_device_train_batch_size": 1},
     ),
     # Every second micro-batch, and so every one of the second process, is all prompt
     "nothing to score": ("sft", {"max_steps": 3, "train_sampling_strategy": "sequential", "unscored": True}, {}),
@@ -31,42 +38,74 @@ CASES = {
     "layers that carry state": ("sft", {"prefix_sharing": True, "gradient_checkpointing": True}, {}),
     # Processes have different numbers of parts, each along a tree of its own
     "recurrences": ("dpo", {}, {"max_tokens_per_micro_batch": 60}),
+    "precomputed": PRECOMPUTED,
 }
+STATES = {"layers that carry state": "lfm2", "recurrences": "qwen3_5_text"}
 # bfloat16 keeps three digits of every log-probability
 BFLOAT16 = 2e-2
 IN_PARTS = {"max_tokens_per_micro_batch": 90}
-FSDP2_CASES = {
-    "dpo": ("dpo", {}),
-    "dpo, LoRA, parts": ("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}),
-    "dpo, slices": ("dpo", {"max_tokens_per_micro_batch": 15}),
-    "dpo, LoRA, slices": ("dpo", {"lora": True, "max_tokens_per_micro_batch": 15}),
-    "sft, slices": ("sft", {"prefix_sharing": True, "max_tokens_per_micro_batch": 7, "gradient_checkpointing": True}),
-    "dpo, precomputed": ("dpo", {"precompute_ref_log_probs": True, "on_disk": True}),
-    "sft": ("sft", {"prefix_sharing": True}),
+SHARDED = {
+    "dpo": ("dpo", {}, {}),
+    "dpo, LoRA, parts": ("dpo", {"lora": True}, {"max_tokens_per_micro_batch": 60}),
+    "dpo, slices": ("dpo", {}, {"max_tokens_per_micro_batch": 15}),
+    "dpo, LoRA, slices": ("dpo", {"lora": True}, {"max_tokens_per_micro_batch": 15}),
+    "sft, slices": (
+        "sft",
+        {"prefix_sharing": True},
+        {"max_tokens_per_micro_batch": 7, "gradient_checkpointing": True},
+    ),
+    "precomputed": PRECOMPUTED,
+    "sft": ("sft", {"prefix_sharing": True}, {}),
 }
 
 
 @pytest.fixture
 def folder_of(model_dir, vision_dir, tokenizer, tmp_path):
     """The folder of the model of a case."""
-    state_dirs = {"layers that carry state": "lfm2", "recurrences": "qwen3_5_text"}
-    folders = {"images": vision_dir, **{case: str(tmp_path / model_type) for case, model_type in state_dirs.items()}}
-    for case, model_type in state_dirs.items():
-        tiny_model(model_type).save_pretrained(folders[case])
-        tokenizer.save_pretrained(folders[case])
-    return lambda case: folders.get(case, model_dir)
+
+    def made(case):
+        if case in STATES:
+            return saved(tmp_path / STATES[case], tiny_model(STATES[case]), tokenizer)
+        return vision_dir if case.startswith("images") else model_dir
+
+    return made
+
+
+def assert_trains_as_one(folder_of, tmp_path, cases, engine=None, name="MULTI_CPU"):
+    """Each of `cases` in two processes, beside one process on as many examples. Gives the runs in two."""
+    whole, halved = ({"max_steps": 2, "per_device_train_batch_size": size} for size in (4, 2))
+    runs = [(t, folder_of(n), tmp_path / f"{n} 2", {**halved, **g, **beside}) for n, (t, g, beside) in cases.items()]
+    two = launch(2, *runs, engine=engine)
+    for result, (case, (task, given, _)) in zip(two, cases.items(), strict=True):
+        assert (result["world"], result["engine"]) == (2, name)
+        one = alone(task, folder_of(case), tmp_path / f"{case} 1", {**whole, **given})
+        assert_same_run(one, result, *(() if engine else (tmp_path / f"{case} 1", tmp_path / f"{case} 2")))
+    return two
 
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains(folder_of, tmp_path):
-    options = {"per_device_train_batch_size": 4, "max_steps": 2}
-    halved = {**options, "per_device_train_batch_size": 2}
-    runs = {name: (task, folder_of(name), given, beside) for name, (task, given, beside) in CASES.items()}
-    two = launch(2, *((t, f, tmp_path / f"{n} 2", {**halved, **g, **b}) for n, (t, f, g, b) in runs.items()))
-    for result, (name, (task, folder, given, _)) in zip(two, runs.items(), strict=True):
-        one = alone(task, folder, tmp_path / f"{name} 1", {**options, **given})
-        assert (result["world"], result["engine"]) == (2, "MULTI_CPU")
-        assert_same_run(one, result, tmp_path / f"{name} 1", tmp_path / f"{name} 2")
+    assert_trains_as_one(folder_of, tmp_path, CASES)
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_what_one_process_trains(folder_of, tmp_path):
+    for run in assert_trains_as_one(folder_of, tmp_path, SHARDED, "fsdp", "FSDP"):
+        assert not run["without_sync"]  # in it FSDP keeps gradients whole
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_layers_that_carry_state(folder_of, tmp_path):
+    """Their layout comes in a mask, which FSDP2 may not lose, nor may the recomputation."""
+    case = "layers that carry state"
+    assert_trains_as_one(folder_of, tmp_path, {case: CASES[case]}, "fsdp-lfm2", "FSDP")
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+def test_zero_trains_what_one_process_trains(folder_of, tmp_path, engine):
+    pytest.importorskip("deepspeed")
+    cases = {name: SHARDED[name] for name in ("dpo, LoRA, parts", "sft")}
+    assert_trains_as_one(folder_of, tmp_path, cases, engine, "DEEPSPEED")
 
 
 def test_two_processes_train_as_with_padding(model_dir, tmp_path):
@@ -90,38 +129,6 @@ def test_two_processes_train_as_with_padding(model_dir, tmp_path):
     one = alone("dpo", model_dir, tmp_path / "one", {**arranged, "per_device_train_batch_size": 8})
     one["log"] = [entry for entry in one["log"] if "eval_loss" not in entry]
     assert_same_run(one, many["arranged"], tmp_path / "one", tmp_path / "arranged")
-
-
-@pytest.mark.slow
-def test_reference_log_probs_can_be_precomputed_by_two_processes(model_dir, tmp_path):
-    """Nine evaluation pairs: the last batch has one for one process, and none for the other."""
-    options = {"max_steps": 2, "evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "on_disk": True}
-    options |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-    before = {**options, "precompute_ref_log_probs": True}
-    folders = tmp_path / "during", tmp_path / "before"
-    runs = launch(2, *(("dpo", model_dir, *run) for run in zip(folders, (options, before), strict=True)))
-    # Before training every pair is a tie, which rounding breaks
-    assert_same_run(*runs, *folders, ignore=["accuracies"])
-
-
-@pytest.mark.slow
-def test_four_processes_train_what_one_trains(model_dir, tmp_path):
-    """SFT, normalized by the tokens of all processes."""
-    options = {"max_steps": 2, "prefix_sharing": True}
-    one = alone("sft", model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 8})
-    four = launch(4, ("sft", model_dir, tmp_path / "4", {**options, "per_device_train_batch_size": 2}))
-    assert four["world"] == 4
-    assert_same_run(one, four, tmp_path / "1", tmp_path / "4")
-
-
-@pytest.mark.slow
-def test_fsdp2_trains_what_one_process_trains(model_dir, tmp_path):
-    whole, halved = ({"max_steps": 2, "per_device_train_batch_size": size} for size in (4, 2))
-    runs = [(task, model_dir, tmp_path / f"{n} 2", {**halved, **given}) for n, (task, given) in FSDP2_CASES.items()]
-    for two, (name, (task, given)) in zip(launch(2, *runs, engine="fsdp"), FSDP2_CASES.items(), strict=True):
-        assert (two["world"], two["engine"]) == (2, "FSDP")
-        assert not two["without_sync"]  # in it FSDP keeps gradients whole
-        assert_same_run(alone(task, model_dir, tmp_path / f"{name} 1", {**whole, **given}), two)
 
 
 @pytest.mark.slow
@@ -170,7 +177,7 @@ def test_fsdp2_casts_what_it_hands_to_the_model_and_leaves_a_flat_batch_whole(mo
 def test_fsdp2_may_leave_weights_whole_after_a_pass(tokenizer, tmp_path):
     """Of four like layers, the check differentiates all, and shares: weights look as if nothing sharded them then."""
     folder = saved(tmp_path / "model", make_model(vocab_size=len(tokenizer), num_hidden_layers=4), tokenizer)
-    run = launch(2, ("dpo", folder, tmp_path / "run", {"max_steps": 1}), engine="fsdp-kept")
+    (run,) = launch(2, ("dpo", folder, tmp_path / "run", {"max_steps": 1}), engine="fsdp-kept")
     assert run["log"][0]["flat/saved_by_sharing"] > 0
 
 
@@ -192,60 +199,32 @@ def test_a_leak_is_found_where_fsdp2_has_sharded_the_weights(model_dir, tmp_path
 IN_MEMORY = {"layers": 180, "layers of parts": 60, "slices": 40}
 
 
-def assert_agreement(what, engine, tokenizer, tmp_path, **options):
+def assert_agreement(engine, tokenizer, tmp_path, **options):
     """Processes that would choose differently compute alike: each recomputation, and each slice, gathers weights."""
     folder = saved(tmp_path / "model", make_model(vocab_size=len(tokenizer), num_hidden_layers=4), tokenizer)
     options = {"max_steps": 4, "memory_budget": 1, **options}
     one = alone("dpo", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    options |= {"per_device_train_batch_size": 2, "tokens_in_memory": IN_MEMORY[what]}
-    two = launch(2, ("dpo", folder, tmp_path / "2", options), engine=engine)
-    assert_same_run(one, two)
-    choices = [json.loads((tmp_path / "2" / f"result.json.{rank}").read_text()) for rank in range(2)]
-    assert any(mine != its for (mine, _), (its, _) in zip(*choices, strict=True))
-    for (mine, done), (its, other) in zip(*choices, strict=True):
-        assert done[0] == other[0] == max(mine[0], its[0])
-        assert done[1] == other[1] == (max(mine[1], its[1]) if done[0] == 1 else 0)
-    if what != "slices":
-        assert any(0 < layers < 4 for _, (_, layers) in choices[0])
-    else:
-        assert any(slices > 1 for _, (slices, _) in choices[0])
+    options["per_device_train_batch_size"] = 2
+    runs = [("dpo", folder, tmp_path / what, {**options, "tokens_in_memory": n}) for what, n in IN_MEMORY.items()]
+    for what, two in zip(IN_MEMORY, launch(2, *runs, engine=engine), strict=True):
+        assert_same_run(one, two)
+        choices = [json.loads((tmp_path / what / f"result.json.{rank}").read_text()) for rank in range(2)]
+        assert any(mine != its for (mine, _), (its, _) in zip(*choices, strict=True))
+        for (mine, done), (its, other) in zip(*choices, strict=True):
+            assert done[0] == other[0] == max(mine[0], its[0])
+            assert done[1] == other[1] == (max(mine[1], its[1]) if done[0] == 1 else 0)
+        assert any(slices > 1 if what == "slices" else 0 < layers < 4 for _, (slices, layers) in choices[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", IN_MEMORY)
 @pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
-def test_processes_of_fsdp2_agree_on_layers_and_slices(what, adapters, tokenizer, tmp_path):
-    assert_agreement(what, "fsdp", tokenizer, tmp_path, lora=adapters)
+def test_processes_of_fsdp2_agree_on_layers_and_slices(adapters, tokenizer, tmp_path):
+    assert_agreement("fsdp", tokenizer, tmp_path, lora=adapters)
 
 
-@pytest.mark.parametrize("what", IN_MEMORY)
-def test_processes_of_zero3_agree_on_layers_and_slices(what, tokenizer, tmp_path):
+def test_processes_of_zero3_agree_on_layers_and_slices(tokenizer, tmp_path):
     pytest.importorskip("deepspeed")
-    assert_agreement(what, "zero3", tokenizer, tmp_path, lora=True)
-
-
-@pytest.mark.slow
-def test_fsdp2_trains_layers_that_carry_state(folder_of, tmp_path):
-    """Their layout comes in a mask, which FSDP2 may not lose, nor may the recomputation."""
-    options = {"max_steps": 2, "prefix_sharing": True, "gradient_checkpointing": True}
-    folder = folder_of("layers that carry state")
-    one = alone("sft", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 8})
-    run = ("sft", folder, tmp_path / "2", {**options, "per_device_train_batch_size": 4})
-    assert_same_run(one, launch(2, run, engine="fsdp-lfm2"))
-
-
-@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize(
-    ("task", "options"), [("dpo", {"lora": True, "max_tokens_per_micro_batch": 60}), ("sft", {"prefix_sharing": True})]
-)
-def test_zero_trains_what_one_process_trains(model_dir, tmp_path, task, options, engine):
-    pytest.importorskip("deepspeed")
-    options = {**options, "max_steps": 2}
-    one = alone(task, model_dir, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
-    run = (task, model_dir, tmp_path / "2", {**options, "per_device_train_batch_size": 2})
-    two = launch(2, run, engine=engine)
-    assert (two["world"], two["engine"]) == (2, "DEEPSPEED")
-    assert_same_run(one, two)
+    assert_agreement("zero3", tokenizer, tmp_path, lora=True)
 
 
 @pytest.mark.slow

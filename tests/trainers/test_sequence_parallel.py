@@ -12,14 +12,8 @@ import torch
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.launching import PER_MICRO_BATCH, TIMEOUT, alone, assert_same_run, finished, launch, torchrun
-from tests.helpers.tiny import following_rotary, make_model, preference_data, saved
+from tests.helpers.tiny import following_rotary, make_model, saved
 from tests.helpers.trees import random_segments
-from trl_paddingfree import (
-    PaddingFreeDPOConfig,
-    PaddingFreeDPOTrainer,
-    PaddingFreeRewardConfig,
-    PaddingFreeRewardTrainer,
-)
 from trl_paddingfree.check import prove
 from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.flat.batch import FlatBatch
@@ -29,7 +23,6 @@ from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_
 from trl_paddingfree.model.masks import FlatMask, OtherSlices, PassContext
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import scored_sizes, slice_of
-from trl_paddingfree.model.state_layers import state_heads
 from trl_paddingfree.model.state_tree import tree_functions
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -43,11 +36,9 @@ MODELS = {
     "6 and 3 heads": partial(make_model, num_key_value_heads=3, **WIDE),
     "6 and 2 heads": partial(make_model, num_key_value_heads=2, **WIDE),
     **{name: partial(tiny_model, name) for name in ("mistral", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "gpt2")},
-    "one head": partial(make_model, num_attention_heads=1, num_key_value_heads=1),
     "dynamic": partial(make_model, **following_rotary(24, "dynamic")),
-    **{name: partial(tiny_model, name) for name in ("qwen3_5_text", "lfm2", "falcon_h1", "mamba2", "jamba", "minimax")},
+    **{name: partial(tiny_model, name) for name in ("qwen3_5_text", "lfm2", "falcon_h1", "mamba2", "jamba")},
     "6 and 3 state heads": partial(tiny_model, "qwen3_5_text", linear_num_value_heads=6, linear_num_key_heads=3),
-    "one state head": partial(tiny_model, "qwen3_5_text", linear_num_value_heads=1, linear_num_key_heads=1),
 }
 EVALUATED = {"evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 IN_PARTS = {"max_tokens_per_micro_batch": 60}
@@ -64,30 +55,23 @@ CASES = {
     "all weights": ("dpo", "llama", {}),
     "sft": ("sft", "llama", EVALUATED),
     "sft, shared": ("sft", "llama", {"prefix_sharing": True}),
-    "one key head": ("dpo", "one key head", {"lora": True}),
-    "6 and 3 heads": ("dpo", "6 and 3 heads", {}),
     "6 and 2 heads": ("dpo", "6 and 2 heads", {}),
     "windows": ("dpo", "mistral", {}),
     "soft-capping": ("dpo", "gemma2", EAGER),
     "sinks": ("dpo", "gpt_oss", {**EAGER, "router_aux_loss_coef": 0.0}),
-    "eager": ("sft", "llama", EAGER),
     "narrow values": ("sft", "deepseek_v3", {"prefix_sharing": True}),
     "learned positions": ("sft", "gpt2", {}),
     "router loss": ("sft", "mixtral", {"router_aux_loss_coef": 0.1, "accumulate": 2}),
-    "accumulation": ("dpo", "llama", {"accumulate": 2}),
-    "checkpointing": ("dpo", "llama", {"gradient_checkpointing": True}),
     "reentrant": ("dpo", "llama", {"lora": True, "gradient_checkpointing": True, **REENTRANT}),
     "precomputed": ("dpo", "llama", {"precompute_ref_log_probs": True, "on_disk": True, **EVALUATED}),
     "parts": ("dpo", "llama", IN_PARTS),
     "coupled parts": ("dpo", "llama", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], **IN_PARTS}),
-    "parts of sft": ("sft", "llama", IN_PARTS),
-    "measured budget": ("dpo", "llama", {"memory_budget": 1}),
+    "parts of sft, workers": ("sft", "llama", {"dataloader_num_workers": 1, **IN_PARTS}),
     "dft": ("sft", "llama", {"loss_type": "dft"}),
     "incomplete last batch": ("dpo", "llama", {"per_device_train_batch_size": 20, "max_steps": 3}),
     "incomplete last batch of sft": ("sft", "llama", {"per_device_train_batch_size": 20, "max_steps": 3}),
     "arranged": ("dpo", "llama", {"arrange_micro_batches": "tokens", "accumulate": 2}),
     "streaming, workers": ("dpo", "llama", {"streams": True, "dataloader_num_workers": 1}),
-    "workers, parts": ("dpo", "llama", {"dataloader_num_workers": 1, **IN_PARTS}),
     "normalized by process": ("sft", "llama", {"average_tokens_across_devices": False}),
     "weighted": ("dpo", "llama", {"use_weighting": True, "loss_type": ["ipo"]}),
     "counted tokens": ("sft", "llama", {"include_num_input_tokens_seen": "non_padding"}),
@@ -109,8 +93,8 @@ DEFAULT = list(CASES)[:5]
 STATES = ["delta rule", "delta rule, checkpointing", "delta rule, parts", "delta rule, memory budget"]
 STATES += ["delta rule of sft", "short convolution", "scan beside attention", "scan alone", "scan of channels"]
 # Of four processes: those whose heads, examples or gathers differ from two's
-OF_FOUR = ["LoRA, ragged evaluation", "router loss, coupled parts", "packing, accumulation", "one key head"]
-OF_FOUR += ["6 and 3 heads", "6 and 2 heads", "windows", "soft-capping", "sinks", "narrow values", "parts", "sft"]
+OF_FOUR = ["LoRA, ragged evaluation", "router loss, coupled parts", "packing, accumulation", "6 and 2 heads", "windows"]
+OF_FOUR += ["soft-capping", "sinks", "narrow values", "parts", "sft"]
 OF_FOUR += ["all weights", "memory budget", "delta rule, LoRA", "delta rule of sft", "short convolution"]
 OF_FOUR += ["scan beside attention"]
 # An example's loss depends on others of its micro-batch, TRL normalizes by process, or gives processes others of a
@@ -165,7 +149,7 @@ def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
         given = settings(options, groups, sequence_parallel_size=size)
         runs[name] = task, folder_of(model), tmp_path / f"{name} many", given
     many = launch(world, *runs.values(), engine=engine)
-    for name, result in zip(names, many if len(names) > 1 else [many], strict=True):
+    for name, result in zip(names, many, strict=True):
         task, model, options = CASES[name]
         assert result["world"] == world
         padded = settings({x: y for x, y in options.items() if x not in OURS}, padding_free=False)
@@ -183,7 +167,6 @@ def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
                 if "accuracies" in key[1]:
                     continue
                 assert found[key] == pytest.approx(figure, rel=ROUNDING, abs=ROUNDING), key
-    return many
 
 
 def test_a_group_of_two_trains_what_padded_trl_trains(folder_of, tmp_path):
@@ -210,7 +193,6 @@ GROUPS = {
     "fsdp, delta rule": (2, 2, "fsdp-qwen3_5", STATES[:4]),
     "fsdp, delta rule, two of two": (4, 2, "fsdp-qwen3_5", STATES[:2]),
     "fsdp, convolution": (2, 2, "fsdp-lfm2", ["short convolution"]),
-    "fsdp, convolution, two of two": (4, 2, "fsdp-lfm2", ["short convolution"]),
 }
 
 
@@ -251,7 +233,7 @@ def test_a_resumed_run_of_a_group_goes_on(folder_of, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     launch(2, ("dpo", folder_of("llama"), whole, options))
     checkpoint = str(whole / "checkpoint-2")
-    resumed = launch(2, ("dpo", folder_of("llama"), cut, {**options, "resume": checkpoint, "save_strategy": "no"}))
+    (resumed,) = launch(2, ("dpo", folder_of("llama"), cut, {**options, "resume": checkpoint, "save_strategy": "no"}))
     expected = json.loads((whole / "result.json").read_text())
     expected["log"], resumed["log"] = expected["log"][:4], resumed["log"][:4]
     assert_same_run(expected, resumed, whole, cut, ignore=["num_tokens"])  # TRL counts from the start of a run
@@ -259,9 +241,6 @@ def test_a_resumed_run_of_a_group_goes_on(folder_of, tmp_path):
 
 REFUSED = {
     "size": ("dpo", "llama", {"sequence_parallel_size": 3}, "does not divide the 2 processes"),
-    "heads": ("dpo", "one head", {}, "it has 1 attention heads"),
-    "rows": ("sft", "minimax", {}, "layers of the class MiniMaxLightningAttention hand a state on"),
-    "state heads": ("dpo", "one state head", {}, "its layers that carry state have 1 heads"),
     "backend": ("sft", "llama", {"flat_attention": "mask"}, "its attention is computed by mask"),
     "rotary": ("dpo", "dynamic", {"max_length": 48}, "`rope_type='dynamic'`, a row of more than 24 tokens"),
     "padded": ("dpo", "llama", {"padding_free": False}, "Leave it out for padded rows"),
@@ -286,25 +265,39 @@ def test_what_slices_cannot_do_is_refused_by_all_processes(folder_of, tmp_path):
             assert "sequence_parallel_size" in said, name
 
 
-def test_other_trainers_and_images_are_refused(tokenizer, tmp_path):
-    options = {"use_cpu": True, "bf16": False, "report_to": "none", "sequence_parallel_size": 2}
-    given = {"model": make_model(), "processing_class": tokenizer, "train_dataset": preference_data(4, 0)}
-    with pytest.raises(ValueError, match="`sequence_parallel_size=2`: DPO and SFT .* for RewardTrainer's batches"):
-        PaddingFreeRewardTrainer(args=PaddingFreeRewardConfig(str(tmp_path), **options), **given)
-    given["train_dataset"] = preference_data(4, 0).add_column("image", [None] * 4)
-    with pytest.raises(ValueError, match="images are not computed in slices"):
-        PaddingFreeDPOTrainer(args=PaddingFreeDPOConfig(str(tmp_path), **options), **given)
+EIGHT = {"num_attention_heads": 8}
+# A model, its options, the most processes that it can serve, and why no more
+SERVED = [
+    ("falcon", {}, 1, "cannot serve FalconForCausalLM: its attention is computed by mask"),
+    ("llama4_text", {}, 1, "scale queries by their place"),
+    ("llama", {}, 4, "it has 4 attention heads"),
+    *(
+        (name, EIGHT, 4, "layers that carry state have 4 heads, of which each")
+        for name in ("qwen3_5_text", "falcon_h1")
+    ),
+    ("kimi_linear", {**EIGHT, "linear_num_heads": 4}, 4, "layers that carry state have 4 heads, of which each"),
+    ("mamba2", {}, 4, "layers that carry state have 4 heads, of which each"),
+    *((name, EIGHT, 8, "it has 8 attention heads") for name in ("lfm2", "jamba")),
+]
 
 
-def test_models_without_attention_functions_are_refused():
-    model = tiny_model("falcon")
-    with pytest.raises(ValueError, match="cannot serve FalconForCausalLM: its attention is computed by mask"):
+def test_more_processes_than_a_model_can_serve_are_refused_by_name():
+    for model_type, options, most, reason in SERVED:
+        model = tiny_model(model_type, **options)
+        if model.base_model is model:
+            model.base_model_prefix = "model"
+        route = choose_route(model)
+        if most > 1:
+            refuse_unsliceable(model, route, most)
+        with pytest.raises(ValueError, match=reason):
+            refuse_unsliceable(model, route, most + 1)
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "inkling_text"])
+def test_layers_that_see_rows_are_refused_by_name(model_type):
+    model = tiny_model(model_type)
+    with pytest.raises(ValueError, match=r"of the class \w+ hand a state on from token to token within whole rows"):
         refuse_unsliceable(model, choose_route(model), 2)
-    model = tiny_model("llama4_text")
-    model.base_model_prefix = "model"
-    with pytest.raises(ValueError, match="scale queries by their place"):
-        refuse_unsliceable(model, choose_route(model), 2)
-    refuse_unsliceable(make_model(), choose_route(make_model()), 4)
 
 
 def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
@@ -321,32 +314,6 @@ def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
     assert [(route.states, route.prefix_sharing) for route in tried] == [("tree", True), ("tree", False)]
 
 
-@pytest.mark.parametrize("model_type", ["recurrent_gemma", "minimax", "xlstm", "deepseek_v4", "inkling_text", "zaya"])
-def test_layers_that_see_rows_are_refused_by_name(model_type):
-    model = tiny_model(model_type)
-    with pytest.raises(ValueError, match=r"of the class \w+ hand a state on from token to token within whole rows"):
-        refuse_unsliceable(model, choose_route(model), 2)
-
-
-def test_more_processes_than_heads_of_a_state_are_refused_by_name():
-    eight = {"num_attention_heads": 8}
-    families = {
-        "qwen3_5_text": eight,
-        "kimi_linear": {**eight, "linear_num_heads": 4},
-        "falcon_h1": eight,
-        "mamba2": {},
-    }
-    for model_type, options in families.items():
-        model = tiny_model(model_type, **options)
-        refuse_unsliceable(model, choose_route(model), 4)
-        with pytest.raises(ValueError, match="layers that carry state have 4 heads, of which each process"):
-            refuse_unsliceable(model, choose_route(model), 5)
-    for model_type in ("lfm2", "jamba"):
-        model = tiny_model(model_type, **eight)
-        assert state_heads(model) is None
-        refuse_unsliceable(model, choose_route(model), 8)
-
-
 # --- without processes ------------------------------------------------------------------------------------------------
 
 
@@ -356,17 +323,17 @@ def test_slices_are_the_batch(size):
     rows = [rng.integers(5, 60, length).tolist() for length in rng.integers(2, 40, 6)]
     batch = FlatBatch.from_rows(rows, [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in rows])
     total, slices = batch.input_ids.size(1), [slice_of(batch, i, size) for i in range(size)]
-    assert sum(slice_sizes(total, size)) == total
-    sizes = slice_sizes(total, size)
+    sizes, numbers = slice_sizes(total, size), scored_sizes(batch, size)
+    assert sum(sizes) == total
     assert max(sizes) - min(sizes) <= 1 if total >= 2 * size else set(sizes) <= {0, 2, 3}
-    assert sum(scored_sizes(batch, size)) == batch.shift_labels.size(1)
-    parts = zip(slices, slice_sizes(total, size), scored_sizes(batch, size), cut_by_number(total, size), strict=False)
+    assert sum(numbers) == batch.shift_labels.size(1)
+    parts = zip(slices, sizes, numbers, cut_by_number(total, size), strict=False)
     whole = [(x.input_ids[0, :n], x.shift_labels[0, :p], x.scored_index[:p] + first) for x, n, p, first in parts]
     tokens, targets, index = map(torch.cat, zip(*whole, strict=True))
     assert torch.equal(tokens, batch.input_ids[0])
     assert torch.equal(targets, batch.shift_labels[0])
     assert torch.equal(index, batch.scored_index)
-    for each, scored in zip(slices, scored_sizes(batch, size), strict=True):
+    for each, scored in zip(slices, numbers, strict=True):
         assert each.input_ids.size(1) > 1  # not one token, as in generation
         # A model scores something, or is told that it does not
         assert scored or each.shift_labels.tolist() == [[-100]]

@@ -15,7 +15,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
-from tests.helpers.launching import alone, assert_same_run, launch
 from tests.helpers.pages import ROOT
 from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
@@ -131,19 +130,6 @@ def test_whole_batches_without_images():
     compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), ("shared",), **options)
 
 
-@pytest.mark.slow
-def test_two_processes_compute_images_in_slices_as_one_does(vision_dir, tmp_path):
-    """TRL has DDP look for weights without gradients: the tower's, on a process whose rows have no images."""
-    runs = {"dpo": {"lora": True}, "sft": {"gradient_checkpointing": True}}
-    whole = {"images": True, "max_tokens_per_micro_batch": 12, "max_steps": 4, "per_device_train_batch_size": 2}
-    halved = {**whole, "per_device_train_batch_size": 1}
-    two = launch(2, *((task, vision_dir, tmp_path / f"{task} 2", {**halved, **own}) for task, own in runs.items()))
-    for result, (task, own) in zip(two, runs.items(), strict=True):
-        one = alone(task, vision_dir, tmp_path / f"{task} 1", {**whole, **own})
-        assert_same_run(one, result, tmp_path / f"{task} 1", tmp_path / f"{task} 2")
-        assert all(entry["flat/slices"] > 1 for entry in result["log"] if "loss" in entry)
-
-
 # --- each image once -------------------------------------------------------------------------------------------------
 
 
@@ -199,19 +185,23 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
             assert torch.equal(expected, cut[name])
 
 
-def test_images_are_processed_again_where_nothing_tells_whose_they_are():
-    images = {"pixel_values": torch.arange(2.0)[:, None]}
-    assert example_cuts(images, [1, 1], [4, 4]) == {"pixel_values": [1, 1]}
-    assert example_cuts(images, [2, 0], [8, 0]) is None  # two images, or two examples
-    assert example_cuts(images, [0, 0], [4, 4]) == {"pixel_values": [1, 1]}  # are in the examples where none is found
-    assert example_cuts(images, [0, 0, 0], [4, 4, 0]) is None
+# Pixels, images and image tokens of each row, and the entries of each row
+CUTS = [
+    (torch.arange(2.0)[:, None], [1, 1], [4, 4], [1, 1]),
+    (torch.arange(2.0)[:, None], [2, 0], [8, 0], None),  # two images, or two examples
+    (torch.arange(2.0)[:, None], [0, 0], [4, 4], [1, 1]),  # are in the examples where none is found
+    (torch.arange(2.0)[:, None], [0, 0, 0], [4, 4, 0], None),
     # Two images of three tiles and one, and two rows without
-    tiles = {"pixel_values": torch.arange(4.0).view(4, 1, 1, 1)}
-    assert example_cuts(tiles, [1, 1, 0, 0], [12, 4, 0, 0]) == {"pixel_values": [3, 1, 0, 0]}
-    assert example_cuts(tiles, [1, 1, 0, 0], [11, 4, 0, 0]) is None
-    assert example_cuts({"pixel_values": torch.zeros(4, 1, 1, 1, 1)}, [1, 1, 0, 0], [4] * 4) == {
-        "pixel_values": [1] * 4
-    }
+    (torch.arange(4.0).view(4, 1, 1, 1), [1, 1, 0, 0], [12, 4, 0, 0], [3, 1, 0, 0]),
+    (torch.arange(4.0).view(4, 1, 1, 1), [1, 1, 0, 0], [11, 4, 0, 0], None),
+    (torch.zeros(4, 1, 1, 1, 1), [1, 1, 0, 0], [4] * 4, [1] * 4),
+]
+
+
+def test_images_are_processed_again_where_nothing_tells_whose_they_are():
+    for pixels, images, tokens, entries in CUTS:
+        found = example_cuts({"pixel_values": pixels}, images, tokens)
+        assert found == (None if entries is None else {"pixel_values": entries})
     pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1], {})
     assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
 
@@ -315,7 +305,6 @@ def test_later_edits_are_refused(limit):
             "appears to be vision-related",
         ),
     ],
-    ids=lambda x: " ".join(x) if isinstance(x, dict) else x if isinstance(x, str) and len(x) < 9 else "",
 )
 def test_what_images_rule_out(task, options, message):
     arguments = {**on_images("llava", "dpo" if task == "reward" else task), **options}
