@@ -1,6 +1,7 @@
 """A trainer of this package computes flat batches, or says that it does not, and which option decides."""
 
 import logging
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -8,13 +9,12 @@ import pytest
 import torch
 
 from tests.helpers.tiny import DATA, arguments
-from tests.runs import assert_same, run
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
+from tests.runs import assert_same, make_trainer, run
+from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
 from trl_paddingfree.data import collate
 from trl_paddingfree.trainers.registry import TRAINERS
 
 SEED = 411
-ON_CPU = {"bf16": False, "report_to": "none", "use_cpu": True, "save_strategy": "no", "max_steps": 1}
 
 
 class LosesTheBatch(PaddingFreeDPOTrainer):
@@ -98,13 +98,10 @@ def test_collators_give_trls_tensors(collator):
                 assert torch.equal(ours[name], expected[name])
 
 
-def build(task: str, config: Any) -> Any:
-    return TRAINERS[task](args=config, **arguments_of(task))
-
-
-def config_of(task: str, folder, **options: Any) -> Any:
-    """TRL's own configuration for a task."""
-    return TRAINERS[task].trl_config(str(folder), **{**ON_CPU, **options})
+def build(task: str, of_trl: bool = False, **options: Any) -> Any:
+    """A trainer that has not trained, by TRL's own configuration if asked for."""
+    given = {"config_class": TRAINERS[task].trl_config} if of_trl else {}
+    return make_trainer(task, "ours", **arguments_of(task), **given, **options)
 
 
 def said_by_us(caplog) -> list[str]:
@@ -112,11 +109,10 @@ def said_by_us(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TRAINERS)
-def test_trls_configurations_train_flat_where_they_have_no_flag_and_say_so_where_they_pad(task, tmp_path, caplog):
-    config = config_of(task, tmp_path)
+def test_trls_configurations_train_flat_where_they_have_no_flag_and_say_so_where_they_pad(task, caplog):
     with caplog.at_level(logging.WARNING):
-        trainer = build(task, config)
-    ours, theirs = type(trainer).__name__, type(config).__name__
+        trainer = build(task, of_trl=True)
+    ours, theirs = type(trainer).__name__, type(trainer.args).__name__
     if task in ("dpo", "sft"):
         assert trainer.method == "TRL, with padding"
         assert said_by_us(caplog) == [
@@ -129,35 +125,34 @@ def test_trls_configurations_train_flat_where_they_have_no_flag_and_say_so_where
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])
-def test_trls_flag_trains_flat_and_ours_pads_without_a_word(task, tmp_path, caplog):
+def test_trls_flag_trains_flat_and_ours_pads_without_a_word(task, caplog):
     with caplog.at_level(logging.WARNING):
-        assert build(task, config_of(task, tmp_path, padding_free=True)).method.startswith("padding-free")
-        ours = TRAINERS[task].config_class(str(tmp_path), **ON_CPU, padding_free=False)
-        assert build(task, ours).method == "TRL, with padding"
+        assert build(task, of_trl=True, padding_free=True).method.startswith("padding-free")
+        assert build(task, padding_free=False).method == "TRL, with padding"
     assert said_by_us(caplog) == []
 
 
 @pytest.mark.parametrize("task", TRAINERS)
 def test_without_a_configuration_it_trains_flat(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = TRAINERS[task].config_class
-    monkeypatch.setattr(TRAINERS[task], "config_class", lambda folder: made(folder, **ON_CPU))  # no GPU is here
-    assert build(task, None).method.startswith("padding-free")
+    made = partial(TRAINERS[task].config_class, use_cpu=True, bf16=False)  # no GPU is here
+    monkeypatch.setattr(TRAINERS[task], "config_class", made)
+    assert TRAINERS[task](**arguments_of(task)).method.startswith("padding-free")
 
 
-def test_options_that_do_nothing_beside_padding_are_named(tmp_path, caplog):
+def test_options_that_do_nothing_beside_padding_are_named(caplog):
     options = {"memory_budget": 8, "arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 64}
     with caplog.at_level(logging.WARNING):
-        build("dpo", PaddingFreeDPOConfig(str(tmp_path), **ON_CPU, padding_free=False, **options))
+        build("dpo", padding_free=False, **options)
     assert said_by_us(caplog) == [
         "PaddingFreeDPOTrainer pads as TRL's DPOTrainer does, because `padding_free=False`, so these have no effect: "
         "`arrange_micro_batches='tokens'`, `max_tokens_per_micro_batch=64`, `memory_budget=8.0`."
     ]
 
 
-def test_what_trl_packs_is_not_called_padded(tmp_path, caplog):
+def test_what_trl_packs_is_not_called_padded(caplog):
     with caplog.at_level(logging.WARNING):
-        trainer = build("sft", config_of("sft", tmp_path, packing=True, max_length=32))
+        trainer = build("sft", of_trl=True, packing=True, max_length=32)
     assert [said.partition(",")[0] for said in said_by_us(caplog)] == [
         "PaddingFreeSFTTrainer packs as TRL's SFTTrainer does"
     ]

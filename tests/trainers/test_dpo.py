@@ -15,7 +15,7 @@ from trl.experimental import bema_for_ref_model
 from scripts.benchmark.differences import difference
 from tests.helpers.offloading import offloading_on_cpu
 from tests.helpers.tiny import DATA, arguments, different_pairs, lora, make_model, preference_data
-from tests.runs import LAYOUTS, TOLERANCE, assert_same, compare, run
+from tests.runs import LAYOUTS, TOLERANCE, assert_as_close, assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.flat import calls
 
@@ -23,9 +23,7 @@ SEED = 40417
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
-@pytest.fixture(scope="module")
-def with_lora():
-    return partial(arguments, "dpo")
+with_lora = partial(arguments, "dpo")
 
 
 def test_a_reference_that_bema_updates_trains_the_same_with_trls_trainer_for_it():
@@ -48,31 +46,26 @@ def test_a_reference_that_bema_updates_trains_the_same_with_trls_trainer_for_it(
 
 def test_accuracies_are_those_of_padded_trl():
     """`assert_same` leaves them out, for rounding decides them where a pair is identical: here, none is."""
-    pairs = different_pairs(24, SEED)
-    padded, *ours = (
-        [entry.get("rewards/accuracies") for entry in run("dpo", x, **given, train_dataset=pairs).log_history]
-        for x, given in zip(("padded", *LAYOUTS), (arguments("dpo", adapters=False) for _ in range(3)), strict=True)
-    )
-    assert any(0 < share < 1 for share in padded if share is not None)
-    assert ours == [padded] * len(LAYOUTS)
+    padded = compare("dpo", lambda: arguments("dpo", False), different_pairs(24, SEED), ignored=()).padded
+    assert any(0 < entry.get("rewards/accuracies", 0) < 1 for entry in padded.log_history)
 
 
 def test_cached_reference_log_probs_are_read_and_train_the_same(model_dir, tmp_path, monkeypatch):
-    def make():
-        return {"model": model_dir, "peft_config": lora()}
-
     preference_data(12, SEED).save_to_disk(tmp_path)
-    # The function that drops rows by `max_length` holds the whole config, and the name of the cache depends on it
-    options = {"precompute_ref_log_probs": True, "max_length": None}
-    first = run("dpo", "shared", **make(), train_dataset=load_from_disk(tmp_path), **options)
+
+    def trained(layout):
+        # The function that drops rows by `max_length` holds the whole config, and the name of the cache depends on it
+        options = {"precompute_ref_log_probs": True, "max_length": None, "peft_config": lora()}
+        return run("dpo", layout, model=model_dir, train_dataset=load_from_disk(tmp_path), **options)
 
     def compute(*args):
         raise AssertionError("computed again")
 
+    first = trained("shared")
     monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", compute)
-    assert_same(first, run("dpo", "shared", **make(), train_dataset=load_from_disk(tmp_path), **options), tolerance=0)
+    assert_same(first, trained("shared"), tolerance=0)
     # Padded TRL finds the same cache: our checks leave the data set as it is
-    assert_same(run("dpo", "padded", **make(), train_dataset=load_from_disk(tmp_path), **options), first)
+    assert_same(trained("padded"), first)
 
 
 def test_dropout_is_left_on_if_asked_and_evaluation_is_without(tokenizer):
@@ -95,22 +88,6 @@ def test_dropout_is_left_on_if_asked_and_evaluation_is_without(tokenizer):
 # Low precision
 
 
-def error(run_, exact):
-    """Root mean square difference of what two runs logged per step, relative to `exact`."""
-    names = ("loss", "grad_norm", "logps/chosen", "logps/rejected", "entropy", "logits/chosen")
-    pairs = [
-        (entry[name], expected[name])
-        for entry, expected in zip(run_.log_history, exact.log_history, strict=True)
-        for name in names
-        if name in expected
-    ]
-    return math.sqrt(sum(((a - b) / b) ** 2 for a, b in pairs) / len(pairs))
-
-
-# Both errors are sums over the same rounding, taken in another order: they agree within a small factor
-PRECISION_FACTOR = 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "weights"])
 def test_bf16_is_as_near_to_float32_as_padded_bf16(dtype, tokenizer):
     def trained(layout, dtype, **options):
@@ -118,46 +95,39 @@ def test_bf16_is_as_near_to_float32_as_padded_bf16(dtype, tokenizer):
         return run("dpo", layout, **given, peft_config=lora(), train_dataset=preference_data(16, SEED), **options)
 
     options = {"bf16": dtype == torch.float32}
-    exact = trained("padded", torch.float32)
-    padded, *ours = (error(trained(layout, dtype, **options), exact) for layout in ("padded", *LAYOUTS))
-    assert padded > 1e-4  # bf16 does round
-    assert max(ours) < PRECISION_FACTOR * padded
+    exact, padded = trained("padded", torch.float32), trained("padded", dtype, **options)
+    assert exact.losses != padded.losses  # bf16 does round
+    for layout in LAYOUTS:
+        assert_as_close(exact, padded, trained(layout, dtype, **options))
 
 
 # Speed options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_reference", [False, True], ids=["lora-precomputed", "full-with-reference"])
-def test_compiled_training_is_the_same(tokenizer, with_reference):
+def test_training_that_is_compiled_to_machine_code_is_the_same(tokenizer):
+    """Compiling C++ takes a minute: once is enough. `test_compiled.py` traces everything else."""
+
     def make():
         models = {"model": make_model(num_hidden_layers=1), "processing_class": tokenizer}
-        if with_reference:  # which TRL compiles before training
-            return {**models, "ref_model": make_model(num_hidden_layers=1)}
         return {**models, "peft_config": lora(target_modules=["q_proj"])}
 
-    # The second step has other shapes than the first: everything is compiled once more, for all shapes
-    options = {"steps": 2 if with_reference else 1, "precompute_ref_log_probs": not with_reference}
-    padded = run("dpo", "padded", **make(), train_dataset=preference_data(8, SEED), **options)
-    # Tracing is what can go wrong, and compiling C++ takes a minute: once is enough
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager" if with_reference else "inductor"}
-    assert_same(padded, run("dpo", "shared", **make(), train_dataset=preference_data(8, SEED), **compiled, **options))
+    options = {"steps": 1, "precompute_ref_log_probs": True}
+    compare("dpo", make, preference_data(8, SEED), ("shared",), **options, ours={"torch_compile": True})
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_activations_that_are_moved_away_and_back_train_the_same(task):
     """By TRL's own code."""
-    options = {"train_dataset": DATA[task](8, SEED), "steps": 2}
-    plain = run(task, "padded", **arguments(task), **options)
-    for layout in LAYOUTS:
-        with offloading_on_cpu(task) as moved:
-            assert_same(plain, run(task, layout, **arguments(task), **options, activation_offloading=True))
-        assert sum(moved)
+    with offloading_on_cpu(task) as moved:
+        options = {"steps": 2, "ours": {"activation_offloading": True}}
+        compare(task, lambda: arguments(task), DATA[task](8, SEED), **options)
+    assert sum(moved)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("option", ["activation_offloading", "use_liger_kernel"])
-def test_options_that_need_a_gpu_train_the_same(option, with_lora):
+def test_options_that_need_a_gpu_train_the_same(option):
     if option == "use_liger_kernel":
         pytest.importorskip("liger_kernel")
     # float32 on a GPU: matrix products of other shapes take other kernels
@@ -211,24 +181,6 @@ def test_a_pair_does_not_move_by_one_bit_when_the_pair_beside_it_changes(layout,
         assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_permuting_the_pairs_changes_nothing_but_rounding(layout, with_lora):
-    trainer = trained_once(layout, with_lora, preference_data(12, SEED))
-    pairs = [{name: row[name] for name in COLUMNS} for row in trainer.train_dataset]
-    results = []
-    for order in (range(12), [7, 2, 11, 0, 9, 4, 1, 10, 3, 8, 5, 6]):
-        trainer.model.train()
-        trainer.model.zero_grad()
-        loss = trainer.compute_loss(trainer.model, trainer.data_collator([pairs[i] for i in order]))
-        loss.backward()
-        gradients = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-        results.append((loss.detach(), gradients))
-    (loss, gradients), (permuted_loss, permuted_gradients) = results
-    # A few units of float32 rounding of the largest entry
-    torch.testing.assert_close(permuted_loss, loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(permuted_gradients, gradients, rtol=0, atol=3e-6 * gradients.abs().max().item())
-
-
 class TokensSeen(TrainerCallback):
     """Counts what reaches the embedding between the start and the end of training."""
 
@@ -243,7 +195,7 @@ class TokensSeen(TrainerCallback):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_embedding_sees_exactly_the_tokens_that_are_counted(layout, with_lora, tokenizer):
+def test_the_embedding_sees_exactly_the_tokens_that_are_counted(layout, tokenizer):
     seen = TokensSeen()
     result = run("dpo", layout, **with_lora(), callbacks=[seen], train_dataset=preference_data(12, SEED))
     tokens = torch.cat(seen.tokens)

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.memory import budgeted
 from tests.helpers.tiny import DATA, arguments, preference_data
 from tests.runs import make_trainer
-from trl_paddingfree import PaddingFreeDPOTrainer
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
 from trl_paddingfree.memory.planner import MemoryPlanner
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -48,13 +48,11 @@ def test_a_budget_is_not_lost_by_an_exception_while_planning(model_dir, monkeypa
 
 
 def test_the_configuration_of_the_caller_is_not_changed(model_dir):
-    trainer = make_trainer("dpo", "shared", model=model_dir, train_dataset=preference_data(8, SEED), memory_budget=8)
-    config = trainer.args
-    assert config.gradient_checkpointing
-    own = type(config)("out", use_cpu=True, bf16=False, report_to="none", memory_budget=8, gradient_checkpointing=False)
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", "memory_budget": 8}
+    own = PaddingFreeDPOConfig("out", gradient_checkpointing=False, **options)
     before = dict(vars(own))
-    again = PaddingFreeDPOTrainer(model_dir, args=own, train_dataset=preference_data(8, SEED))
-    assert again.args.gradient_checkpointing
+    trainer = PaddingFreeDPOTrainer(model_dir, args=own, train_dataset=preference_data(8, SEED))
+    assert trainer.args.gradient_checkpointing
     assert vars(own) == before
 
 

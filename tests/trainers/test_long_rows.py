@@ -27,29 +27,18 @@ def long_pairs():
     return Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
 
 
-@pytest.fixture(scope="module")
-def long_model(tokenizer):
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16384}
-
-    def make():
-        model = make_model(num_hidden_layers=2, **sizes)
-        return {"model": model, "processing_class": tokenizer, "peft_config": lora()}
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def padded(long_model):
-    return run("dpo", "padded", **long_model(), train_dataset=long_pairs(), **OPTIONS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(long_model, padded, layout):
+def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(tokenizer, layout):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16384}
+
+    def trained(layout, **options):
+        given = {"model": make_model(**sizes), "processing_class": tokenizer, "peft_config": lora()}
+        return run("dpo", layout, **given, train_dataset=long_pairs(), **OPTIONS, **options)
+
     with offloading_on_cpu("dpo") as moved:
-        options = {"activation_offloading": True, "gradient_checkpointing": True, **OPTIONS}
-        ours = run("dpo", layout, **long_model(), train_dataset=long_pairs(), **options)
-    assert_same(padded, ours)
+        ours = trained(layout, activation_offloading=True, gradient_checkpointing=True)
+    assert_same(trained("padded"), ours)
     trainer = ours.trainer
     base, route = trainer.flat_base(trainer.model), trainer.flat.route
     batch = trainer.data_collator(list(trainer.train_dataset))["flat_batch"]

@@ -19,25 +19,26 @@ from trl_paddingfree.trainers.configs import PaddingFreeOptions
 from trl_paddingfree.trainers.proving import StartUpCheck
 
 
-def prove_all(*models, **options):
+def start_up_check(models, **options):
+    """The check of models that have TRL's head."""
     for model in models:
         add_fused_lm_head(model)
-    args = TrainingArguments(use_cpu=True)
-    return StartUpCheck(Accelerator(cpu=True), PaddingFreeOptions(**options), args).prove_all(models)
+    args = TrainingArguments(use_cpu=True)  # before an accelerator, whose state it makes anew
+    return StartUpCheck(Accelerator(cpu=True), PaddingFreeOptions(**options), args)
+
+
+def prove_all(*models, **options):
+    return start_up_check(models, **options).prove_all(models)
 
 
 def test_sharing_turns_off_with_one_line_where_positions_are_all_a_model_reads(caplog):
     with reference_flash(), caplog.at_level(logging.WARNING):
+        prove_all(tiny_model("falcon", attn_implementation="flash_attention_2"), prefix_sharing=False)
+        assert "trains without shared prefixes" not in caplog.text  # for which nobody asked
         route = prove_all(tiny_model("falcon", attn_implementation="flash_attention_2"))
     assert route == Route("positions", "flash_attention_2", prefix_sharing=False)
     assert caplog.text.count("trains without shared prefixes: 'flash_attention_2'") == 1
     assert "start-up check failed" not in caplog.text
-
-
-def test_no_word_of_sharing_where_nobody_asked_for_it(caplog):
-    with reference_flash(), caplog.at_level(logging.WARNING):
-        prove_all(tiny_model("falcon", attn_implementation="flash_attention_2"), prefix_sharing=False)
-    assert "trains without shared prefixes" not in caplog.text
 
 
 def test_models_share_prefixes_together_or_not_at_all():
@@ -69,12 +70,9 @@ NOT_COMPARED = {
 
 def proven(model, caplog, beside=()):
     """The line in the log of a check in which `model` is trained, and others are not."""
-    for each in (model, *beside):
-        add_fused_lm_head(each)
-    args = TrainingArguments(use_cpu=True)
-    check = StartUpCheck(Accelerator(cpu=True), PaddingFreeOptions(), args)
+    models = [model, *beside]
     with caplog.at_level(logging.WARNING):
-        check.install([model, *beside])
+        start_up_check(models).install(models)
     return next(record.message for record in caplog.records if record.message.startswith("Padding-free"))
 
 

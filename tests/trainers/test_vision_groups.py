@@ -293,8 +293,11 @@ def saying(monkeypatch, image_tokens):
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", _generate_single_turn)
 
 
-@pytest.mark.parametrize("image_tokens", [[0, 1, 0, 0], [1], [12]], ids=["one row", "all rows", "images more"])
-@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_5_vl", marks=needs_torchvision)])
+@pytest.mark.parametrize(
+    ("kind", "image_tokens"),
+    [("llava", [0, 1, 0, 0]), ("llava", [12]), pytest.param("qwen2_5_vl", [1], marks=needs_torchvision)],
+    ids=["one row", "images more", "all rows"],
+)
 def test_sampled_image_tokens_are_named_where_padded_trl_fails(kind, image_tokens, monkeypatch):
     """TRL suppresses them, unless `generation_kwargs` or vLLM do otherwise."""
     saying(monkeypatch, image_tokens)
