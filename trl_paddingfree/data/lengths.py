@@ -30,19 +30,14 @@ def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     return np.concatenate([np.zeros((len(columns), 0)), *lengths], 1).T.astype(np.int64)
 
 
-def token_ids(dataset: Dataset, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, ...]]:
-    """The ids of each example in each column. Before datasets 4.8.4, its numpy format fails beside torchvision 0.26."""
-    for table in tables_of(dataset, *columns, rows=1_000):
-        for lists in zip(*(table[column] for column in columns), strict=True):
-            yield tuple(ids.values.to_numpy() for ids in lists)
-
-
 def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
     """`(examples, 3)` int64, of pairs: tokens of the prefix that both sequences share, and of the rest of each."""
     rows = []
-    for a, b in token_ids(dataset, (chosen, rejected)):
-        shared = common_prefix(a, b)
-        rows.append((shared, len(a) - shared, len(b) - shared))
+    for table in tables_of(dataset, chosen, rejected, rows=1_000):
+        for lists in zip(table[chosen], table[rejected], strict=True):
+            a, b = (ids.values.to_numpy() for ids in lists)
+            shared = common_prefix(a, b)
+            rows.append((shared, len(a) - shared, len(b) - shared))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
@@ -57,16 +52,15 @@ def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str)
     if max_length is None:
         return lengths
     prompt, completions = lengths[:, :1], lengths[:, 1:]
-    if truncation_mode == "keep_start":
-        prompt = np.minimum(prompt, max_length)
-        return np.concatenate([prompt, np.minimum(completions, max_length - prompt)], 1)
     rows = np.minimum(prompt + completions, max_length)
-    apart = np.concatenate([np.zeros_like(prompt), rows], 1)
-    kept = np.minimum(completions, max_length)
-    together = np.concatenate([rows[:, :1] - kept[:, :1], kept], 1)
-    are_equal = (completions == completions[:, :1]).all(1, keepdims=True)
-    cut = (prompt + completions > max_length).any(1, keepdims=True)
-    return np.where(cut, np.where(are_equal, together, apart), lengths)
+    if truncation_mode == "keep_start":
+        shared = np.minimum(prompt, max_length)
+    else:
+        is_cut = (rows < prompt + completions).any(1, keepdims=True)
+        are_equal = (completions == completions[:, :1]).all(1, keepdims=True)
+        room = np.maximum(max_length - completions[:, :1], 0)  # that equal completions leave to the prompt
+        shared = np.where(is_cut, are_equal * room, prompt)
+    return np.concatenate([shared, rows - shared], 1)
 
 
 def row_lengths(lengths: np.ndarray) -> np.ndarray:
