@@ -6,6 +6,7 @@ example has the weight in the step that it had before.
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from datasets import Dataset
 from torch.utils.data import Sampler
 
 
+@dataclass(eq=False)
 class StepSampler(Sampler[int]):
     """
     The order of another sampler of example indices, rearranged within each optimizer step of `step_size` examples, over
@@ -21,14 +23,10 @@ class StepSampler(Sampler[int]):
     processes, accelerate fills the last batches with the examples that came first.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler | Sequence[int],
-        step_size: int,
-        arrange: Callable[[list[int]], list[int]],
-        keeps_first: bool = False,
-    ):
-        self.sampler, self.step_size, self.arrange, self.keeps_first = sampler, step_size, arrange, keeps_first
+    sampler: Sampler | Sequence[int]
+    step_size: int
+    arrange: Callable[[list[int]], list[int]]
+    keeps_first: bool = False
 
     def __iter__(self) -> Iterator[int]:
         step: list[int] = []
@@ -68,12 +66,10 @@ def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int
     >>> balance([9, 7, 4, 3, 2, 1], num_bins=3)
     [[0, 5], [1, 4], [2, 3]]
     """
-    if len(costs) % num_bins:
-        raise ValueError(f"{len(costs)} items cannot fill {num_bins} bins of equal size.")
-    order = np.argsort(costs, kind="stable")[::-1].tolist()
+    order = np.argsort(costs, kind="stable")[::-1]
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for tie, first in enumerate(range(0, len(order), num_bins)):
-        bins = [(float(costs[item]), [item]) for item in order[first : first + num_bins]]
+    for tie, items in enumerate(order.reshape(-1, num_bins).tolist()):
+        bins = [(float(costs[item]), [item]) for item in items]
         heapq.heappush(heap, (bins[-1][0] - bins[0][0], tie, bins))
     while len(heap) > 1:
         (_, tie, ours), (_, _, theirs) = heapq.heappop(heap), heapq.heappop(heap)
