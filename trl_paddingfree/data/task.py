@@ -72,10 +72,7 @@ class Task:
 
     def sequence_lengths(self, rows: Dataset) -> np.ndarray:
         """`(rows, sequences)` int64: the tokens of each sequence of prepared rows."""
-        lengths = [token_lengths(rows, sequence) for sequence in self.sequences]
-        if any((tokens < 0).any() for tokens in lengths):
-            raise ValueError(f"Some rows of the {self.name} data have no token ids in {self.token_columns}.")
-        return np.stack([tokens.sum(1) for tokens in lengths], 1)
+        return np.stack([token_lengths(rows, sequence).sum(1) for sequence in self.sequences], 1)
 
 
 def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:

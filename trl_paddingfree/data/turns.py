@@ -70,8 +70,8 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
         columns = column_names(dataset)
     kept = [column for column in columns if column not in ("messages", "conversations", *NEW)]
     if dataset.features is not None:  # else the first batch decides: if it has no tool calls, later ones could not
-        types = {column: dataset.features[column] for column in kept} | {INDEX: Value("int64")}
-        options["features"] = Features(types | dict.fromkeys(NEW, dataset.features["messages"]))
+        types = {column: dataset.features[column] for column in kept} | dict.fromkeys(NEW, dataset.features["messages"])
+        options["features"] = Features({**types, INDEX: Value("int64")})
     options["remove_columns"] = [column for column in columns if column not in (*kept, *NEW)]
     turns = dataset.map(_cut, batched=True, with_indices=True, fn_kwargs={"kept": kept}, **options)
     if not is_stream:
@@ -85,7 +85,7 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
 
 def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
     """The rows of some conversations."""
-    rows: Columns = {column: [] for column in (*kept, *NEW, INDEX)}
+    rows = []
     for i, (index, messages) in enumerate(zip(indices, batch["messages"], strict=True)):
         problem = "a string" if isinstance(messages, str) else message_problem(messages)
         if problem:
@@ -93,15 +93,11 @@ def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
                 f"Row {index}: `messages` is {problem}, and is to be cut into turns. A conversation is a list of "
                 "messages, each with a `role` and a `content`. Correct the row, or leave it out with `dataset.filter`."
             )
+        others = {column: batch[column][i] for column in kept}
         for turn, message in enumerate(messages):
-            if not turn or message["role"] != "assistant":  # a turn that opens the conversation answers no prompt
-                continue
-            rows["prompt"].append(messages[:turn])
-            rows["completion"].append([message])
-            rows[INDEX].append(index)
-            for column in kept:
-                rows[column].append(batch[column][i])
-    return rows
+            if turn and message["role"] == "assistant":  # a turn that opens the conversation answers no prompt
+                rows.append({**others, "prompt": messages[:turn], "completion": [message], INDEX: index})
+    return {name: [row[name] for row in rows] for name in (*kept, *NEW, INDEX)}
 
 
 def _refuse_other_data(columns: list[str]) -> None:

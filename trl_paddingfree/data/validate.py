@@ -44,7 +44,12 @@ def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[
             f"The {name} data has no columns that {task} reads, only {columns}. It reads {reads}. Rename yours with "
             "`dataset.rename_column`."
         )
-    for column in read if has_known_lengths(dataset) else ():
+    _refuse_none(dataset, name, read if has_known_lengths(dataset) else ())
+
+
+def _refuse_none(dataset: AnyDataset, name: str, columns: Iterable[str]) -> None:
+    """Refuse rows with `None` in one of the `columns`."""
+    for column in columns:
         tables = (table[column].is_null().to_numpy() for table in tables_of(dataset, column))
         nulls = np.concatenate([np.zeros(0, bool), *tables])
         if nulls.any():
@@ -56,10 +61,9 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
     columns = column_names(dataset)
     if "input_ids" in columns:
         return
-    formats: list[Sequence[str]] = [("prompt", "completion"), ("input_ids",), ("messages",)]
-    formats += [(text_field,), ("conversations",)]
+    formats = [["prompt", "completion"], ["input_ids"], ["messages"], [text_field], ["conversations"]]
     if "prompt" in columns and "completion" not in columns:
-        others = ", ".join(f"`{column}`" for (column,) in formats[1:])
+        others = ", ".join(f"`{column}`" for [column] in formats[1:])
         raise ValueError(
             f"The {name} data has no columns that SFT reads, only {columns}. It reads `prompt` and `completion`, or, "
             f"without a `prompt`, one of {others}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
@@ -127,8 +131,14 @@ def check_preferences(
         )
     if not isinstance(dataset, Dataset):
         return dataset.map(_refuse_bad_pair, with_indices=True, fn_kwargs={"name": name})
-    options: dict[str, object] = {"num_proc": num_proc, "desc": f"Checking {name} dataset", "with_indices": True}
-    oddities = dataset.map(_pair_oddities, fn_kwargs={"name": name}, remove_columns=dataset.column_names, **options)
+    oddities = dataset.map(
+        _pair_oddities,
+        with_indices=True,
+        fn_kwargs={"name": name},
+        remove_columns=dataset.column_names,
+        num_proc=num_proc,
+        desc=f"Checking {name} dataset",
+    )
     counts = {oddity: sum(oddities[oddity]) for oddity in oddities.column_names}
     if listed := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
         logger.warning(f"The {name} data: {', '.join(listed)}, of {len(dataset)} pairs. They are kept, as in TRL.")
@@ -210,10 +220,8 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
                 f"`{column}` of the {name} data is of type {kind}, and tokens are lists of whole numbers. Cast them "
                 f"with `dataset.cast_column('{column}', List(Value('int64')))`."
             )
+    _refuse_none(dataset, name, columns)
     lengths = token_lengths(dataset, columns).T
-    for column, of_column in zip(columns, lengths, strict=True):
-        if (missing := np.flatnonzero(of_column < 0)).size:
-            raise ValueError(f"Row {missing[0]} of the {name} data: `{column}` is None. {_FIX}")
     if (wrong := np.flatnonzero(lengths[0] != lengths[-1])).size:
         row = wrong[0]
         raise ValueError(
