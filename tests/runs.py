@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from scripts.benchmark.differences import difference, differences
 from trl_paddingfree.cli.quickstart import side_by_side
-from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU, Trajectory, classes_of
+from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU, classes_of
 
 # float32 on CPU. One step differs by a few units of rounding (eps = 1.2e-7) of sums over at most a few thousand terms;
 # Adam then divides gradients by their own size, which lets such differences grow over the steps of a test. Trajectories
@@ -70,11 +70,18 @@ OF_TASK: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Run(Trajectory):
+class Run:
     """What one training run logged, ended with, and stepped along."""
 
+    log_history: list[dict[str, float]]
+    trainer: Any
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each step, if kept
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each logged step."""
+        return [entry["loss"] for entry in self.log_history if "loss" in entry]
 
 
 class Compared(NamedTuple):

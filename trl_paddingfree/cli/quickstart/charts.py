@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from ...data.savings import WasteReport, waste_of
+from ...data.savings import WasteReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,23 +51,21 @@ def plot_waste(report: WasteReport, path: str | Path) -> None:
     left.set(xlabel="tokens per sequence", ylabel="sequences", title="Lengths, before truncation")
 
     batch_size, batches = next(iter(report.batches.items()))
-    waste, ordered = waste_of(batches), sorted(batches, key=lambda counts: counts.padded)
-    shown = np.array([counts.as_tuple()[:3] for counts in ordered[:: -(-len(ordered) // MOST_BATCHES)]])
-    share, padding = 1 / waste["predicted_speed_up_with_sharing"], waste["wasted_by_padding"]
+    slots = np.array(sorted((counts.padded, counts.real, counts.computed) for counts in batches))
+    padded, real, computed = slots.sum(0)
+    shown = slots[:: -(-len(slots) // MOST_BATCHES)]
     labels = {
-        f"computed without padding ({share:.0%})": COMPUTED,
-        f"in another row already ({1 - padding - share:.0%})": SHARED,
-        f"padding ({padding:.0%})": PADDING,
+        f"padding ({1 - real / padded:.0%})": PADDING,
+        f"in another row already ({(real - computed) / padded:.0%})": SHARED,
+        f"computed without padding ({computed / padded:.0%})": COMPUTED,
     }
-    bottom = 0
-    for top, (label, color) in zip(shown.T, labels.items(), strict=True):
-        right.bar(range(len(shown)), top - bottom, bottom=bottom, width=1, color=color, label=label)
-        bottom = top
-    right.legend(frameon=False, loc="upper left")
+    for height, (label, color) in zip(shown.T, labels.items(), strict=True):  # the lower bars in front
+        right.bar(range(len(shown)), height, width=1, color=color, label=label)
+    right.legend(frameon=False, loc="upper left", reverse=True)
     right.set(
         xlabel=f"batches of {batch_size}, from small to large",
         ylabel="slots of the padded batch",
-        title=f"Slots per batch: {1 / share:.2f}x fewer computed",
+        title=f"Slots per batch: {padded / computed:.2f}x fewer computed",
         xticks=[],
         ylim=(0, 1.3 * shown.max()),  # room for the legend
     )
@@ -77,18 +75,18 @@ def plot_waste(report: WasteReport, path: str | Path) -> None:
 def plot_runs(
     losses: Mapping[str, Sequence[float]], figures: dict[str, dict[str, float]], title: str, path: str | Path
 ) -> None:
-    """Draw the losses of two runs into one plot, and beside it bars of their figures, relative to the first run."""
+    """
+    Draw the losses of two runs into one plot, and beside it bars of their figures, of both runs in the same order,
+    relative to the first run.
+    """
     drawing, (left, right) = figure()
     (first, second), places = losses, np.arange(len(figures))
-    ratios = [values[second] / values[first] if values[first] else 1.0 for values in figures.values()]
-    for name, width, line, place, heights, color in (
-        (first, 5, "#CCCCCC", places - 0.2, [1.0] * len(ratios), "#999999"),
-        (second, 1.5, COMPUTED, places + 0.2, ratios, COMPUTED),
-    ):
-        left.plot(range(1, 1 + len(losses[name])), losses[name], label=name, linewidth=width, color=line)
-        bars = right.bar(place, heights, width=0.4, color=color, label=name)
-        values = (each[name] for each in figures.values())
-        right.bar_label(bars, [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values])
+    pairs = [[*values.values()] for values in figures.values()]
+    for i, name, width, color in ((0, first, 5, "#AAAAAA"), (1, second, 1.5, COMPUTED)):
+        left.plot(range(1, 1 + len(losses[name])), losses[name], label=name, linewidth=width, color=color)
+        ratios = [pair[i] / pair[0] if pair[0] else 1.0 for pair in pairs]
+        bars = right.bar(places + 0.4 * i - 0.2, ratios, width=0.4, color=color, label=name)
+        right.bar_label(bars, [f"{pair[i]:,.0f}" if pair[i] >= 10 else f"{pair[i]:.2g}" for pair in pairs])
     right.bar_label(bars, [f"{ratio:.0%}" for ratio in ratios], label_type="center", color="white")
     left.legend(frameon=False)
     left.set(xlabel="step", ylabel="loss", title=f"Loss, {title}")

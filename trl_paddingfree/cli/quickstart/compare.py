@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,22 @@ from ...memory.device import has_accelerator
 from ...trainers.registry import TRAINERS
 from ..tables import right, table
 from .charts import drawn, plot_runs
-from .model import instruction_data, make_model, make_tokenizer, preference_data
-from .side_by_side import Trajectory, train_watched
+from .model import make_model, make_tokenizer, preference_data
+from .side_by_side import Figures, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
 # Largest difference of two losses that is still rounding. In float32 a step differs by a few units of 1e-7, and Adam
 # lets that grow over the steps; bfloat16 keeps 3 digits of every log-probability, and a loss adds hundreds of them.
 FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2e-3, 0.1
-SFT_BATCH_SIZE = 16
+# Of SFT before DPO
+SFT_OPTIONS = {
+    "per_device_train_batch_size": 16,
+    "learning_rate": 3e-3,
+    "adam_beta2": 0.95,
+    "gradient_checkpointing": False,
+    "lr_scheduler_type": "cosine",
+}
 # How often a model from scratch sees each example. It is too small to generalise, but learns these by heart
 EPOCHS = 3
 # Differences of memory on the CPU that say nothing, in GiB: the allocator keeps memory of the first run for the second
@@ -46,36 +53,8 @@ def texts(dataset: Dataset) -> Iterator[str]:
                     yield text
 
 
-def start_from_scratch(task: str, data: Dataset, args: argparse.Namespace, console: Console, train: Callable) -> str:
-    """Make a tokenizer and a small Llama, and before DPO `train` it on answers by SFT. Returns the folder of both."""
-    folder, steps = str(Path(args.output_dir) / "model"), args.sft_steps
-    tokenizer = make_tokenizer(texts(data))
-    model = make_model(tokenizer, args.seed)
-    console.print(f"A Llama of {model.num_parameters() / 1e6:.1f} million parameters, from scratch.")
-    if task == "sft":
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-    if args.dataset_name is None:
-        answers = instruction_data(args.seed)
-    else:
-        pairs = data if "prompt" in data.column_names else data.map(extract_prompt)
-        answers = pairs.select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
-    options = {
-        "output_dir": folder,
-        "learning_rate": 3e-3,
-        "adam_beta2": 0.95,
-        "gradient_checkpointing": False,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": steps // 10,
-    }
-    run = train("sft", OURS, answers, steps, SFT_BATCH_SIZE, options, model=model, processing_class=tokenizer)
-    run.trainer.save_model(folder)
-    return folder
-
-
-def train_all(args: argparse.Namespace, console: Console) -> tuple[str, dict[str, Trajectory]]:
-    """The task of the data, and its runs by this package and by padded TRL, from one model and on the same batches."""
+def train_all(args: argparse.Namespace, console: Console) -> tuple[str, Any, dict[str, Figures]]:
+    """The task of the data, this package's trainer, and the figures of its run and padded TRL's on the same batches."""
     if args.dataset_name is None:
         data = preference_data(args.seed)
     else:
@@ -83,55 +62,53 @@ def train_all(args: argparse.Namespace, console: Console) -> tuple[str, dict[str
     task = task_of(data.column_names, [TRAINERS[name].task for name in ("dpo", "sft")]).name
     numbers, total = count(1), 3 if args.model is None and task == "dpo" else 2
 
-    def train(task: str, name: str, data: Dataset, steps: int, batch_size: int, own: dict, **given: Any) -> Trajectory:
+    def train(task: str, name: str, data: Dataset, options: dict[str, Any], **given: Any) -> tuple[Any, Figures]:
         title = f"run {next(numbers)} of {total}: {task.upper()}, {LABELS[name]}"
-        sizes = {"max_steps": steps, "per_device_train_batch_size": batch_size, "max_length": args.max_length}
-        options = {"output_dir": str(Path(args.output_dir) / task), "seed": args.seed, **sizes, **own}
-        rows = data.select(range(min(len(data), steps * batch_size)))
-        return train_watched(task, name == OURS, console, title, options, train_dataset=rows, **given)
+        common = {"output_dir": str(Path(args.output_dir) / task), "seed": args.seed, "max_length": args.max_length}
+        rows = data.select(range(len(data))[: options["max_steps"] * options["per_device_train_batch_size"]])
+        return train_watched(task, name == OURS, console, title, common | options, train_dataset=rows, **given)
 
-    model, options, runs = args.model, dict[str, Any](), {}
-    if model is None:
-        model, options = (
-            start_from_scratch(task, data, args, console, train),
-            {"learning_rate": 2e-4, "gradient_checkpointing": False},
-        )
-        data = data.select(range(min(len(data), args.steps * args.batch_size // EPOCHS + 1)))
+    model, options = args.model, {"max_steps": args.steps, "per_device_train_batch_size": args.batch_size}
+    if model is None:  # a tokenizer and a small Llama, which learns the answers by SFT before DPO
+        model, tokenizer = str(Path(args.output_dir) / "model"), make_tokenizer(texts(data))
+        llama = make_model(tokenizer, args.seed)
+        console.print(f"A Llama of {llama.num_parameters() / 1e6:.1f} million parameters, from scratch.")
+        if task == "dpo":
+            pairs = data if "prompt" in data.column_names else data.map(extract_prompt)
+            answers = pairs.select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
+            own = SFT_OPTIONS | {"max_steps": args.sft_steps, "warmup_steps": args.sft_steps // 10}
+            train("sft", OURS, answers, own, model=llama, processing_class=tokenizer)
+        llama.save_pretrained(model)
+        tokenizer.save_pretrained(model)
+        options |= {"learning_rate": 2e-4, "gradient_checkpointing": False}
+        data = data.select(range(len(data))[: args.steps * args.batch_size // EPOCHS + 1])
+    given = {"model": model, "peft_config": LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None}
     # Ours runs first: if the first run is slower because it warms up, that does not favour this package
-    for name in (OURS, PADDED):
-        lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
-        runs[name] = train(task, name, data, args.steps, args.batch_size, options, model=model, peft_config=lora)
-    runs[PADDED].trainer = None  # frees its model
-    return task, runs
+    trainer, ours = train(task, OURS, data, options, **given)
+    _, padded = train(task, PADDED, data, options, **given)
+    return task, trainer, {PADDED: padded, OURS: ours}
 
 
-def summarize(task: str, runs: dict[str, Trajectory]) -> dict[str, Any]:
+def summarize(task: str, trainer: Any, runs: dict[str, Figures]) -> dict[str, Any]:
     """What the comparison found, as plain numbers for JSON."""
-    ours, padded = runs[OURS], runs[PADDED]
-    counts, on_cpu = ours.trainer.total_counts(), not has_accelerator()
-    losses = [*zip(padded.losses, ours.losses, strict=True)]
-    difference = max(abs(loss - of_ours) / max(abs(loss), 1) for loss, of_ours in losses)
-    tolerance = BFLOAT16_TOLERANCE if ours.trainer.args.bf16 else FLOAT32_TOLERANCE
-
-    def both(of_padded: float, of_ours: float) -> dict[str, float]:
-        return {PADDED: of_padded, OURS: of_ours}
-
+    counts, on_cpu = trainer.total_counts(), not has_accelerator()
+    both = {name: {run: figures[name] for run, figures in runs.items()} for name in runs[OURS]}
+    losses, seconds = both.pop("losses"), both["seconds"]
+    difference = max(abs(a - b) / max(abs(a), 1) for a, b in zip(losses[PADDED], losses[OURS], strict=True))
+    tolerance = BFLOAT16_TOLERANCE if trainer.args.bf16 else FLOAT32_TOLERANCE
     return {
         "task": task,
-        "method": ours.trainer.method,
-        "steps": len(losses),
-        "first_loss": both(*losses[0]),
-        "last_loss": both(*losses[-1]),
-        "seconds": both(padded.seconds, ours.seconds),
+        "method": trainer.method,
+        "steps": len(losses[OURS]),
+        **both,
         # Other processes on the machine do not change this, while they make a run longer. It does not count GPU time
-        "core_seconds": both(padded.core_seconds, ours.core_seconds) if on_cpu else None,
-        "tokens_computed": both(counts.padded, counts.computed),
+        "core_seconds": both["core_seconds"] if on_cpu else None,
+        "tokens_computed": {PADDED: counts.padded, OURS: counts.computed},
         # Shares of the tokens that padded TRL computes: padding, and those that another row of the batch has, too
         "saved_by_padding_free": 1 - counts.real / counts.padded,
         "saved_by_sharing": (counts.real - counts.computed) / counts.padded,
-        "peak_memory_gib": both(padded.memory, ours.memory),
         "memory_noise_gib": MEMORY_NOISE if on_cpu else 0.0,
-        "speed_up": padded.seconds / ours.seconds,
+        "speed_up": seconds[PADDED] / seconds[OURS],
         "loss_difference": difference,
         "loss_tolerance": tolerance,
         "equal": difference <= tolerance,
@@ -179,13 +156,13 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         console.print("Time on cores leaves out what other processes on this machine took.")
 
 
-def draw(runs: dict[str, Trajectory], summary: dict[str, Any], path: Path) -> None:
+def draw(runs: dict[str, Figures], summary: dict[str, Any], path: Path) -> None:
     """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
     figures = {"time, s": summary["seconds"], "tokens": summary["tokens_computed"]}
     if tells_memory(summary):
         figures["memory, MiB"] = {name: 1024 * gib for name, gib in summary["peak_memory_gib"].items()}
-    labelled = {title: {LABELS[name]: value for name, value in both.items()} for title, both in figures.items()}
-    plot_runs({label: runs[name].losses for name, label in LABELS.items()}, labelled, summary["task"].upper(), path)
+    losses = {label: runs[name]["losses"] for name, label in LABELS.items()}
+    plot_runs(losses, figures, summary["task"].upper(), path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -200,8 +177,8 @@ def run(args: argparse.Namespace) -> int:
         (folder / ".gitignore").write_text("*\n")
     if not (folder.is_dir() and os.access(folder, os.W_OK)):  # before anything is trained for it
         raise ValueError(f"`--output_dir {folder}` is not a folder that can be written to: name another.")
-    task, runs = train_all(args, console)
-    summary, chart = summarize(task, runs), folder / "chart.png"
+    task, trainer, runs = train_all(args, console)
+    summary, chart = summarize(task, trainer, runs), folder / "chart.png"
     result = json.dumps(summary, indent=2) + "\n"
     (folder / "result.json").write_text(result)
     if args.json:

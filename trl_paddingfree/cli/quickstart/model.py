@@ -87,11 +87,12 @@ def instruction_data(seed: int = 0) -> Dataset:
     """All questions with their answers as TRL's prompt-completion rows, in random order."""
     rows = [*questions()]
     random.Random(seed).shuffle(rows)
-    columns = {
-        column: [[{"role": role, "content": row[i]}] for row in rows]
-        for i, (column, role) in enumerate({"prompt": "user", "completion": "assistant"}.items())
-    }
-    return Dataset.from_dict(columns)
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": question}] for question, _ in rows],
+            "completion": [[{"role": "assistant", "content": answer}] for _, answer in rows],
+        }
+    )
 
 
 def preference_data(seed: int = 0) -> Dataset:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -24,24 +23,7 @@ ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 SAMPLE_SECONDS = 0.002
 
 
-@dataclass
-class Trajectory:
-    """What one training run logged and took."""
-
-    log_history: list[dict[str, float]]
-    trainer: Any
-    core_seconds: float = 0.0  # CPU time of this process, summed over cores
-    memory: float = 0.0  # GiB at the peak, above the level before the run, if it was watched
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each logged step."""
-        return [entry["loss"] for entry in self.log_history if "loss" in entry]
-
-    @property
-    def seconds(self) -> float:
-        """Time to train."""
-        return self.log_history[-1]["train_runtime"]
+Figures = dict[str, Any]  # of a run, by name
 
 
 def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
@@ -52,10 +34,15 @@ def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
 
 def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any], **arguments: Any) -> Any:
     """A trainer, TRL's or ours, with `options` of its configuration, that logs every step, prints and saves nothing."""
-    options = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, **options}
-    if not has_accelerator():
-        options = ON_CPU | options
-    options.setdefault("output_dir", tempfile.mkdtemp(prefix="trl_paddingfree_"))
+    options = {
+        "output_dir": tempfile.mkdtemp(prefix="trl_paddingfree_"),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **({} if has_accelerator() else ON_CPU),
+        **options,
+    }
     trainer = trainer_class(args=config_class(**options), **arguments)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -94,23 +81,33 @@ class ShowSteps(TrainerCallback):
 
     def __init__(self, progress: Progress, title: str):
         self.progress, self.title = progress, title
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.task = self.progress.add_task(self.title, total=state.max_steps)
+        self.task = progress.add_task(title)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
-            title = f"{self.title}, loss {logs['loss']:.4f}"
-            self.progress.update(self.task, completed=state.global_step, description=title)
+            title, done = f"{self.title}, loss {logs['loss']:.4f}", state.global_step
+            self.progress.update(self.task, total=state.max_steps, completed=done, description=title)
 
 
 def train_watched(
     task: str, ours: bool, console: Console, title: str, options: dict[str, Any], **arguments: Any
-) -> Trajectory:
-    """Train on a task, by this package or by TRL, with a progress bar. CPU time and memory are measured."""
+) -> tuple[Any, Figures]:
+    """
+    Train on a task, by this package or by TRL, with a progress bar. Returns the trainer, and of the run the losses of
+    all steps, how long it took, CPU time summed over cores, and GiB at the peak above the level before.
+    """
     with watch_memory() as memory, Progress(console=console) as progress:
         trainer = make_trainer(*classes_of(task, ours), options, callbacks=[ShowSteps(progress, title)], **arguments)
         started = time.process_time()
         trainer.train()
         core_seconds = time.process_time() - started
-    return Trajectory(trainer.state.log_history, trainer, core_seconds, memory())
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    return trainer, {
+        "losses": losses,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "seconds": history[-1]["train_runtime"],
+        "core_seconds": core_seconds,
+        "peak_memory_gib": memory(),
+    }
