@@ -29,19 +29,22 @@ def print_waste(report: WasteReport) -> None:
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
     sequence = "sequence" if report.task.truncates else "prompt"  # lengths of completions to generate are an option
-    totals = ("padded_slots", "real_tokens", "computed_tokens")
     found = table(
         f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
         right("batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"),
-        (
+        [
             [
                 f"{row['batch_size']}",
-                *(f"{row[name] / row['num_batches']:,.0f}" for name in totals),
-                *(f"{row[name]:.0%}" for name in ("wasted_by_padding", "saved_by_sharing")),
-                *(f"{row[name]:.2f}x" for name in ("predicted_speed_up", "predicted_speed_up_with_sharing")),
+                f"{row['padded_slots'] / row['num_batches']:,.0f}",
+                f"{row['real_tokens'] / row['num_batches']:,.0f}",
+                f"{row['computed_tokens'] / row['num_batches']:,.0f}",
+                f"{row['wasted_by_padding']:.0%}",
+                f"{row['saved_by_sharing']:.0%}",
+                f"{row['predicted_speed_up']:.2f}x",
+                f"{row['predicted_speed_up_with_sharing']:.2f}x",
             ]
             for row in figures["batch_sizes"]
-        ),
+        ],
         padding=0,  # many columns fit into a terminal
     )
     notes = [
@@ -63,25 +66,19 @@ def print_waste(report: WasteReport) -> None:
 
 def print_memory(memory: dict[str, Any]) -> None:
     """What [`~trl_paddingfree.cli.memory.memory_report`] predicts, as a table."""
-    has_limit = memory["memory_gib"] is not None
     heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
-    heads += ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"] * has_limit
-    rows = []
-    for size in memory["sizes"]:
-        for layout in ("padded", "padding_free", "shared"):
-            found = size[layout]
-            gib = (found[name] for name in ("kept_gib", "recomputed_gib", "offloaded_gib", "host_gib"))
-            row = [f"{size['batch_size']}" if layout == "padded" else "", layout.replace("_", "-")]
-            row += [f"{found['tokens']:,}", *(f"{each:.1f}" for each in gib)]
-            if has_limit:
-                row += [f"{found['recomputed_batch']}", f"{found['kept_batch']}", f"{found['speed_up']:.2f}x"]
-            rows.append(row)
-    limit = ""
-    if has_limit:
+    cells, limit = "{tokens:,} {kept_gib:.1f} {recomputed_gib:.1f} {offloaded_gib:.1f} {host_gib:.1f}", ""
+    if memory["memory_gib"] is not None:
+        heads += ["largest,\nrecom-\nputed", "largest,\nkept", "speed-\nup"]
+        cells += " {recomputed_batch} {kept_batch} {speed_up:.2f}x"
         limit = (
             f" largest: the batch size that fits into {memory['memory_gib']:g} GiB. speed-up: of `memory_budget` over "
             "recomputing every layer, on the same tokens."
         )
+    rows = []
+    for size in memory["sizes"]:
+        for shown, layout in ((f"{size['batch_size']}", "padded"), ("", "padding_free"), ("", "shared")):
+            rows.append([shown, layout.replace("_", "-"), *cells.format_map(size[layout]).split()])
     Console().print(
         table(f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB", right(*heads), rows, padding=0),
         "tokens: in the largest batch. kept, recomputed: with no layer recomputed, and with every layer; "
@@ -93,20 +90,18 @@ def print_memory(memory: dict[str, Any]) -> None:
 
 def print_routes(report: ModelReport) -> None:
     """What the start-up check found, as a table, and how the model would train."""
-    rows = []
+    rows, lines = [], ["", f"Refused. {report.refusal}"]
     for backend, (results, _) in report.backends.items():
         for result in results:
-            figures = (f"{figure:.1e}" for figure in (result.error, result.tolerance, result.leak))
+            figures = [f"{result.error:.1e}", f"{result.tolerance:.1e}", f"{result.leak:.1e}"]
             rows.append([backend, "shared" if result.prefix_sharing else "not shared", result.verdict, *figures])
         if not results:
             rows.append([backend, "", "unavailable"])
     title = f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}"
     Console().print(table(title, ["backend", "prefixes", "verdict", "error", "allowed", "leak"], rows))
-    lines = ["", f"Refused. {report.refusal}"]
     if report.chosen is not None:
-        lines = ["", f"Trains as {report.chosen}."]
-        faster = [*report.backends][: [*report.backends].index(report.chosen.route.backend)]
-        if faster:
+        lines, names = ["", f"Trains as {report.chosen}."], [*report.backends]
+        if faster := names[: names.index(report.chosen.route.backend)]:
             lines += ["", "Faster backends, and what they need:"]
         for results, reasons in map(report.backends.__getitem__, faster):
             lines += [reasons] if reasons else map(str, results)

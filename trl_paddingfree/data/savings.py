@@ -1,12 +1,13 @@
 """What padding wastes on a data set and what sharing saves, counted on real batches, without a model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
+from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..flat.counts import BatchCounts
@@ -78,7 +79,6 @@ def measure(
     seed: int = 0,
     in_order: bool = False,
     count_images: "Callable[..., Counted] | None" = None,
-    track: Callable[[Iterable[BatchCounts], int, str], Iterable[BatchCounts]] = lambda batches, total, what: batches,
     **options: object,
 ) -> WasteReport:
     """
@@ -86,15 +86,17 @@ def measure(
 
     The `sample` and the batches are drawn at random or, `in_order`, are the first rows and neighbours. Data with images
     needs the model's processor in place of its tokenizer, and `count_images`, such as
-    [`~trl_paddingfree.images.savings.image_counts`]. `track` shows progress: it gets the batches, their number, and
-    what they are. `options` are further ones of the task's collator.
+    [`~trl_paddingfree.images.savings.image_counts`]. `options` are further ones of the task's collator.
     """
+
+    def order(number: int) -> np.ndarray:
+        return np.arange(number) if in_order else np.random.default_rng(seed).permutation(number)
+
     num_rows = len(dataset)
     if not task.truncates:
         max_length = None
     if sample is not None and sample < num_rows:
-        drawn = np.arange(num_rows) if in_order else np.random.default_rng(seed).permutation(num_rows)
-        dataset = dataset.select(drawn[:sample])
+        dataset = dataset.select(order(num_rows)[:sample])
     if count_images is not None:
         num_left, lengths, count = count_images(dataset, tokenizer, task, max_length, options)
     else:
@@ -104,15 +106,13 @@ def measure(
         raise ValueError(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
         )
-    order = np.arange(num_left) if in_order else np.random.default_rng(seed).permutation(num_left)
-    by_size: dict[int, tuple[BatchCounts, ...]] = {}
-    for batch_size in batch_sizes:
-        if by_size and batch_size > num_left:
-            break
-        batches = np.split(order, range(batch_size, num_left, batch_size))
-        by_size[batch_size] = tuple(track(map(count, batches), len(batches), f"Batches of {batch_size}"))
+    by_size = {}
+    for size in batch_sizes:
+        if size == batch_sizes[0] or size <= num_left:
+            batches = np.split(order(num_left), range(size, num_left, size))
+            by_size[size] = tuple(map(count, tqdm(batches, f"Batches of {size}", leave=False)))
     num_dropped = len(dataset) - num_left
-    num_long = 0 if max_length is None else int((lengths.max(1) > max_length).sum())
+    num_long = int((lengths.max(1) > (np.inf if max_length is None else max_length)).sum())
     return WasteReport(
         task=task,
         num_rows=num_rows,
@@ -140,7 +140,7 @@ def _text_counts(
     max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)
     lengths = task.sequence_lengths(rows)
-    is_long = np.zeros(len(rows), dtype=bool) if max_length is None else lengths.max(1) > max_length
+    is_long = lengths.max(1) > (np.inf if max_length is None else max_length)
     if in_order:  # TRL does not say which rows it drops, so their places are lost: it cuts all rows at once, or none
         is_long[:] = is_long.any()
     if is_long.any():  # only these can lose tokens, or be dropped
@@ -149,8 +149,6 @@ def _text_counts(
     rows, collator = rows.select_columns(task.columns), task.make_collator(prefix_sharing=True, **options)
 
     def count(index: np.ndarray) -> BatchCounts:
-        batch = rows[index]  # much faster than rows one by one
-        examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        return collator(examples)["flat_batch"].counts
+        return collator(rows.select(index).to_list())["flat_batch"].counts  # much faster than rows one by one
 
     return len(rows), lengths, count
