@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ..data.load import NAME_THE_DATA, refuse_missing
@@ -23,14 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name, by default those of the process, and return its exit code."""
     given = spelled(sys.argv[1:] if argv is None else argv)
     args, others = make_parser().parse_known_args(given)
-    commands = {"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}
-    command = (
-        partial(commands[args.command], args) if args.command in commands else partial(train, args.command, others)
-    )
-    if others and args.command in commands:  # argparse itself would show the usage of `trl-paddingfree`
+    command = {"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}.get(args.command)
+    if command and others:  # argparse itself would show the usage of `trl-paddingfree`
         args.parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        code = command()
+        code = command(args) if command else train(args.command, others)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -63,7 +61,7 @@ def at_least(least: int, args: argparse.Namespace, *names: str) -> None:
 
 def print_json(value: Mapping[str, object]) -> None:
     """Print a result for programs."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    print(json.dumps(value, indent=2))
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -75,7 +73,6 @@ def inspect(args: argparse.Namespace) -> int:
         raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, the model that is to fit into it.")
 
     from rich.console import Console
-    from rich.progress import track
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from ..data.load import load_rows
@@ -91,7 +88,6 @@ def inspect(args: argparse.Namespace) -> int:
     from .tables import print_memory, print_waste
 
     silence()
-    progress = Console(stderr=True)
     if args.model is not None:  # a wrong name is refused before data is loaded
         with loading(args.model):
             model_config(args.model)
@@ -126,19 +122,18 @@ def inspect(args: argparse.Namespace) -> int:
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
         count_images=partial(image_counts, token) if with_images else None,
-        track=lambda batches, total, what: track(batches, what, total, console=progress, transient=True),
     )
-    memory = None
+    memory = {}
     if args.model is not None:
-        memory = memory_report(report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
+        memory["memory"] = memory_report(report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
     if args.json:
-        print_json(report.as_dict() | ({"memory": memory} if memory else {}))
+        print_json(report.as_dict() | memory)
     else:
         print_waste(report)
-        if memory:
-            print_memory(memory)
+        for predicted in memory.values():
+            print_memory(predicted)
     if args.plot:
-        drawn(lambda: plot_waste(report, args.plot), args.plot, progress)
+        drawn(lambda: plot_waste(report, args.plot), args.plot, Console(stderr=True))
     return OK
 
 
@@ -159,7 +154,7 @@ def check(args: argparse.Namespace) -> int:
         if args.json:
             print_json({"packed": str(result.route), "verdict": result.verdict, **as_dict(result)})
         else:
-            sys.stdout.write(f"{result}\n")
+            print(result)
         return OK if result.passed else NO
     tell = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
     with loading(args.model):
@@ -220,15 +215,12 @@ def train(task: str, argv: Sequence[str]) -> int:
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
     parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
     _, training_args, *_, from_config, from_command_line = parsed
-    if (name := "--accelerate_config") in from_config and name in from_command_line:  # the command line wins
-        at = from_config.index(name)
-        del from_config[at : at + 2]
     launcher = launch.launch_command_parser()
     parser.others = launcher.format_usage()
     launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
-    # The script gets all arguments, and leaves those to the launcher that it does not know
-    launch_args = resolve_accelerate_config_argument(from_config + from_command_line)
-    args = launcher.parse_args([*launch_args, "--module", launched.__name__, task, *argv])
+    # The command line wins. The script gets all arguments, and leaves those to the launcher that it does not know
+    given = chain.from_iterable(map(resolve_accelerate_config_argument, (from_config, from_command_line)))
+    args = launcher.parse_args([*given, "--module", launched.__name__, task, *argv])
     if args.training_script != launched.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
     script.say_where(training_args)

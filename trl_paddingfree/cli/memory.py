@@ -9,7 +9,6 @@ import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from .. import upstream
+from ..data.validate import did_you_mean
 from ..flat.counts import BatchCounts
 from ..memory.adapters import cast_inputs_once
 from ..memory.device import GIB
@@ -79,8 +79,8 @@ def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConf
     """The configuration of a named shape, or of a folder or model id. Refuses the name of a shape that is misspelt."""
     if name in shapes:
         return AutoConfig.for_model(**shapes[name])
-    if not Path(name).exists() and (close := get_close_matches(name.lower(), shapes, n=1, cutoff=0.8)):
-        raise ValueError(f"{name!r} is none of the shapes {', '.join(shapes)}. Did you mean {close[0]!r}?")
+    if not Path(name).exists() and (meant := did_you_mean(name, shapes)):
+        raise ValueError(f"{name!r} is none of the shapes {', '.join(shapes)}.{meant}")
     return AutoConfig.from_pretrained(name)
 
 
@@ -90,7 +90,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     all linear layers. The weights of so many reference models count, too; adapters need none. Attention keeps what
     flash attention does on GPUs or, without `as_kernels`, what PyTorch's attention does on this machine.
     """
-    text = config.get_text_config()
+    text, is_full = config.get_text_config(), tuning == "full"
     types = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES]
     kinds = list(zip(*types, strict=True))
     which = [kinds.index(kind) for kind in kinds]  # of each layer, the first of its kind: these need the same memory
@@ -99,7 +99,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
         upstream.set_attn_implementation(model, kept_by_kernels())
     route = choose_route(model, dtype=DTYPE, device=torch.device("cpu"))
     FlatModel.install(model, route)
-    if tuning != "full":
+    if not is_full:
         lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
         model.enable_input_require_grads()
         cast_inputs_once(get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora"), "cpu")
@@ -107,15 +107,15 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
         kept = count_kept_bytes(model, route)
     layers = recomputable_layers(model)
     parameters = [p for i in which for p in layers[i].parameters()]
-    own = sum(p.numel() for p in parameters if tuning == "full" or not p.requires_grad)
-    adapters = sum(p.numel() * p.element_size() for p in parameters if tuning != "full" and p.requires_grad)
+    own = sum(p.numel() for p in parameters if is_full or not p.requires_grad)
+    adapters = sum(p.numel() * p.element_size() for p in parameters if not is_full and p.requires_grad)
     embeddings = (1 if config.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * BYTES
     per_weight = BYTES_IN_4_BITS if tuning == "qlora" else BYTES
     weights = embeddings + per_weight * own
-    changed = weights if tuning == "full" else adapters
-    fixed = round(weights * (1 + num_references * (tuning == "full")) + adapters + COPIES * changed)
+    changed = weights if is_full else adapters
+    fixed = round(weights * (1 + num_references * is_full) + adapters + COPIES * changed)
     rows, columns = upstream.lm_head_tile()
-    summed = 4 * text.vocab_size * text.hidden_size * (tuning == "full")
+    summed = 4 * text.vocab_size * text.hidden_size * is_full
     every = kept.of(which)
     if as_kernels and not beyond_varlen(model):  # PyTorch's varlen kernel, which keeps no copies of keys
         every.kept[:, TOKENS] += every.kept[:, KEYS]

@@ -34,20 +34,22 @@ TRAINING = {
     "rloo": "on rewards of its own completions, against the mean of the others",
     "distillation": "on a teacher's predictions for its own completions",
 }
-Needed = dict[tuple[str, ...], str]  # one of these options, or else this advice
-# What each training command needs, and what some need as well
-_NEEDED: Needed = {
-    ("model_name_or_path",): "Name the model: `--model_name_or_path` (hub name or folder).",
-    ("datasets", "dataset_name"): NAME_THE_DATA,
-}
-_REWARDS: Needed = {
-    ("reward_funcs", "reward_model_name_or_path"): "Name what rewards completions: `--reward_funcs` (a function of TRL "
-    "or an import path, such as my_lib.rewards.my_reward), or `--reward_model_name_or_path`."
-}
-_TEACHER: Needed = {
-    ("teacher_model_name_or_path",): "Name the teacher: `--teacher_model_name_or_path` (hub name or folder).",
-}
-_ALSO_NEEDED = {"grpo": _REWARDS, "rloo": _REWARDS, "distillation": _TEACHER}
+# What commands need: one of some options, or else an advice
+_NEEDED = [
+    (TRAINING, ["model_name_or_path"], "Name the model: `--model_name_or_path` (hub name or folder)."),
+    (TRAINING, ["datasets", "dataset_name"], NAME_THE_DATA),
+    (
+        ["grpo", "rloo"],
+        ["reward_funcs", "reward_model_name_or_path"],
+        "Name what rewards completions: `--reward_funcs` (a function of TRL or an import path, such as "
+        "my_lib.rewards.my_reward), or `--reward_model_name_or_path`.",
+    ),
+    (
+        ["distillation"],
+        ["teacher_model_name_or_path"],
+        "Name the teacher: `--teacher_model_name_or_path` (hub name or folder).",
+    ),
+]
 
 
 def refuse(command: str, error: Exception) -> int:
@@ -69,12 +71,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and exit."""
-        close: list[str] = []
+        word, known = "", ""
         if unknown := re.match(r"unrecognized arguments: .*?(--[\w-]+)", message):
-            options = re.findall(r"--\w+", self.format_usage() + self.others)
-            close = get_close_matches(spelled([unknown[1]])[0], options, n=1, cutoff=0.7)
+            word, known = spelled([unknown[1]])[0], self.format_usage() + self.others
         elif choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            close = get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
+            word, known = choice.groups()
+        close = get_close_matches(word, re.findall(r"[\w.-]+", known), n=1, cutoff=0.7)
         suggestion = f"Did you mean `{close[0]}`?" if close else f"`{self.prog} --help` lists all."
         self.exit(WRONG_USE, f"{self.prog}: {message.rstrip('.')}. {suggestion}\n")
 
@@ -96,9 +98,9 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
 
     Returns the arguments as TRL looks for them: `--config FILE` and `--accelerate_config NAME` are two words each.
     """
-    needed, config = _NEEDED | _ALSO_NEEDED.get(task, {}), dict[str, Any]()
+    config: dict[str, Any] = {}
     parser = OneLineParser(prog=f"trl-paddingfree {task}", add_help=False)
-    for name in ("config", "accelerate_config", *(name for names in needed for name in names)):
+    for name in {"config", "accelerate_config"}.union(*(names for _, names, _ in _NEEDED)):
         parser.add_argument(f"--{name}", nargs="+", default=argparse.SUPPRESS)
     given, words = parser.parse_known_args(spelled(argv))
     named = {name: values[0] for name, values in vars(given).items()}
@@ -106,9 +108,9 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
         with open(named["config"], encoding="utf-8") as file:
             config = safe_load(file)
     if isinstance(config, dict) and not {"-h", "--help"}.intersection(words):  # what else a file has, TRL answers
-        for names, advice in needed.items():
+        for tasks, names, advice in _NEEDED:
             value = next(filter(None, map((config | named).get, names)), None)
-            if isinstance(value, str | None):
+            if task in tasks and isinstance(value, str | None):
                 refuse_missing(value, advice)
     return words + [word for name, values in vars(given).items() for word in (f"--{name}", *values)]
 
@@ -139,10 +141,8 @@ def make_parser() -> OneLineParser:
         def option(name: str, meaning: str, default: str | int | None = None, **others: Any) -> None:
             """An option of the default's type."""
             if default is not None:
-                meaning, others = (
-                    f"{meaning} (default: {default})",
-                    {"default": default, "type": type(default), **others},
-                )
+                meaning, others["default"] = f"{meaning} (default: {default})", default
+                others["type"] = type(default)
             command.add_argument(name, help=meaning, **others)
 
         return option

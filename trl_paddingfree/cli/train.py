@@ -3,11 +3,10 @@
 import argparse
 import os
 import pkgutil
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -100,8 +99,7 @@ class MessageArguments:
 
 
 # Names of options that TRL's commands do not have
-_OURS = {field.name for types in (PaddingFreeOptions, MessageArguments) for field in fields(types)}
-_OURS |= {field.name for field in fields(SFTScriptArguments)} - {field.name for field in fields(ScriptArguments)}
+_OURS = {*PaddingFreeOptions.__dataclass_fields__, "batch_method", "one_sample_per_turn", "traceback"}
 # The script arguments of tasks that have more than TRL's common ones
 _ARGUMENTS: dict[str, type[ScriptArguments]]
 _ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
@@ -115,23 +113,21 @@ class ScriptParser(OneLineParser, TrlParser):
     ours: Any = None  # an argument group, whose class is private
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        name = options.get("dest") or names[0].removeprefix("--")
-        if name == "loss_type" and "choices" not in options:  # TRL would only look when it computes the loss
-            words = re.findall(r"'(\w+)'", options["help"].partition("values are")[2].partition(".")[0])
-            options |= {"choices": words or None, "metavar": "LOSS_TYPE"}
-        if name not in _OURS:
+        if (options.get("dest") or names[0].removeprefix("--")) not in _OURS:
             return super().add_argument(*names, **options)
         self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")
         return self.ours.add_argument(*names, **options)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
         """TRL's, which takes any value of a YAML file, but for words that an option does not allow."""
-        for action in self._actions:
-            given, choices = values.get(action.dest), [*(action.choices or ())]
-            for word in given if isinstance(given, list) else [given]:
-                if choices and isinstance(word, str) and word not in choices:
-                    allowed = ", ".join(map(repr, choices))
-                    self.error(f"argument --{action.dest}: invalid choice: {word!r} (choose from {allowed})")
+        try:
+            for action in self._actions:
+                given = values.get(action.dest)
+                for word in given if isinstance(given, list) else [given]:
+                    if isinstance(word, str):
+                        self._check_value(action, word)
+        except argparse.ArgumentError as error:
+            self.error(str(error))
         return super().set_defaults_with_config(**values)
 
 
@@ -187,7 +183,7 @@ def _load_reward(name: str) -> Callable:
     if name == "get_soft_overlong_punishment":
         return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
     module, _, function = name.rpartition(".")
-    if module and os.getcwd() not in sys.path:
+    if module:
         sys.path.insert(0, os.getcwd())
     try:
         return pkgutil.resolve_name(f"{module or trl.rewards.__name__}:{function}")
@@ -222,7 +218,8 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
         others["teacher_model"] = training_args.teacher_model_name_or_path
     dataset = load_data(script_args, dataset_args, training_args.seed)
     evaluates = training_args.eval_strategy != "no"
-    needed = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    needed = [train, test] if evaluates else [train]
     for split in needed:
         if split not in dataset:
             raise ValueError(
@@ -235,8 +232,8 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
     return trainer_class(
         model=model_args.model_name_or_path,
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        train_dataset=dataset[train],
+        eval_dataset=dataset[test] if evaluates else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         **others,
