@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,30 +13,27 @@ from transformers import AutoTokenizer
 from trl import DatasetMixtureConfig, DPOConfig, DPOTrainer, ScriptArguments, SFTConfig, SFTTrainer
 
 import trl_paddingfree
-from tests.helpers.tiny import conversations, make_model, make_tokenizer, preference_data, prompt_completions, text
-from trl_paddingfree import (
-    PaddingFreeDPOConfig,
-    PaddingFreeDPOTrainer,
-    PaddingFreeOptions,
-    PaddingFreeSFTConfig,
-    PaddingFreeSFTTrainer,
+from tests.helpers.tiny import (
+    arguments,
+    conversations,
+    make_model,
+    make_tokenizer,
+    preference_data,
+    prompt_completions,
+    unpaired,
 )
+from tests.runs import run
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeOptions
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.train import main as run_script
 from trl_paddingfree.data.load import load_data
 
 TRAINING = ["dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation"]
 COMMANDS = ["inspect", "check", *TRAINING, "env", "quickstart"]
+MODES = ["keep_start", "keep_end"]
 PNG = b"\x89PNG"
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 QUIET = {"bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "dataloader_pin_memory": False}
-
-
-@pytest.fixture
-def pairs_file(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    preference_data(30, seed=5).to_json(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -91,53 +89,37 @@ def test_python_m_is_the_same_command():
     assert result.stdout.startswith("usage: trl-paddingfree")
 
 
-def trained_counts(trainer_class, config_class, dataset, output_dir, **options):
-    """What one batch of all rows counts in training."""
-    args = config_class(output_dir, per_device_train_batch_size=len(dataset), max_steps=1, **QUIET, **options)
-    trainer = trainer_class(
-        make_model(), args=args, train_dataset=dataset, processing_class=make_tokenizer(), peft_config=LoraConfig()
-    )
-    trainer.train()
-    return trainer.total_counts()
+def texts(n: int, seed: int) -> Dataset:
+    return prompt_completions(n, seed).select_columns("completion").rename_column("completion", "text")
 
 
-@pytest.mark.parametrize("conversational", [True, False], ids=["messages", "text"])
-@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-def test_inspect_counts_of_pairs_are_those_of_training(capsys, tmp_path, model_dir, conversational, mode):
-    data, path = preference_data(30, 7, conversational), tmp_path / "pairs.jsonl"
+COUNTED = [("dpo", partial(preference_data, conversational=x), mode) for x in (True, False) for mode in MODES]
+COUNTED += [("sft", make, None) for make in (conversations, prompt_completions, texts)] + [("kto", unpaired, None)]
+
+
+@pytest.mark.parametrize(("task", "make_data", "mode"), COUNTED)
+def test_inspect_counts_what_training_counts(inspected, tmp_path, task, make_data, mode):
+    data, path = make_data(30, 7), tmp_path / "rows.jsonl"
     data.to_json(path)
-    options = ["--batch_size", "30", "--max_length", "24", "--truncation_mode", mode]
-    code, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, *options)
-    counts = trained_counts(
-        PaddingFreeDPOTrainer, PaddingFreeDPOConfig, data, str(tmp_path), max_length=24, truncation_mode=mode
-    )
+    report = inspected(path, "--batch_size", "30", "--max_length", "24", "--truncation_mode", mode or MODES[0])
+    options = {
+        "max_length": 24,
+        "per_device_train_batch_size": 30,
+        "steps": 1,
+        **({"truncation_mode": mode} if mode else {}),
+    }
+    counts = run(task, "shared", **arguments(task), train_dataset=data, **options).trainer.total_counts()
     (row,) = report["batch_sizes"]
-    assert code == 0
-    assert report["task"] == "dpo"
+    assert report["task"] == task
     assert (row["computed_tokens"], row["real_tokens"], row["padded_slots"]) == counts.as_tuple()[:3]
     assert row["predicted_speed_up_with_sharing"] == counts.padded / counts.computed
     assert row["wasted_by_padding"] == 1 - counts.real / counts.padded > 0
-    assert row["saved_by_sharing"] == 1 - counts.computed / counts.real > 0
+    assert row["saved_by_sharing"] == 1 - counts.computed / counts.real
+    assert task == "sft" or counts.computed < counts.real
 
 
-@pytest.mark.parametrize("make_data", [conversations, prompt_completions])
-def test_inspect_counts_of_instructions_are_those_of_training(capsys, tmp_path, model_dir, make_data):
-    data, path = make_data(20, 3), tmp_path / "rows.jsonl"
-    data.to_json(path)
-    options = ["--batch_size", "20", "--max_length", "24"]
-    _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, *options)
-    counts = trained_counts(
-        PaddingFreeSFTTrainer, PaddingFreeSFTConfig, data, str(tmp_path), max_length=24, prefix_sharing=True
-    )
-    (row,) = report["batch_sizes"]
-    assert report["task"] == "sft"
-    assert (row["computed_tokens"], row["real_tokens"], row["padded_slots"]) == counts.as_tuple()[:3]
-
-
-def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(capsys, tmp_path, pairs_file, model_dir):
-    options = ["--tokenizer", model_dir, "--max_length", "16"]
-    _, report = json_of(capsys, "inspect", pairs_file, *options)
-    _, whole = json_of(capsys, "inspect", pairs_file, "--tokenizer", model_dir, "--max_length", "0")
+def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(inspected, tmp_path, pairs_file):
+    report, whole = (inspected(pairs_file, "--max_length", max_length) for max_length in ("16", "0"))
     data = Dataset.from_json(pairs_file)
     kwargs = {"train_dataset": data, "processing_class": make_tokenizer(), "peft_config": LoraConfig()}
     trainer = DPOTrainer(make_model(), args=DPOConfig(str(tmp_path), max_length=16, **QUIET), **kwargs)
@@ -150,10 +132,10 @@ def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(capsys, tmp_path, 
     assert whole["lengths"]["max"] > 16
 
 
-def test_inspect_finds_the_rows_that_trl_drops_from_instructions(capsys, tmp_path, model_dir):
+def test_inspect_finds_the_rows_that_trl_drops_from_instructions(inspected, tmp_path):
     data, path = prompt_completions(20, 4), tmp_path / "rows.jsonl"
     data.to_json(path)
-    _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, "--max_length", "8")
+    report = inspected(path, "--max_length", "8")
     whole, cut = (
         SFTTrainer(
             make_model(),
@@ -167,9 +149,9 @@ def test_inspect_finds_the_rows_that_trl_drops_from_instructions(capsys, tmp_pat
     assert report["num_truncated"] == sum(len(ids) > 8 for ids in whole) - report["num_dropped"] > 0
 
 
-def test_inspect_draws_the_same_sample_for_the_same_seed(capsys, pairs_file, model_dir):
-    options = ["--tokenizer", model_dir, "--batch_size", "2", "--sample", "12"]
-    reports = [json_of(capsys, "inspect", pairs_file, *options, "--seed", seed)[1] for seed in ("1", "1", "2")]
+def test_inspect_draws_the_same_sample_for_the_same_seed(inspected, pairs_file):
+    options = ["--batch_size", "2", "--sample", "12"]
+    reports = [inspected(pairs_file, *options, "--seed", seed) for seed in ("1", "1", "2")]
     assert reports[0] == reports[1] != reports[2]
     assert (reports[0]["num_rows"], reports[0]["num_sampled"]) == (30, 12)
     assert [row["batch_size"] for row in reports[0]["batch_sizes"]] == [2, 4, 8]
@@ -198,52 +180,58 @@ def test_inspect_without_matplotlib_says_what_to_install(capsys, monkeypatch, pa
     assert 'pip install "trl-paddingfree[plot]"' in capsys.readouterr().err
 
 
+FILES = {
+    "odd.jsonl": '{"a": "b"}',
+    "prompts.jsonl": '{"prompt": "b", "text": "c"}',
+    "nulls.jsonl": '{"text": "c"}\n{"text": null}',
+    "images.jsonl": '{"image": "a.png", "prompt": "a", "completion": "b"}',
+    "notes.txt": "a",
+    "empty.jsonl": "",
+    "empty.csv": "",
+}
+# What follows `inspect --tokenizer MODEL`, or a whole command; and what is said
 WRONG = {
-    "no data": (["inspect", "nowhere/nothing", "--tokenizer", "MODEL"], "'nowhere/nothing' is no file or folder here"),
-    "no tokenizer": (["inspect", "PAIRS", "--tokenizer", "nowhere"], "'nowhere' is no file or folder here"),
-    "no model": (["check", "nowhere"], "'nowhere' is no file or folder here"),
-    "unknown columns": (["inspect", "ODD", "--tokenizer", "MODEL"], "Preference data needs 'chosen' and 'rejected'"),
-    "no split": (
-        ["inspect", "PAIRS", "--tokenizer", "MODEL", "--dataset_train_split", "dev"],
-        "it has ['train']: name one with `--dataset_train_split`",
-    ),
-    "a prompt without completion": (
-        ["inspect", "PROMPTS", "--tokenizer", "MODEL"],
-        "or, without a `prompt`, one of",
-    ),
-    "no text": (["inspect", "NULLS", "--tokenizer", "MODEL"], "Row 1 of the inspected data: `text` is None"),
-    "no batch": (["inspect", "PAIRS", "--tokenizer", "MODEL", "--batch_size", "0"], "`--batch_size 0` must be"),
-    "nothing left": (["inspect", "PAIRS", "--tokenizer", "MODEL", "--max_length", "1"], "Raise `max_length`"),
-    "no kind of file": (["inspect", "TEXT", "--tokenizer", "MODEL"], "name a file that does"),
-    "no flash-attn": (["check", "MODEL", "--attn_implementation", "flash_attention_2"], "FlashAttention2"),
+    "nowhere/nothing": "'nowhere/nothing' is no file or folder here, and the hub does not give it",
+    "pair.jsonl": "'pair.jsonl' is no file or folder here: is it misspelt?\n",
+    "pairs.jsonl --tokenizer nowhere": "'nowhere' is no file or folder here",
+    "check nowhere": "'nowhere' is no file or folder here",
+    "odd.jsonl": "Preference data needs 'chosen' and 'rejected'",
+    "pairs.jsonl --dataset_train_split dev": "it has ['train']: name one with `--dataset_train_split`",
+    "prompts.jsonl": "or, without a `prompt`, one of",
+    "nulls.jsonl": "Row 1 of the inspected data: `text` is None",
+    "images.jsonl": " is not a model that reads them",
+    "pairs.jsonl --batch_size 0": "`--batch_size 0` must be",
+    "pairs.jsonl --max_length 1": "Raise `max_length`",
+    "pairs.jsonl --model llama-3-9b": "'llama-3-9b' is none of the shapes llama-3-8b, ",
+    "pairs.jsonl --memory_gib 24": "`--memory_gib 24.0` needs `--model`",
+    "notes.txt": "name a file that does",
+    "empty.jsonl": "'empty.jsonl' is an empty file",
+    "empty.csv": "'empty.csv' is an empty file",
+    "check MODEL --attn_implementation flash_attention_2": "FlashAttention2",
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_done_exits_2_with_one_message(capsys, tmp_path, pairs_file, model_dir, case):
-    argv, message = WRONG[case]
-    files = {"PAIRS": pairs_file, "MODEL": model_dir}
-    files["ODD"] = str(tmp_path / "ODD.jsonl")
-    Dataset.from_dict({"a": ["b"]}).to_json(files["ODD"])
-    files |= {name: str(tmp_path / f"{name}.jsonl") for name in ("PROMPTS", "NULLS")}
-    Dataset.from_dict({"prompt": ["b"], "text": ["c"]}).to_json(files["PROMPTS"])
-    Dataset.from_dict({"text": ["c", None]}).to_json(files["NULLS"])
-    files["TEXT"] = str(tmp_path / "notes.txt")
-    (tmp_path / "notes.txt").write_text("a")
-    assert main([files.get(x, x) for x in argv]) == 2
+@pytest.mark.parametrize("command", WRONG)
+def test_what_cannot_be_done_exits_2_with_one_message(capsys, monkeypatch, tmp_path, pairs_file, model_dir, command):
+    monkeypatch.chdir(tmp_path)
+    for name, written in FILES.items():
+        (tmp_path / name).write_text(written)
+    words = [model_dir if word == "MODEL" else word for word in command.split()]
+    argv = words if words[0] == "check" else ["inspect", "--tokenizer", model_dir, *words]
+    assert main(argv) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert f"trl-paddingfree {argv[0]}: " in printed.err
-    assert message in printed.err
+    assert printed.err.startswith(f"trl-paddingfree {argv[0]}: ")
+    assert WRONG[command] in printed.err
     assert "Traceback" not in printed.err
     with pytest.raises((ValueError, OSError, ImportError)):
-        main([files.get(x, x) for x in argv] + ["--traceback"])
+        main([*argv, "--traceback"])
 
 
 def test_unknown_arguments_exit_2(capsys):
-    for argv in ([], ["no-such-command"], ["inspect"], ["env", "--nonsense"]):
+    for command in ("", "no-such-command", "inspect", "env --nonsense"):
         with pytest.raises(SystemExit) as stopped:
-            main(argv)
+            main(command.split())
         assert stopped.value.code == 2
 
 
@@ -306,8 +294,8 @@ def launched(monkeypatch):
 def test_launch_options_go_to_accelerate_and_all_to_the_script(launched, tmp_path, script):
     config = tmp_path / "config.yaml"
     config.write_text("num_machines: 1\nmax_length: 99\nmodel_name_or_path: org/model\ndataset_name: org/data\n")
-    options = ["--num_processes", "2", "--config", str(config), "--mixed_precision", "bf16"]
-    options += ["--seed", "2", "--prefix_sharing", "false", *ON_CPU]
+    given = f"--num_processes 2 --config {config} --mixed_precision bf16 --seed 2 --prefix_sharing false"
+    options = [*given.split(), *ON_CPU]
     assert main([script, *options]) == 0
     (args,) = launched
     assert (args.num_processes, args.num_machines, args.mixed_precision) == (2, 1, "bf16")
@@ -319,7 +307,7 @@ def test_launch_options_go_to_accelerate_and_all_to_the_script(launched, tmp_pat
 
 
 def test_accelerate_config_names_one_of_trls(launched):
-    argv = ["dpo", "--accelerate_config", "zero2", "--beta", "0.2", *NAMED, *ON_CPU]
+    argv = [*["dpo", "--accelerate_config", "zero2", "--beta", "0.2"], *NAMED, *ON_CPU]
     assert main(argv) == 0
     (args,) = launched
     assert args.config_file.endswith("zero2.yaml")
@@ -365,8 +353,8 @@ def test_a_script_that_fails_gives_its_exit_code(monkeypatch):
 
 def test_a_run_that_is_over_can_be_resumed_and_is_saved_again(capsys, tmp_path, pairs_file, model_dir):
     out = tmp_path / "out"
-    argv = ["--model_name_or_path", model_dir, "--dataset_name", pairs_file, "--output_dir", str(out), *ON_CPU]
-    argv += ["--max_steps", "1", "--report_to", "none"]
+    argv = f"--model_name_or_path {model_dir} --dataset_name {pairs_file} --output_dir {out} --max_steps 1".split()
+    argv += [*ON_CPU, "--report_to", "none"]
     run_script("dpo", argv)
     (out / "model.safetensors").unlink()
     run_script("dpo", [*argv, "--resume_from_checkpoint", "true"])
@@ -376,20 +364,13 @@ def test_a_run_that_is_over_can_be_resumed_and_is_saved_again(capsys, tmp_path, 
 
 @pytest.mark.slow
 def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
-    options = {
-        "model_name_or_path": model_dir,
-        "dataset_name": pairs_file,
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": "1",
-        "use_cpu": "true",
-        "bf16": "false",
-        "report_to": "none",
-        "save_strategy": "no",
-    }
-    argv = [part for name, value in options.items() for part in (f"--{name}", value)]
     config = tmp_path / "options.yaml"  # of the script, and of `accelerate launch`
     config.write_text("learning_rate: 1.0e-4\nnum_machines: 1\n")
-    argv += ["--config", str(config), "--num_processes", "1"]
+    argv = [
+        *f"--model_name_or_path {model_dir} --dataset_name {pairs_file} --output_dir {tmp_path}/out".split(),
+        *ON_CPU,
+    ]
+    argv += f"--max_steps 1 --report_to none --save_strategy no --config {config} --num_processes 1".split()
     command = [sys.executable, "-m", "trl_paddingfree", "dpo", *argv]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -418,13 +399,3 @@ def test_the_figures_and_the_card_of_a_run_name_the_method(tmp_path):
     assert "- padding-free\n" in card
     assert "- mine\n" in card
     assert "Cite DPO as" in card
-
-
-def test_words_come_back_from_a_file_of_texts(capsys, tmp_path, model_dir):
-    import random
-
-    path, rng = tmp_path / "texts.jsonl", random.Random(0)
-    rows = [text(rng, 1, 9) for _ in range(6)]
-    Dataset.from_dict({"text": rows}).to_json(path)
-    _, report = json_of(capsys, "inspect", str(path), "--tokenizer", model_dir, "--batch_size", "6")
-    assert report["batch_sizes"][0]["real_tokens"] == sum(len(row.split()) + 1 for row in rows)  # and an EOS each

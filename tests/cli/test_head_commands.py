@@ -1,33 +1,22 @@
 """The commands of Reward, KTO, GRPO, RLOO and distillation, and `inspect` on their data."""
 
-import json
-
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from tests.helpers.tiny import make_model, make_tokenizer, preference_data, prompts, reward_model, unpaired
-from tests.runs import run
+from tests.helpers.tiny import DATA, reward_model
 from trl_paddingfree.cli import main
 from trl_paddingfree.cli.train import main as train_main
 
-DATA = {"reward": preference_data, "kto": unpaired, "grpo": prompts, "rloo": prompts, "distillation": prompts}
+TASKS = ["reward", "kto", "grpo", "rloo", "distillation"]
 OPTIONS = {
-    "reward": [],
-    "kto": [],
-    "grpo": ["--reward_funcs", "tests.helpers.tiny.score", "--max_completion_length", "4"],
-    "rloo": ["--reward_funcs", "tests.helpers.tiny.score", "--max_completion_length", "4"],
+    **dict.fromkeys(("grpo", "rloo"), ["--reward_funcs", "tests.helpers.tiny.score", "--max_completion_length", "4"]),
     "distillation": ["--max_completion_length", "4"],
 }
 
 
-def inspected(capsys, *argv: str):
-    assert main(["inspect", *argv, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("task", DATA)
+@pytest.mark.parametrize("task", TASKS)
 def test_a_command_trains_and_saves_a_model(capsys, tmp_path, model_dir, task):
     path, out = tmp_path / "data.jsonl", tmp_path / "out"
     DATA[task](16, 1).to_json(path)
@@ -36,7 +25,7 @@ def test_a_command_trains_and_saves_a_model(capsys, tmp_path, model_dir, task):
     if torch.accelerator.is_available():
         argv += ["--use_cpu", "true", "--bf16", "false"]
     argv += ["--teacher_model_name_or_path", model_dir] if task == "distillation" else []
-    train_main(task, [*argv, *OPTIONS[task]])
+    train_main(task, [*argv, *OPTIONS.get(task, [])])
     printed, said = capsys.readouterr()
     assert torch.accelerator.is_available() or "training on the CPU (`--use_cpu true --bf16 false`)" in said
     assert "Trained by padding-free (segment, shared prefixes)" in printed
@@ -73,27 +62,11 @@ def test_rewards_that_cannot_be_found_are_named_in_one_line(capsys, model_dir, t
         train_main(task, [*argv, "--traceback"])
 
 
-def test_inspect_counts_of_unpaired_preferences_are_those_of_training(capsys, tmp_path, model_dir):
-    data, path = unpaired(12, 3), tmp_path / "rows.jsonl"
-    data.to_json(path)
-    report = inspected(capsys, str(path), "--tokenizer", model_dir, "--batch_size", "12", "--max_length", "24")
-
-    def make():
-        return {"model": make_model(), "ref_model": make_model(), "processing_class": make_tokenizer()}
-
-    options = {"max_length": 24, "per_device_train_batch_size": 12, "steps": 1}
-    counts = run("kto", "shared", **make(), train_dataset=data, **options).trainer.total_counts()
-    (row,) = report["batch_sizes"]
-    assert report["task"] == "kto"
-    assert (row["computed_tokens"], row["real_tokens"], row["padded_slots"]) == counts.as_tuple()[:3]
-
-
-def test_inspect_counts_prompts_with_their_completions(capsys, tmp_path, model_dir):
+def test_inspect_counts_prompts_with_their_completions(inspected, tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "w1 w2 w3"}, {"prompt": "w4 w5 w6 w7 w8"}]
     Dataset.from_list(rows).to_json(path)
-    options = ["--tokenizer", model_dir, "--batch_size", "2", "--num_generations", "4", "--max_completion_length", "10"]
-    report = inspected(capsys, str(path), *options)
+    report = inspected(path, "--batch_size", "2", "--num_generations", "4", "--max_completion_length", "10")
     (row,) = report["batch_sizes"]
     assert (report["task"], report["max_length"], report["lengths"]["max"]) == ("grpo", None, 5)
     assert (row["padded_slots"], row["real_tokens"]) == (8 * 15, 4 * 13 + 4 * 15)

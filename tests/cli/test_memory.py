@@ -1,7 +1,6 @@
 """The memory that `inspect` predicts from a shape is what the trainers count on the model itself."""
 
 import copy
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -84,16 +83,11 @@ def test_more_memory_holds_more_and_recomputes_less():
     assert small["shared"]["kept_gib"] < small["padding_free"]["kept_gib"] < small["padded"]["kept_gib"]
 
 
-def test_inspect_predicts_memory(tmp_path, capsys, model_dir):
-    path = tmp_path / "pairs.jsonl"
-    preference_data(30, seed=5).to_json(path)
-    common = ["inspect", str(path), "--tokenizer", model_dir]
-    assert main([*common, "--model", model_dir, "--memory_gib", "24", "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]
+def test_inspect_predicts_memory(inspected, pairs_file, capsys, model_dir):
+    memory = inspected(pairs_file, "--model", model_dir, "--memory_gib", "24")["memory"]
     assert [row["batch_size"] for row in memory["sizes"]][:2] == [8, 16]
     assert 0 < memory["sizes"][0]["shared"]["offloaded_gib"] < memory["sizes"][0]["shared"]["kept_gib"]
-    assert main([*common, "--model", "tiny", "--memory_gib", "24"]) == 0
+    assert main(["inspect", pairs_file, "--tokenizer", model_dir, "--model", "tiny", "--memory_gib", "24"]) == 0
     _, printed = capsys.readouterr().out.split("Memory of tiny")
     assert "activation_offloading=True" in printed.replace("\n", " ")
     assert "…" not in printed  # all of it fits into a terminal
-    assert main([*common, "--memory_gib", "24"]) == 2

@@ -71,13 +71,6 @@ def test_a_closed_pipe_ends_the_command_quietly():
     assert "BrokenPipe" not in error
 
 
-@pytest.mark.parametrize("name", ["empty.jsonl", "empty.csv"])
-def test_an_empty_file_is_named(capsys, tmp_path, model_dir, name):
-    (tmp_path / name).write_text("")
-    assert cli.main(["inspect", str(tmp_path / name), "--tokenizer", model_dir]) == 2
-    assert f"{name}' is an empty file" in capsys.readouterr().err
-
-
 # What is written to a file, the arguments that name it, and what is said; WHERE is the file
 BROKEN = {
     "config": ("beta: [1\nb: }", ["--config", "WHERE"], "not valid YAML: ", "WHERE", "line 2, column 2"),
@@ -106,7 +99,7 @@ def test_what_is_no_json_or_yaml_is_named_with_the_line(capsys, tmp_path, case):
     argv = [argument.replace("WHERE", file) for argument in argv]
     if written is not None:
         Path(file).write_text(written)
-    argv += ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
+    argv += NAMED
     assert cli.main(["dpo", *argv]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trl-paddingfree dpo: ")
@@ -137,68 +130,51 @@ def test_a_file_of_rows_that_is_no_json_is_named_with_the_line(capsys, tmp_path,
     assert " is no JSON: " in error
 
 
-def test_the_rows_of_a_file_are_still_read(capsys, tmp_path, model_dir):
-    file = tmp_path / "pairs.jsonl"
-    preference_data(4, int(os.environ["TRL_PADDINGFREE_SEED"])).to_json(file)
-    assert cli.main(["inspect", str(file), "--tokenizer", model_dir, "--json"]) == 0
-
-
 @pytest.mark.parametrize("spelling", ["--batch_size", "--batch-size"])
-def test_options_may_be_spelt_with_either_dash(capsys, tmp_path, model_dir, spelling):
-    file = tmp_path / "pairs.jsonl"
-    preference_data(4, int(os.environ["TRL_PADDINGFREE_SEED"])).to_json(file)
-    argv = ["inspect", str(file), "--tokenizer", model_dir, f"{spelling}=2", "--json"]
-    assert cli.main(argv) == 0
-    assert json.loads(capsys.readouterr().out)["batch_sizes"][0]["batch_size"] == 2
+def test_options_may_be_spelt_with_either_dash(inspected, pairs_file, spelling):
+    assert inspected(pairs_file, f"{spelling}=2")["batch_sizes"][0]["batch_size"] == 2
 
 
 MISSPELT = {
-    "command": (["inspct"], "trl-paddingfree: argument COMMAND: invalid choice: 'inspct'", "`inspect`"),
-    "option": (
-        ["inspect", "pairs.jsonl", "--tokenizer", "model", "--batchsize", "8"],
+    "inspct": ("trl-paddingfree: argument COMMAND: invalid choice: 'inspct'", "inspect"),
+    "inspect pairs.jsonl --tokenizer model --batchsize 8": (
         "trl-paddingfree inspect: unrecognized arguments: --batchsize 8.",
-        "`--batch_size`",
+        "--batch_size",
     ),
-    "word": (["check", "model", "--dtype", "float31"], "argument --dtype: invalid choice: 'float31'", "`float32`"),
-    "script's": (["dpo", "--bata", "0.2"], "trl-paddingfree dpo: unrecognized arguments: --bata.", "`--beta`"),
-    "ours": (["sft", "--padding-fee=true"], "unrecognized arguments: --padding_fee=true.", "`--padding_free`"),
-    "accelerate's": (["dpo", "--num_proceses", "2"], "unrecognized arguments: --num_proceses", "`--num_processes`"),
-    "script's word": (["dpo", "--lr_scheduler_type", "cosin"], "invalid choice: 'cosin'", "`cosine`"),
+    "check model --dtype float31": ("argument --dtype: invalid choice: 'float31'", "float32"),
+    "dpo --bata 0.2": ("trl-paddingfree dpo: unrecognized arguments: --bata.", "--beta"),
+    "sft --padding-fee=true": ("unrecognized arguments: --padding_fee=true.", "--padding_free"),
+    "dpo --num_proceses 2": ("unrecognized arguments: --num_proceses", "--num_processes"),
+    "dpo --lr_scheduler_type cosin": ("invalid choice: 'cosin'", "cosine"),
 }
+NAMED = ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
 
 
-@pytest.mark.parametrize("case", MISSPELT)
-def test_what_is_misspelt_is_answered_in_one_line_with_what_was_meant(capsys, case, model_dir):
-    argv, message, meant = MISSPELT[case]
-    named = ["--model_name_or_path", model_dir, "--dataset_name", "org/data"] if argv[0] in ("dpo", "sft") else []
+@pytest.mark.parametrize("command", MISSPELT)
+def test_what_is_misspelt_is_answered_in_one_line_with_what_was_meant(capsys, command):
+    message, meant = MISSPELT[command]
     with pytest.raises(SystemExit) as stopped:
-        cli.main([*argv, *named])
+        cli.main([*command.split(), *(NAMED if command.startswith(("dpo", "sft")) else [])])
     printed = capsys.readouterr()
     assert stopped.value.code == 2
     assert message in printed.err
-    assert printed.err.endswith(f" Did you mean {meant}?\n")
+    assert printed.err.endswith(f" Did you mean `{meant}`?\n")
     assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
-@pytest.mark.parametrize(("task", "wrong", "meant"), [("dpo", "sigmoi", "sigmoid"), ("grpo", "dapoo", "dapo")])
-@pytest.mark.parametrize("where", ["command line", "file"])
-def test_a_loss_that_trl_does_not_have_is_refused_before_anything_is_loaded(
-    capsys, tmp_path, task, wrong, meant, where
-):
-    named = ["--model_name_or_path", "org/model", "--dataset_name", "org/data", "--reward_funcs", "a.b"]
-    given = ["--loss_type", wrong]
-    if where == "file":
-        (tmp_path / "options.yaml").write_text(f"loss_type: {wrong}")
-        given = ["--config", str(tmp_path / "options.yaml")]
+def test_a_word_of_a_file_that_an_option_does_not_allow_is_refused_as_on_the_command_line(capsys, tmp_path):
+    (tmp_path / "options.yaml").write_text(
+        "batch_method: paddin\nmodel_name_or_path: org/model\ndataset_name: org/data"
+    )
     with pytest.raises(SystemExit):
-        cli.main([task, *named[: 6 if task == "grpo" else 4], *given])
-    assert f"invalid choice: '{wrong}' (choose from " in (error := capsys.readouterr().err)
-    assert error.endswith(f" Did you mean `{meant}`?\n")
+        cli.main(["sft", "--config", str(tmp_path / "options.yaml")])
+    assert "invalid choice: 'paddin' (choose from " in (error := capsys.readouterr().err)
+    assert error.endswith(" Did you mean `padding`?\n")
 
 
-def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys, model_dir):
+def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["dpo", "word", "--model_name_or_path", model_dir, "--dataset_name", "org/data"])
+        cli.main(["dpo", "word", *NAMED])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == (
         "trl-paddingfree dpo: unrecognized arguments: word. `trl-paddingfree dpo --help` lists all.\n"
@@ -206,32 +182,31 @@ def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys, mo
 
 
 def test_a_script_that_is_not_launched_knows_its_own_options_only(capsys):
-    named = ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
     for option, meant in (("--max_stepps", "Did you mean `--max_steps`?"), ("--num_processes", "")):
         with pytest.raises(SystemExit) as stopped:
-            run_script("dpo", [*named, option, "8"])
+            run_script("dpo", [*NAMED, option, "8"])
         assert stopped.value.code == 2
         assert f"unrecognized arguments: {option} 8. {meant}" in capsys.readouterr().err
 
 
 # Answers that need nothing but the arguments
 AT_ONCE = [
-    ["--help"],
-    [],
-    ["inspct"],
-    ["inspect", "--help"],
-    ["inspect", "a.jsonl", "--tokenizer", "b"],
-    ["inspect", "a", "--tokenizer", "b", "--batch_size", "0"],
-    ["check", "./nowhere"],
-    ["quickstart", "--steps", "x"],
-    ["env", "--nonsense"],
-    ["dpo", "--config"],
-    ["sft", "--config=broken.yaml"],
-    ["dpo", "--model_name_or_path", "a"],
-    ["dpo", "--model-name-or-path=./a", "--dataset_name", "b"],
-    ["grpo", "--model_name_or_path", "a", "--dataset_name", "b"],
-    ["rloo", "--config", "named.yaml"],
-    ["distillation", "--config", "named.yaml"],
+    "--help",
+    "",
+    "inspct",
+    "inspect --help",
+    "inspect a.jsonl --tokenizer b",
+    "inspect a --tokenizer b --batch_size 0",
+    "check ./nowhere",
+    "quickstart --steps x",
+    "env --nonsense",
+    "dpo --config",
+    "sft --config=broken.yaml",
+    "dpo --model_name_or_path a",
+    "dpo --model-name-or-path=./a --dataset_name b",
+    "grpo --model_name_or_path a --dataset_name b",
+    "rloo --config named.yaml",
+    "distillation --config named.yaml",
 ]
 IMPORTED = """
 import json, sys
@@ -245,16 +220,21 @@ print(json.dumps([code, sorted(found)]))
 """
 
 
-@pytest.mark.parametrize("argv", AT_ONCE, ids=" ".join)
-def test_what_can_be_answered_at_once_imports_nothing_large(tmp_path, argv):
+def imported_by(command, folder):
+    """The exit code of a command in a folder, the large packages that it imports, and what it says."""
+    argv = [sys.executable, "-c", IMPORTED, json.dumps(command.split())]
+    result = subprocess.run(argv, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, check=True)
+    return *json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+@pytest.mark.parametrize("command", AT_ONCE)
+def test_what_can_be_answered_at_once_imports_nothing_large(tmp_path, command):
     (tmp_path / "broken.yaml").write_text("beta: [")
     (tmp_path / "named.yaml").write_text("model_name_or_path: a\ndatasets: [{path: b}]")
-    command = [sys.executable, "-c", IMPORTED, json.dumps(argv)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, check=True)
-    code, imported = json.loads(result.stdout.splitlines()[-1])
+    code, imported, said = imported_by(command, tmp_path)
     assert imported == []
-    assert code == (0 if "--help" in argv else 2)
-    assert "--help" in argv or result.stderr.count("\n") == 1
+    assert code == (0 if "--help" in command else 2)
+    assert "--help" in command or said.count("\n") == 1
 
 
 def test_versions_are_printed_before_pytorch_is_asked_for_devices(capsys, monkeypatch):
@@ -267,56 +247,29 @@ def test_versions_are_printed_before_pytorch_is_asked_for_devices(capsys, monkey
     assert capsys.readouterr().out == "- gpus: a GPU\n"
 
 
-def test_env_imports_pytorch_only_where_it_may_see_devices():
-    command = [sys.executable, "-c", IMPORTED, json.dumps(["env"])]
-    result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
-    code, imported = json.loads(result.stdout.splitlines()[-1])
+def test_env_imports_pytorch_only_where_it_may_see_devices(tmp_path):
+    code, imported, _ = imported_by("env", tmp_path)
     assert code == 0
     assert set(imported) <= (set() if version("torch").endswith("+cpu") else {"torch", "numpy"})
 
 
 MISSING = {
-    "nothing": ([], "Name the model"),
-    "no model": (["--dataset_name", "PAIRS"], "Name the model"),
-    "no data": (["--model_name_or_path", "MODEL"], "Name the data"),
-    "no such file": (
-        ["--model_name_or_path", "MODEL", "--dataset_name", "pair.jsonl"],
-        "'pair.jsonl' is no file or folder here",
-    ),
-    "no such folder": (
-        ["--model_name_or_path", "./model", "--dataset_name", "PAIRS"],
-        "'./model' is no file or folder here",
-    ),
+    "": "Name the model",
+    "--dataset_name pairs.jsonl": "Name the model",
+    "--model_name_or_path org/model": "Name the data",
+    "--model_name_or_path org/model --dataset_name pair.jsonl": "'pair.jsonl' is no file or folder here",
+    "--model_name_or_path ./model --dataset_name pairs.jsonl": "'./model' is no file or folder here",
 }
 
 
-@pytest.mark.parametrize("case", MISSING)
-def test_what_a_run_lacks_is_said_before_it_is_launched(capsys, monkeypatch, tmp_path, model_dir, case):
-    launched = []
-    monkeypatch.setattr(accelerate_launch, "launch_command", launched.append)
-    file = tmp_path / "pairs.jsonl"
-    preference_data(4, int(os.environ["TRL_PADDINGFREE_SEED"])).to_json(file)
-    argv, message = MISSING[case]
-    short = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)] if argv else []
-    assert cli.main(["dpo", *short, *({"PAIRS": str(file), "MODEL": model_dir}.get(x, x) for x in argv)]) == 2
+@pytest.mark.parametrize("options", MISSING)
+def test_what_a_run_lacks_is_said_before_it_is_launched(capsys, monkeypatch, tmp_path, pairs_file, options):
+    monkeypatch.setattr(accelerate_launch, "launch_command", lambda args: pytest.fail("launched"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["dpo", *options.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trl-paddingfree dpo: ")
-    assert message in error
-    assert launched == []
-
-
-def test_a_missing_file_is_not_looked_for_on_the_hub(capsys, model_dir):
-    assert cli.main(["inspect", "pair.jsonl", "--tokenizer", model_dir]) == 2
-    error = capsys.readouterr().err
-    assert error == "trl-paddingfree inspect: 'pair.jsonl' is no file or folder here: is it misspelt?\n"
-
-
-def test_a_shape_that_is_misspelt_is_not_looked_for_on_the_hub(capsys, tmp_path, model_dir):
-    file = tmp_path / "pairs.jsonl"
-    preference_data(4, 0).to_json(file)
-    assert cli.main(["inspect", str(file), "--tokenizer", model_dir, "--model", "llama-3-9b"]) == 2
-    assert "'llama-3-9b' is none of the shapes llama-3-8b, " in (error := capsys.readouterr().err)
-    assert error.endswith("Did you mean 'llama-3-8b'?\n")
+    assert MISSING[options] in error
 
 
 def test_a_reward_that_cannot_be_imported_is_named_with_its_option():
@@ -324,26 +277,17 @@ def test_a_reward_that_cannot_be_imported_is_named_with_its_option():
         _load_reward("my_lib.f")
 
 
-def test_sft_on_pairs_names_all_that_it_reads(capsys, tmp_path):
-    data = preference_data(4, 0)
+def test_sft_on_pairs_names_all_that_it_reads():
     with pytest.raises(ValueError, match="one of `input_ids`, `messages`, `text`, `conv"):
-        refuse_unread_instructions(data, "train")
+        refuse_unread_instructions(preference_data(4, 0), "train")
 
 
-def test_offloading_without_an_accelerator_is_refused_before_launching(capsys, monkeypatch, tmp_path, model_dir):
+def test_offloading_without_an_accelerator_is_refused_before_launching(capsys, monkeypatch):
     monkeypatch.setattr("trl_paddingfree.cli.train.has_accelerator", lambda: False)
     monkeypatch.setattr(accelerate_launch, "launch_command", lambda args: pytest.fail("launched"))
-    named = ["--model_name_or_path", model_dir, "--dataset_name", "org/data", "--use_cpu", "true", "--bf16", "false"]
-    assert cli.main(["dpo", "--activation_offloading", "true", *named]) == 2
+    options = ["--activation_offloading", "true", "--use_cpu", "true", "--bf16", "false"]
+    assert cli.main(["dpo", *options, *NAMED]) == 2
     assert "`--activation_offloading true` moves activations from an acc" in capsys.readouterr().err
-
-
-def test_images_need_a_model_that_sees_them(capsys, tmp_path, model_dir):
-    file = tmp_path / "images.jsonl"
-    file.write_text('{"image": "a.png", "prompt": "a", "completion": "b"}\n')
-    assert cli.main(["inspect", str(file), "--tokenizer", model_dir]) == 2
-    error = capsys.readouterr().err
-    assert f"The data has images, and {model_dir!r} is not a model that reads them" in error
 
 
 def test_every_head_of_the_table_fits_into_a_terminal(capsys, monkeypatch, tmp_path, model_dir):

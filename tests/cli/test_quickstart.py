@@ -10,7 +10,7 @@ import time
 import pytest
 from rich.console import Console
 
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import conversations
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.quickstart import compare as quickstart
 from trl_paddingfree.cli.quickstart import model as from_scratch
@@ -28,6 +28,11 @@ def run(tmp_path, capsys):
         return code, json.loads(capsys.readouterr().out), tmp_path
 
     return run
+
+
+@pytest.fixture
+def own(model_dir, pairs_file):
+    return ["--model", model_dir, "--dataset_name", pairs_file]
 
 
 def test_docstrings_of_the_standard_library_and_topics_of_help_answer_questions_about_them():
@@ -79,9 +84,8 @@ def test_the_quick_start_finds_equal_losses_and_fewer_tokens(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["--use_peft"]], ids=["full", "lora"])
-def test_your_own_model_and_pairs_take_their_place(run, tmp_path, model_dir, lora):
-    preference_data(12, 1).to_json(tmp_path / "pairs.jsonl")
-    code, result, _ = run("--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl"), *lora)
+def test_your_own_model_and_pairs_take_their_place(run, tmp_path, own, lora):
+    code, result, _ = run(*own, *lora)
     assert code == 0
     assert result["equal"]
     assert not (tmp_path / "model").exists()
@@ -96,18 +100,15 @@ def test_instructions_are_compared_in_sft(run, tmp_path):
     assert result["tokens_computed"]["padding_free"] < result["tokens_computed"]["trl_padded"]
 
 
-def test_losses_that_differ_exit_1(run, monkeypatch, tmp_path, model_dir):
+def test_losses_that_differ_exit_1(run, monkeypatch, own):
     monkeypatch.setattr(quickstart, "FLOAT32_TOLERANCE", -1.0)
-    preference_data(8, 1).to_json(tmp_path / "pairs.jsonl")
-    code, result, _ = run("--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl"))
+    code, result, _ = run(*own)
     assert code == 1
     assert not result["equal"]
 
 
-def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, model_dir):
-    preference_data(8, 1).to_json(tmp_path / "pairs.jsonl")
-    options = ["--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl"), "--output_dir", str(tmp_path)]
-    assert main(["quickstart", *SHORT, *options]) == 0
+def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, own):
+    assert main(["quickstart", *SHORT, *own, "--output_dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "DPO, 2 steps on the same batches" in printed
     for row in ("first loss", "last loss", "time", "time on cores", "tokens computed", "peak memory"):
@@ -133,12 +134,10 @@ def test_memory_is_judged_above_noise_only(capsys, tmp_path, padded, ours, verdi
     assert quickstart.tells_memory(summary) == ("%" in verdict)
 
 
-def test_a_folder_of_its_own_is_ignored_by_git_and_one_of_yours_is_not(tmp_path, model_dir, run):
-    preference_data(8, 1).to_json(tmp_path / "pairs.jsonl")
-    options = ["--model", model_dir, "--dataset_name", str(tmp_path / "pairs.jsonl")]
-    run(*options)
+def test_a_folder_of_its_own_is_ignored_by_git_and_one_of_yours_is_not(tmp_path, own, run):
+    run(*own)
     assert not (tmp_path / ".gitignore").exists()
-    run(*options, "--output_dir", str(tmp_path / "new"))
+    run(*own, "--output_dir", str(tmp_path / "new"))
     assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
 
 

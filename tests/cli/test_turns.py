@@ -1,6 +1,5 @@
 """`--one_sample_per_turn`: what the SFT script trains on, and what `inspect` says of it beforehand."""
 
-import json
 import os
 
 import pytest
@@ -9,7 +8,6 @@ from tests.helpers.thinking import TEMPLATE, thinking_conversations
 from tests.helpers.tiny import make_model, make_tokenizer
 from trl_paddingfree import split_turns
 from trl_paddingfree.cli import train as script
-from trl_paddingfree.cli.main import main
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BATCH_SIZE = 4
@@ -39,7 +37,7 @@ def trained(monkeypatch):
     return found
 
 
-def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_files, trained, capsys):
+def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_files, trained, inspected):
     data, model = conversation_files
     script.main(
         "sft", arguments(data, model, "--one_sample_per_turn", "--test_split_size", "0.2", "--eval_strategy", "epoch")
@@ -54,10 +52,8 @@ def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_fi
         assert place - 1 == last or all(message["role"] != "assistant" for message in turns[place]["prompt"])
     assert ours.method == "padding-free (segment, shared prefixes)"
     counts = ours.total_counts()
-    options = ["--batch_size", str(BATCH_SIZE), "--max_length", "40", "--seed", str(SEED), "--json"]
-    capsys.readouterr()
-    assert main(["inspect", data, "--tokenizer", model, "--one_sample_per_turn", *options]) == 0
-    row = json.loads(capsys.readouterr().out)["batch_sizes"][0]
+    options = ["--one_sample_per_turn", "--batch_size", str(BATCH_SIZE), "--max_length", "40", "--seed", str(SEED)]
+    row = inspected(data, *options, tokenizer=model)["batch_sizes"][0]
     assert (row["computed_tokens"], row["real_tokens"], row["padded_slots"]) == counts.as_tuple()[:3]
     assert counts.computed < counts.real
 

@@ -1,6 +1,5 @@
 """The commands on data with images: a model and a file, as a user would name them."""
 
-import json
 import os
 
 import pytest
@@ -13,7 +12,6 @@ from tests.helpers.vision import (
     vision_pairs,
     vision_prompts,
 )
-from trl_paddingfree.cli import main
 from trl_paddingfree.cli.train import main as train
 from trl_paddingfree.images.collate import VisionPreferenceCollator
 from trl_paddingfree.images.model import vision_rules
@@ -28,10 +26,9 @@ def pairs(tmp_path_factory):
     return file
 
 
-def test_inspect_counts_the_tokens_of_images(monkeypatch, tmp_path, capsys, vision_dir, pairs):
-    monkeypatch.chdir(tmp_path)  # where the chart goes
-    assert main(["inspect", pairs, "--tokenizer", vision_dir, "--batch_size", "8", "--max_length", "0", "--json"]) == 0
-    (batch, *_) = json.loads(capsys.readouterr().out)["batch_sizes"]
+def test_inspect_counts_the_tokens_of_images(inspected, vision_dir, pairs):
+    report = inspected(pairs, "--batch_size", "8", "--max_length", "0", tokenizer=vision_dir)
+    batch = report["batch_sizes"][0]
     model, processor = make_vision("llava")
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model))
     counts = collator([*vision_pairs(8, SEED)])["flat_batch"].counts
@@ -40,14 +37,12 @@ def test_inspect_counts_the_tokens_of_images(monkeypatch, tmp_path, capsys, visi
     assert batch["computed_tokens"] == counts.computed
 
 
-def test_inspect_counts_groups_of_prompts_with_images(monkeypatch, tmp_path, capsys, vision_dir):
+def test_inspect_counts_groups_of_prompts_with_images(inspected, tmp_path, vision_dir):
     """Completions of one length, all different; of the data, two prompts are one text with one image."""
-    monkeypatch.chdir(tmp_path)
     rows = vision_prompts(4, SEED, most_images=1)
-    rows.select([0, 1, 0]).to_parquet("prompts.parquet")
-    options = ["--batch_size", "3", "--num_generations", "3", "--max_completion_length", "5", "--json"]
-    assert main(["inspect", "prompts.parquet", "--tokenizer", vision_dir, *options]) == 0
-    (batch, *_) = json.loads(capsys.readouterr().out)["batch_sizes"]
+    rows.select([0, 1, 0]).to_parquet(tmp_path / "prompts.parquet")
+    options = ["--batch_size", "3", "--num_generations", "3", "--max_completion_length", "5"]
+    (batch, *_) = inspected(tmp_path / "prompts.parquet", *options, tokenizer=vision_dir)["batch_sizes"]
     # A mark before and after each text, its role, four tokens of the image, and two before the answer
     first, second = (3 + 4 + len(row["prompt"][0]["content"].split()) + 2 for row in rows.select([0, 1]))
     assert batch["real_tokens"] == 3 * (2 * first + second) + 9 * 5
