@@ -34,6 +34,13 @@ logger = logging.get_logger(__name__)
 ATTRIBUTE = "padded_calls"
 
 
+class _Lock(threading.Condition):
+    """A lock that one thread may take several times. Copies of what holds it have one of their own."""
+
+    def __reduce__(self) -> tuple[type["_Lock"], tuple[()]]:
+        return _Lock, ()
+
+
 class PaddedCalls(PaddedRows):
     """Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copies of it have copies."""
 
@@ -42,20 +49,14 @@ class PaddedCalls(PaddedRows):
         self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
         self.says, self.said = True, set[str]()  # whether it warns of calls that compute as before; past reasons
         self.of_head: tuple[Inputs, FlatBatch] | None = None  # the call of the head, for the backbone beneath it
-        self.lock = threading.RLock()  # a call at a time: hooks tell the model of the batch
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, lock=threading.RLock())
+        self.lock = _Lock()  # a call at a time: hooks tell the model of the batch
 
     @classmethod
     def install(cls, flat: FlatModel) -> "PaddedCalls":
         """Have the model of `flat` compute padded calls flat."""
         calls, model = flat.padded or cls(flat), flat.model
         # The forward of some models (OPT) calls the decoder within the backbone that others call
-        for backbone in dict.fromkeys((model.base_model, *([] if takes_images(model) else [model.get_decoder()]))):
+        for backbone in {model.base_model, model.base_model if takes_images(model) else model.get_decoder()}:
             if not mark_of(backbone, ATTRIBUTE):
                 calls._bind(backbone)
         flat.padded = calls
@@ -97,14 +98,13 @@ class PaddedCalls(PaddedRows):
         inputs = self._by_name(forward, args, kwargs)
         with self.lock:
             batch, places = self._flattened(inputs)
-            if batch is not None and not self._asks_for_logits(inputs):
-                with attributes_set([(self, "of_head", (inputs, batch))]):
-                    return self._watched(forward(*args, **kwargs), places)
-            with self.aside():
-                if batch is None:
-                    return self._watched(forward(*args, **kwargs), places)
-                with self._computing(batch):
-                    return self._watched(flat_forward(self.flat, batch, **_without_rows(inputs)), places)
+            if batch is not None and self._asks_for_logits(inputs):
+                with self.aside(), self._computing(batch):
+                    outputs = flat_forward(self.flat, batch, **_without_rows(inputs))
+            else:
+                with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
+                    outputs = forward(*args, **kwargs)
+            return self._watched(outputs, places)
 
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """The answer to a call of the backbone, whose own forward is `forward`."""
@@ -113,12 +113,12 @@ class PaddedCalls(PaddedRows):
         with self.aside():
             if batch is None:
                 return self._watched(forward(*args, **kwargs), places)
-            as_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
-            others = {**_without_rows(inputs), **({"return_dict": True} if as_tuple else {})}
             with self._computing(batch), layout_arguments(self.flat, self.flat.begin_pass(batch)) as arguments:
-                outputs = forward(**{**others, **flat_inputs(self.flat, batch), **arguments})
+                outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat, batch), **arguments})
+        if isinstance(outputs, tuple):  # asked for by `return_dict=False`
+            return self._watched(self._in_rows(batch, "tuple", outputs), places)
         values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
-        return self._watched(tuple(values.values()) if as_tuple else type(outputs)(**values), places)
+        return self._watched(type(outputs)(**values), places)
 
     def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
         """The flat batch of a backbone's call within that of a head, which may have changed what it hands on."""
@@ -127,9 +127,7 @@ class PaddedCalls(PaddedRows):
         if all(inputs.get(name) is given.get(name) for name in ("input_ids", "attention_mask", "position_ids")):
             return batch, None
         other, _ = self._flattened(inputs)
-        if other is None or (
-            other.row_mask.shape == batch.row_mask.shape and bool((other.row_mask == batch.row_mask).all())
-        ):
+        if other is None or torch.equal(other.row_mask, batch.row_mask):
             return other, None
         self._warn("its head hands on other rows, or another `attention_mask`, than it was called with")
         return None, None
@@ -151,10 +149,9 @@ class PaddedCalls(PaddedRows):
 
     def _watched(self, outputs: Any, places: Places | None) -> object:
         """Has the backward pass look whether the loss reads `outputs` at `places`, of padding before first tokens."""
-        if places is not None:
-            answer = outputs[0]  # logits or hidden states, as such a call has no labels
-            if answer.requires_grad:
-                answer.register_hook(partial(self._see, places))
+        # First come logits or hidden states, as such a call has no labels
+        if places is not None and outputs[0].requires_grad:
+            outputs[0].register_hook(partial(self._see, places))
         return outputs
 
     def _see(self, places: Places, gradient: torch.Tensor) -> None:
@@ -182,12 +179,11 @@ class PaddedCalls(PaddedRows):
         )
 
     def _by_name(self, forward: Callable, args: tuple, kwargs: Inputs) -> Inputs:
-        return {**(dict(zip(inspect.signature(forward).parameters, args, strict=False)) if args else {}), **kwargs}
+        return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs) if args else kwargs
 
     def _asks_for_logits(self, inputs: Inputs) -> bool:
         """Whether a call wants logits of all tokens, and nothing else."""
-        values = [inputs.get(name) for name in (*OF_HEADS, "fused_lm_head")]
-        is_plain = not any(x is not None and (torch.is_tensor(x) or bool(x)) for x in values)
+        is_plain = not any(torch.is_tensor(x) or x for x in map(inputs.get, (*OF_HEADS, "fused_lm_head")))
         is_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
         return is_plain and not (is_tuple or self.flat.is_pooled or self._wants(inputs, "output_router_logits"))
 
@@ -200,14 +196,15 @@ class PaddedCalls(PaddedRows):
         """
         if self.is_off:
             return None, None
-        reason, batch, places = self._why_no_rows(inputs), None, None
-        if not reason:
+        found: FlatBatch | str = self._why_no_rows(inputs)
+        places = None
+        if not found:
             self._refuse_changes()
-            reason, batch, places = self._flat_batch_of(inputs)
-        if batch is None:
-            self._warn(reason)
+            found, places = self._flat_batch_of(inputs)
+        if isinstance(found, str):
+            self._warn(found)
             return None, places
-        return batch.to(inputs["input_ids"].device, non_blocking=True), places
+        return found.to(inputs["input_ids"].device, non_blocking=True), places
 
     def _warn(self, reason: str) -> None:
         if self.says and reason not in self.said:

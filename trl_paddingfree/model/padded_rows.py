@@ -39,7 +39,7 @@ class PaddedRows:
 
     def _why_no_rows(self, inputs: Inputs) -> str:
         """Why the arguments of a call are no plain rows, whatever their values; empty if they may be."""
-        rows, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        rows, mask, positions = map(inputs.get, ("input_ids", "attention_mask", "position_ids"))
         known = {*ROWS, *OF_HEADS, *self.ignored}
         extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
         if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
@@ -64,43 +64,44 @@ class PaddedRows:
             return "its `position_ids` are not one number for each token"
         return ""
 
-    def _flat_batch_of(self, inputs: Inputs) -> tuple[str, FlatBatch | None, Places | None]:
-        """A reason or a batch from values, copied to the host at once, and where padding predicts first tokens."""
+    def _flat_batch_of(self, inputs: Inputs) -> tuple[FlatBatch | str, Places | None]:
+        """A batch or a reason from values, copied to the host at once, and where padding predicts first tokens."""
         rows = inputs["input_ids"]
-        names = ("attention_mask", "position_ids", *(() if self.classifies_rows else ("labels", "shift_labels")))
+        labels = () if self.classifies_rows else ("labels", "shift_labels")
+        given = {name: inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", *labels)}
         shapes = (rows.shape, (1, rows.size(1)))
-        per_token = {k: x.expand_as(rows) for k in names if torch.is_tensor(x := inputs.get(k)) and x.shape in shapes}
-        ids, *on_host = _on_host([rows, *per_token.values()])
-        values = dict(zip(per_token, on_host, strict=True))
+        values = _on_host({k: x.expand_as(rows) for k, x in given.items() if torch.is_tensor(x) and x.shape in shapes})
+        ids = values["input_ids"]
         mask = values.get("attention_mask", torch.ones_like(ids))
-        if ((mask != 0) & (mask != 1)).any():
-            return "its `attention_mask` has other numbers than 0 and 1", None, None
-        real, columns = mask.bool(), torch.arange(ids.size(1)).expand_as(ids)
-        begins = real[:, 1:] & ~real[:, :-1]
+        real = mask.bool()
+        if (mask != real).any():
+            return "its `attention_mask` has other numbers than 0 and 1", None
+        begins = mask.diff() > 0
         if (begins.sum(1) + real[:, 0] > 1).any():  # a head may predict the token after the gap from what is in it
-            return "it has padding between the tokens of a row", None, None
+            return "it has padding between the tokens of a row", None
         if begins.any() and not self.with_left_padding:
-            return "it has padding on the left, with which the model itself computes a row differently", None, None
+            return "it has padding on the left, with which the model itself computes a row differently", None
         if begins.any() and torch.is_tensor(inputs.get("logits_to_keep")):
-            return "it has padding on the left, and `logits_to_keep` picks columns of it", None, None
+            return "it has padding on the left, and `logits_to_keep` picks columns of it", None
         positions = values.get("position_ids")
         if positions is None:
-            positions = (mask.cumsum(1) - 1) * mask if self.counts_by_mask else columns
+            counted = mask if self.counts_by_mask else torch.ones_like(ids)
+            positions = (counted.cumsum(1) - 1) * counted
         elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or ((positions < 0) & real).any():
-            return "its `position_ids` start again or leave some out, as in packed rows", None, None
+            return "its `position_ids` start again or leave some out, as in packed rows", None
         if reason := self._why_padding_counts(ids, real, values):
-            return reason, None, None
+            return reason, None
         places = None if {"labels", "shift_labels"} & values.keys() else self._first_predictions(inputs, real)
         if places and (self.scores_first is not False or not torch.is_grad_enabled()):
             reason = (
                 "it has padding on the left, and its loss may score the first token of a row, which padding predicts: "
                 "give the model `labels` or `logits_to_keep`, or have a backward pass show that no loss does"
             )
-            return reason, None, places
+            return reason, places
         reach = int(positions.max()) + 1 if self.follows_longest else None
         sharing = self.flat.route.prefix_sharing
         batch = FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach)
-        return "", batch, places
+        return batch, places
 
     def _first_predictions(self, inputs: Inputs, real: torch.Tensor) -> Places | None:
         """Where a call answers with what padding on the left predicts of the first tokens of rows."""
@@ -124,17 +125,15 @@ class PaddedRows:
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
         if self.classifies_rows:
             padding = model.config.get_text_config().pad_token_id  # by its id, the head finds the last token
-            columns = torch.arange(ids.size(1)).expand_as(ids)
-            last = columns.argmax(1) if padding is None else (columns * (ids != padding)).argmax(1)
-            if not real.gather(1, last[:, None]).all():
+            found = torch.ones_like(real) if padding is None else ids != padding
+            last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
+            if not real.gather(1, last).all():
                 return f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has"
         return ""
 
 
-def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rows of one shape, int64 on the CPU: in one copy, as each waits for the device."""
     # What is no whole number in floating point becomes 2: transformers reads it as true, and 0.5 would become 0
-    tensors = [torch.where(x.long() == x, x, 2).long() if x.is_floating_point() else x.long() for x in tensors]
-    if all(x.device.type == "cpu" for x in tensors):
-        return tensors
-    return [*torch.stack([x.to(tensors[0].device) for x in tensors]).cpu()]
+    whole = [torch.where(x.long() == x, x, 2).long() if x.is_floating_point() else x.long() for x in rows.values()]
+    return dict(zip(rows, torch.stack([x.to(whole[0].device) for x in whole]).cpu(), strict=True))
