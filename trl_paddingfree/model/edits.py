@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -59,18 +60,17 @@ def edits(
     reshaped = [rows is not None and rows.shape != index.shape for rows in (input_ids, attention_mask, labels)]
     if any(reshaped):
         return torch.tensor(reshaped)
-    is_edited = [torch.zeros((), dtype=torch.bool, device=index.device)] * 3
+    is_edited = mask.new_zeros(3)
     if input_ids is not None:
         is_edited[0] = ((input_ids != batch.input_ids[0][index]) & mask).any()
     if attention_mask is not None:
         is_edited[1] = (attention_mask.bool() != mask).any() & attention_mask.any()
     if labels is not None:
-        targets = batch.input_ids.new_full((batch.input_ids.size(1),), IGNORE_INDEX)
+        targets = torch.full_like(batch.input_ids[0], IGNORE_INDEX)
         targets = targets.index_put((batch.scored_index,), batch.shift_labels[0])
-        expected = targets[index[:, :-1]].masked_fill(~mask[:, 1:], IGNORE_INDEX)
-        differs = labels[:, 1:] != expected
-        is_edited[2] = (differs if exact_labels else differs & (labels[:, 1:] != IGNORE_INDEX)).any()
-    return torch.stack(is_edited)
+        expected, labels = targets[index[:, :-1]].masked_fill(~mask[:, 1:], IGNORE_INDEX), labels[:, 1:]
+        is_edited[2] = ((labels != expected) & (exact_labels | (labels != IGNORE_INDEX))).any()
+    return is_edited
 
 
 def refuse_edits(results: torch.Tensor) -> None:
@@ -103,12 +103,10 @@ def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
     parts would not have it. Waits for the device, if the collator gives one number per row.
     """
     for name, value in inputs.items():
-        if name in ("flat_batch", "rows"):
-            continue
-        is_lost = name not in made
-        if not is_lost and isinstance(value, torch.Tensor) and value.ndim == 1 and value is not made[name]:
-            now, before = value.cpu().double(), torch.as_tensor(made[name]).double()
-            is_lost = now.shape != before.shape or not torch.allclose(now, before, 0, 0, equal_nan=True)
+        before = made.get(name)
+        is_lost = name not in ("flat_batch", "rows", *made)
+        if isinstance(value, torch.Tensor) and value.ndim == 1 and before is not None and before is not value:
+            is_lost = not np.array_equal(value.cpu().double(), torch.as_tensor(before).double(), equal_nan=True)
         if is_lost:
             raise EditedRowsError(
                 f"`{name}` of a micro-batch was added or changed after the collator. This micro-batch runs in parts, "
@@ -126,8 +124,7 @@ class EditsFound:
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: Inputs, in_parts: bool = False) -> None:
         """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""
-        while self.pending and self.pending[0][1].query():  # arrived meanwhile: a loop of one's own may never `read`
-            refuse_edits(self.pending.pop(0)[0])
+        self.read(waits=False)  # what has arrived meanwhile: a loop of one's own may never `read`
         results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
         if results.is_cpu:
             refuse_edits(results)
@@ -136,9 +133,12 @@ class EditsFound:
             # By the stream of the copy: the model may lie on another device than the current one
             self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
 
-    def read(self) -> None:
-        """Refuse edits in all results, once they have arrived: soon, as they are computed before the model's layers."""
-        while self.pending:
+    def read(self, waits: bool = True) -> None:
+        """
+        Refuse edits in all results, once they have arrived: soon, as they are computed before the model's layers. Or
+        only in those that have.
+        """
+        while self.pending and (waits or self.pending[0][1].query()):
             results, arrival = self.pending.pop(0)
             arrival.synchronize()
             refuse_edits(results)
