@@ -12,7 +12,7 @@ Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
 import types
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -52,10 +52,8 @@ def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callabl
         return types.MethodType(with_functions(forward.__func__, functions), forward.__self__)
     if not isinstance(forward, types.FunctionType):
         raise TypeError(f"the forward is a {type(forward).__name__}")
-    names, closure = forward.__globals__, forward.__closure__ or ()
-    if (inner := vars(forward).get("__wrapped__")) is None:
-        names = {**names, **functions}
-    else:
+    names, closure = {**forward.__globals__, **functions}, forward.__closure__ or ()
+    if inner := vars(forward).get("__wrapped__"):
         copy = with_functions(inner, functions)
         closure = tuple(types.CellType(copy) if cell.cell_contents is inner else cell for cell in closure)
     made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
@@ -124,35 +122,32 @@ def _chunk_scan(
 
 def _selective_scan(
     context: PassContext, function: Callable, has_kernel: bool, states, dt, A, B, C, *, D=None, z=None,
-    delta_bias=None, delta_softplus=False, return_last_state=False, **kwargs,
+    delta_bias=None, return_last_state=False, **kwargs,
 ) -> torch.Tensor:  # fmt: skip
     """
     The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`: each channel is a head, and all share `B` and `C`
-    of `(1, N, T)`. The function takes no initial state, but is linear in it: what that adds to the outputs, decayed by
-    all time steps so far, is added here.
+    of `(1, N, T)`. All layers ask for a softplus of `dt`. The function takes no initial state, but is linear in it:
+    what that adds to the outputs, decayed by all time steps so far, is added here.
     """
 
     def call(A, D, delta_bias, group, parts, state, goes_on) -> Step:
-        options = {**kwargs, "D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        scan = partial(function, D=D, delta_bias=delta_bias, **kwargs)
         states, dt, B, C = (part.flatten(2).transpose(1, 2) for part in parts)
-        if not goes_on:
-            outputs, last = function(states, dt, A, B, C, **options), None
-        elif has_kernel:
-            outputs, last = _scan_and_read(partial(function, **options), states, dt, A, B, C)
+        if goes_on and has_kernel:
+            outputs, last = _scan_and_read(scan, states, dt, A, B, C)
         else:
-            outputs, last = function(states, dt, A, B, C, return_last_state=True, **options)
+            outputs, last = scan(states, dt, A, B, C, return_last_state=True)
         if state is not None:
             steps = dt.to(torch.promote_types(dt.dtype, torch.float32))
-            steps = steps if delta_bias is None else steps + delta_bias[:, None]
-            steps = (softplus(steps) if delta_softplus else steps).cumsum(-1)
+            steps = softplus(steps if delta_bias is None else steps + delta_bias[:, None]).cumsum(-1)
             seen = checkpoint(_seen_of_state, state, steps, A, C, use_reentrant=False)
             outputs = outputs + seen.to(outputs.dtype)
-            if last is not None:
+            if goes_on:
                 last = last + (state * torch.exp(A * steps[..., -1:])).to(last.dtype)
         return outputs.transpose(1, 2), last
 
-    inputs = [*(x.transpose(1, 2) for x in (states, dt)), *(x.transpose(1, 2).unsqueeze(2) for x in (B, C))]
-    outputs = _scan(context, inputs, (A, D, delta_bias), call, padding={1: _NO_STEP}).transpose(1, 2)
+    inputs = [x.transpose(1, -1) for x in (states, dt, B.unsqueeze(2), C.unsqueeze(2))]
+    outputs = _scan(context, inputs, (A, D, delta_bias), call, no_step=_NO_STEP).transpose(1, 2)
     return outputs if z is None else outputs * silu(z)
 
 
@@ -164,12 +159,11 @@ def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C:
     return seen
 
 
-def _scan_and_read(scan: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scan_and_read(scan: Callable, states, dt, A, B, C) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The outputs of the first Mamba's kernel for `inputs`, and its last state. The kernel has no gradient for that: so
+    The outputs of the first Mamba's kernel, and its last state. The kernel has no gradient for that: so
     behind the tokens stands one more for each entry of the state, which makes no step, and whose output is this entry.
     """
-    states, dt, A, B, C = inputs
     size, length = A.size(-1), states.size(-1)
     nothing = states.new_zeros(*states.shape[:2], size)
     read = torch.eye(size, dtype=C.dtype, device=C.device).expand(len(C), size, size)
@@ -195,13 +189,13 @@ _ALONG_TREE: dict[str, Callable] = {
 
 def _even_chunk(group: PieceCall) -> int:
     """The length of a chunk of a call in plain PyTorch, so that the last of each row is hardly padded."""
-    number = -(-group.shape[1] // _CHUNK)
-    return -(-group.shape[1] // number)
+    length = group.shape[1]
+    return ceil(length / ceil(length / _CHUNK))
 
 
 def _scan(
     context: PassContext, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
-    call: Callable, joins_pieces: bool = False, padding: dict[int, float] | None = None,
+    call: Callable, joins_pieces: bool = False, no_step: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """
     A recurrence of `inputs (1, T, heads, ...)` along the tree, or of a slice as [`~trl_paddingfree.model.masks.
@@ -209,17 +203,17 @@ def _scan(
     one row.
 
     `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from the `weights (heads, ...)`, a call's pieces,
-    their inputs `(n, L, ...)`, their initial states, and whether others continue them. `padding` is what stands where a
-    piece is padded, by the place of its input; elsewhere, zero does.
+    their inputs `(n, L, ...)`, their initial states, and whether others continue them. Where a piece is padded, stand
+    zeros, and `no_step` in the second input, the time steps.
     """
-    scan = partial(_by_levels, context.layout, call, joins_pieces, padding or {})
+    scan = partial(_by_levels, context.layout, call, joins_pieces, no_step)
     if context.others is None:
         return scan(inputs, weights)[0]
     return context.others.scan(context.layout, scan, inputs, weights)
 
 
 def _by_levels(
-    layout: FlatLayout, call: Callable, joins_pieces: bool, padding: dict[int, float], inputs: Sequence[torch.Tensor],
+    layout: FlatLayout, call: Callable, joins_pieces: bool, no_step: float, inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor | None], cuts: tuple[int, ...] = (), number: int = 0,
     carried: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
@@ -228,17 +222,15 @@ def _by_levels(
     is `carried` from an earlier slice. Gives outputs, and the states that later slices read.
     """
     pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)
-    rows = []
-    for place, x in enumerate(inputs):
-        states, value = Gather.apply(x.squeeze(0), pieces.slots), padding.get(place)
-        if value is not None and pieces.slots.empty is not None:
-            states = states.index_fill(0, pieces.slots.empty, value)
-        rows.append(states.split([prod(group.shape) for level in pieces.levels for group in level]))
-    parts = zip(*rows, strict=True)  # of each call
+    rows = [Gather.apply(x.squeeze(0), pieces.slots) for x in inputs]
+    if no_step and pieces.slots.empty is not None:
+        rows[1] = rows[1].index_fill(0, pieces.slots.empty, no_step)
+    sizes = [prod(group.shape) for level in pieces.levels for group in level]
+    parts = zip(*(x.split(sizes) for x in rows), strict=True)  # of each call
     outputs, finals = [], carried  # `finals`: the last states of the level before
     of_levels: list[torch.Tensor] = []  # the last states of all levels
-    for depth, level in enumerate(pieces.levels):
-        ends, goes_on = [], depth + 1 < len(pieces.levels) or pieces.kept is not None
+    for level in pieces.levels:
+        ends, goes_on = [], level is not pieces.levels[-1] or pieces.kept is not None
         for group, of_group in zip(level, parts, strict=False):
             initial = None if group.parents is None else Gather.apply(finals, group.parents)
             cut = [x.unflatten(0, group.shape) for x in of_group]
