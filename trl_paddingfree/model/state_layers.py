@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,27 +47,24 @@ _STATE_HEADS = ("num_v_heads", "num_heads")
 def is_state_layer(module: torch.nn.Module) -> bool:
     """Whether `module` has a short convolution, which goes before every recurrence that has kernels."""
     # PEFT puts a layer of its own around a convolution that it adapts
-    children = [dict(child.named_children()).get("base_layer", child) for child in module.children()]
-    return any(isinstance(child, torch.nn.Conv1d) for child in children)
+    return any(isinstance(getattr(child, "base_layer", child), torch.nn.Conv1d) for child in module.children())
 
 
 def _carries(module: torch.nn.Module) -> bool:
     """Whether `module` hands something on from token to token, beside attention."""
     named = (*module.named_children(), *module.named_buffers(recurse=False))
-    return is_state_layer(module) or any(name in _MARKS for name, _ in named)
+    return is_state_layer(module) or not _MARKS.isdisjoint(dict(named))
 
 
 def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers of `model` that hand something on from token to token, without those inside of others."""
-    layers: list[torch.nn.Module] = []
-    inside: set[torch.nn.Module] = set()
     # Not an audio encoder beside the layers (Phi-4 multimodal), which has convolutions too
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
-    for module in (module for stack in stacks for module in stack.modules()):
-        if module not in inside and _carries(module):
-            layers.append(module)
-            inside.update(module.modules())
-    return layers
+    return [*dict.fromkeys(layer for stack in stacks for layer in _outermost(stack))]
+
+
+def _outermost(module: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module] if _carries(module) else [layer for child in module.children() for layer in _outermost(child)]
 
 
 def carries_state(model: PreTrainedModel) -> bool:
@@ -77,14 +74,13 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 def missing_kernels(model: PreTrainedModel) -> list[str]:
     """Packages whose kernels would compute the rows, or the pieces, of these layers in one call, sorted."""
-    missing = [upstream.missing_state_kernels(_own_forward(layer)).values() for layer in state_layers(model)]
-    return sorted({package for packages in missing for package in packages if package})
+    forwards = map(_own_forward, state_layers(model))
+    return sorted({package for own in forwards for package in upstream.missing_state_kernels(own).values() if package})
 
 
 def _own_forward(layer: torch.nn.Module) -> Callable:
     """The forward that a layer has without ours."""
-    state = _installed(layer)
-    return layer.forward if state is None else state.forward
+    return (_installed(layer) or layer).forward
 
 
 def _installed(layer: torch.nn.Module) -> "StateForward | None":
@@ -121,13 +117,13 @@ def _is_along_tree(layer: torch.nn.Module) -> bool:
 
 def describe_state_layers(model: PreTrainedModel) -> str:
     """How the layers of `model` that carry state are computed, and what would be faster; empty if it has none."""
-    kinds: dict[str, set[str]] = {}
+    kinds = defaultdict[str, set[str]](set)
     for layer in state_layers(model):
         how = "along the tree, each token once"
         if not _is_along_tree(layer):
             joined = upstream.takes_state_boundaries(layer)
             how = "all rows in one call of their kernels" if joined else "rows of like length in one call"
-        kinds.setdefault(how, set()).add(type(layer).__name__)
+        kinds[how].add(type(layer).__name__)
     if not kinds:
         return ""
     said = "; ".join(f"{how} ({', '.join(sorted(names))})" for how, names in sorted(kinds.items()))
@@ -143,13 +139,14 @@ def in_small_chunks(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
     changed: list[tuple[object, str, object]] = []
     for layer in filter(can_go_along_tree, state_layers(model)):
-        own, missing = _own_forward(layer), upstream.missing_state_kernels(_own_forward(layer))
+        own = _own_forward(layer)
+        functions, missing = upstream.state_functions(own), upstream.missing_state_kernels(own)
         chunked: dict[str, Callable] = {
-            name: partial(_in_small_chunks, function)
-            for name, function in upstream.state_functions(own).items()
-            if missing.get(name) is not None and "chunk_size" in inspect.signature(function).parameters
+            name: partial(_in_small_chunks, functions[name])
+            for name, package in missing.items()
+            if package is not None and "chunk_size" in inspect.signature(functions[name]).parameters
         }
-        changed += [(_installed(layer) or layer, "forward", with_functions(own, chunked))] if chunked else []
+        changed.append((_installed(layer) or layer, "forward", with_functions(own, chunked)))
     return attributes_set(changed)
 
 
@@ -162,24 +159,22 @@ class StateForward:
     """How our forward of a layer computes flat batches."""
 
     forward: Callable  # that the layer had
-    along_tree: bool = False  # if not, the layer sees rows
-    kernels: frozenset[str] = frozenset()  # transformers' functions that it calls, and that have kernels here
-    takes_boundaries: bool = False  # whether all of these take several rows on one axis
+    along_tree: bool  # if not, the layer sees rows
+    kernels: list[str]  # transformers' functions that it calls, and that have kernels here
+    takes_boundaries: bool  # whether all of these take several rows on one axis
 
 
 def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
     """Have layers that carry state read flat layouts: `along_tree` where they can, else as rows. May be repeated."""
     for layer in state_layers(model):
-        state = _installed(layer) or _install(layer)
-        missing = upstream.missing_state_kernels(state.forward)
-        state.along_tree = along_tree and can_go_along_tree(layer)
-        state.kernels = frozenset(name for name, package in missing.items() if package is None)
-        state.takes_boundaries = upstream.takes_state_boundaries(layer)
+        own, goes_along = _own_forward(layer), along_tree and can_go_along_tree(layer)
+        if not _installed(layer):
+            _bind(layer)
+        kernels = [name for name, package in upstream.missing_state_kernels(own).items() if package is None]
+        vars(layer)[ATTRIBUTE] = StateForward(own, goes_along, kernels, upstream.takes_state_boundaries(layer))
 
 
-def _install(layer: torch.nn.Module) -> StateForward:
-    installed = vars(layer)[ATTRIBUTE] = StateForward(layer.forward)
-
+def _bind(layer: torch.nn.Module) -> None:
     @functools.wraps(type(layer).forward)
     @torch.compiler.disable(recursive=False)
     def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
@@ -187,19 +182,16 @@ def _install(layer: torch.nn.Module) -> StateForward:
         mask = next(filter(is_layout, (*args, *kwargs.values())), None)
         if mask is None:
             return state.forward(*args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         compute = _along_tree if state.along_tree else _on_rows
         return compute(self, state, mask, args, kwargs)
 
     vars(forward)[ATTRIBUTE] = True
     layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
-    return installed
 
 
-class _NoCache:
-    """A cache that gives each layer (xLSTM) the mask that carries the layout, where it expects its state."""
-
-    def __init__(self, mask: FlatMask):
-        self.rnn_state: dict[int, FlatMask] = defaultdict(lambda: mask)
+class _NoCache(types.SimpleNamespace):
+    """A cache (of xLSTM) that stays empty."""
 
     def __bool__(self) -> bool:
         return False
@@ -217,7 +209,8 @@ def state_arguments(model: PreTrainedModel, context: PassContext) -> Inputs:
         return {"attention_mask": None, "state": mask}
     if "attention_mask" not in expected:  # xLSTM
         cache = next(name for name in CACHES if name in expected)
-        return {"attention_mask": None, cache: _NoCache(mask)}
+        states: dict[int, FlatMask] = defaultdict(lambda: mask)  # each layer gets the layout where it expects its state
+        return {"attention_mask": None, cache: _NoCache(rnn_state=states)}
     return {"attention_mask": mask}
 
 
@@ -232,7 +225,7 @@ def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, arg
     """Call a layer on flat tokens, without a mask, with functions that go along the tree."""
     functions = tree_functions(mask.context, upstream.state_functions(state.forward), state.kernels)
     without = [None if is_layout(value) else value for value in args]
-    named = {name: None if is_layout(value) else value for name, value in kwargs.items() if name not in BOUNDARIES}
+    named = {name: None if is_layout(value) else value for name, value in kwargs.items()}
     return with_functions(state.forward, functions)(*without, **named)
 
 
@@ -247,7 +240,6 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
     rows = PathRows.of(layout, None if state.takes_boundaries else step_cost(layout.device))
 
     row_boundaries = boundaries(_paths(layout)) if state.takes_boundaries else {}
-    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     outputs = []
     for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, _cut((args, kwargs), layout, rows), strict=True):
         if vars(layer).get("is_causal"):  # attention that sees rows: its mask is made of these
@@ -271,18 +263,18 @@ def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
     `value` for each group of rows: what has an entry per token is cut, what has one per pair of places on the axis is
     that of a row's places, and what carries the layout is left out.
     """
+    number, total = len(rows.shapes), layout.segments.num_tokens
     if isinstance(value, tuple | list):
         parts = [_cut(item, layout, rows) for item in value]
-        return [type(value)(group) for group in zip(*parts, strict=True)] if parts else [value] * len(rows.shapes)
+        return [type(value)(part[i] for part in parts) for i in range(number)]
     if isinstance(value, dict):
-        return [dict(zip(value, group, strict=True)) for group in _cut((*value.values(),), layout, rows)]
-    if is_layout(value):
-        return [None] * len(rows.shapes)
-    total = layout.segments.num_tokens
-    if isinstance(value, torch.Tensor) and value.shape == (total, total):
+        return [dict(zip(value, group, strict=True)) for group in _cut([*value.values()], layout, rows)]
+    if not isinstance(value, torch.Tensor) or is_layout(value):
+        return [None if is_layout(value) else value] * number
+    if value.shape == (total, total):
         return [value[:longest, :longest] for _, longest in rows.shapes]
-    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, total):
-        return [value] * len(rows.shapes)
+    if value.shape[:2] != (1, total):
+        return [value] * number
     states = value.as_subclass(torch.Tensor).squeeze(0)
     if rows.slots is None:
         return [states[None]]
@@ -290,12 +282,13 @@ def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
     return [part.unflatten(0, shape) for part, shape in zip(parts, rows.shapes, strict=True)]
 
 
-def _join(outputs: list[Any], rows: PathRows, state: Any) -> Any:
+def _join(outputs: Sequence[Any], rows: PathRows, state: Any) -> Any:
     """The flat output of a layer from those of each group of rows; `state` replaces what has no entry per token."""
-    if isinstance(outputs[0], tuple):
-        return tuple(_join(list(parts), rows, state) for parts in zip(*outputs, strict=True))
-    if not isinstance(outputs[0], torch.Tensor) or outputs[0].shape[:2] != rows.shapes[0]:
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_join(parts, rows, state) for parts in zip(*outputs, strict=True))
+    if not isinstance(first, torch.Tensor) or first.shape[:2] != rows.shapes[0]:
         return state
     if rows.own is None:
-        return outputs[0]
+        return first
     return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, rows.own)[None]
