@@ -47,6 +47,7 @@ def test_attention_dropout_speaks_against_varlen(model_type, config, dropout):
         ("gemma2", {}, "soft-capping"),
         ("llama", {"head_dim": 12}, "a head size of 12"),
         ("llama", {"head_dim": 264}, "a head size of 264"),
+        ("gpt_oss", {}, "sinks"),
     ],
 )
 def test_varlen_by_name_is_refused_for_what_only_some_layers_ask(model_type, config, reason):
@@ -55,11 +56,6 @@ def test_varlen_by_name_is_refused_for_what_only_some_layers_ask(model_type, con
     assert choose_route(model, **CUDA).backend == "varlen"
     with pytest.raises(ValueError, match=f"attention has {reason}, and the kernel has not"):
         choose_route(model, "varlen", **CUDA)
-
-
-def test_attention_with_sinks_is_beyond_varlen():
-    assert architecture.beyond_varlen(tiny_model("gpt_oss", attn_implementation="eager")) == ["sinks"]
-    assert architecture.beyond_varlen(make_model()) == []
 
 
 def test_selective_checkpointing_keeps_the_results_of_varlen():

@@ -5,6 +5,7 @@ import os
 import types
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,26 +15,26 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import is_older, tiny_config, tiny_model
+from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import arguments, conversations, preference_data
 from tests.helpers.trees import random_segments
-from tests.runs import LEAST_GRADIENT, assert_same, run
+from tests.runs import LEAST_GRADIENT, compare
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.check.prove import prove
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.pieces import PathRows, groups_of_like_length
-from trl_paddingfree.model import architecture, state_layers, state_tree
+from trl_paddingfree.model import state_layers, state_tree
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
+SHORT = {"steps": 2, "max_length": 64}
 
 # One of each kind of layer; what else transformers has of it is in docs/models.md
 FAMILIES = {
@@ -195,14 +196,12 @@ def test_states_that_do_not_go_on_are_caught_and_rows_are_tried_next(monkeypatch
     """A branch that starts from nothing, as if its prefix were not there."""
     model, by_levels = make("qwen3_5_text"), state_tree._by_levels
 
-    def forgetful(pieces, inputs, call, padding=None):
-        return by_levels(
-            pieces, inputs, lambda piece, parts, state, goes_on: call(piece, parts, None, goes_on), padding
-        )
+    def forgetful(layout, call, *args):
+        return by_levels(layout, lambda *given: call(*given[:-2], None, given[-1]), *args)
 
     monkeypatch.setattr(state_tree, "_by_levels", forgetful)
     result, failed = prove(model, choose_route(model))
-    assert [(one.route.states, one.prefix_sharing) for one in failed] == [("tree", True)]
+    assert [(one.route.states, one.prefix_sharing, one.failure) for one in failed] == [("tree", True, "")]
     assert (result.route.states, result.prefix_sharing) == ("rows", True)
     assert "states along the tree" in str(failed[0])
     assert "rows of like length in one call" in state_layers.describe_state_layers(model)
@@ -345,7 +344,8 @@ def test_what_would_be_faster_is_named():
     said = state_layers.describe_state_layers(model)
     assert "along the tree, each token once (Qwen3_5GatedDeltaNet)" in said
     assert "pip install causal-conv1d flash-linear-attention" in said
-    assert state_layers.missing_kernels(tiny_model("jamba")) == ["causal-conv1d", "mamba-ssm"]
+    for model_type in ("bamba", "jamba"):
+        assert state_layers.missing_kernels(tiny_model(model_type)) == ["causal-conv1d", "mamba-ssm"]
     with reference_state_kernels(model):
         FlatModel.install(model, replace(choose_route(model), states="rows"))
         assert "in one call of their kernels" in state_layers.describe_state_layers(model)
@@ -361,7 +361,6 @@ def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
     assert kept.context.layout is layout
 
 
-# Families as TRL's own tests train them
 @pytest.mark.parametrize(("model_type", "has_chunks"), [("qwen3_5_text", True), ("kimi_linear", True), ("lfm2", False)])
 def test_recurrences_in_small_chunks_differ_by_rounding_only(model_type, has_chunks):
     model = tiny_model(model_type).eval()
@@ -378,46 +377,24 @@ def test_recurrences_in_small_chunks_differ_by_rounding_only(model_type, has_chu
     assert [vars(module).get("forward") for module in model.modules()] == forwards
 
 
+def of_trainer(task, model_type):
+    """Arguments of a trainer; the reference is another model: with equal rewards, rounding would decide accuracies."""
+    model = tiny_model(model_type, seed=1)
+    return arguments(task, adapters=False, model=model, make=lambda seed: tiny_model(model_type, seed=seed + 1))
+
+
 @pytest.mark.parametrize("model_type", ["lfm2_moe", "nemotron_h", "qwen3_5_text"])
-@pytest.mark.parametrize("task", ["dpo", "sft"])
-def test_family_trains_like_padded_trl(model_type, task, tokenizer):
-    dpo = task == "dpo"
-
-    def model(seed):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(tiny_config(model_type))
-
-    def models():
-        return {"model": model(1), **({"ref_model": model(2)} if dpo else {})}
-
-    train, evaluation = ((preference_data if dpo else conversations)(n, SEED + (n == 6)) for n in (12, 6))
-    options = {"train_dataset": train, "eval_dataset": evaluation, "processing_class": tokenizer}
-    options |= {"steps": 2, "max_length": 64, "eval_strategy": "steps", "eval_steps": 2}
-    padded = run(task, "padded", **models(), **options)
-    flat = run(task, "shared", **models(), **options, gradient_checkpointing=True)
-    assert_same(padded, flat)
+@pytest.mark.parametrize(("task", "data"), [("dpo", preference_data), ("sft", conversations)], ids=["dpo", "sft"])
+def test_family_trains_like_padded_trl(model_type, task, data):
+    options = {"eval_dataset": data(6, SEED + 1), "eval_strategy": "steps", "eval_steps": 2, **SHORT}
+    ours = {"gradient_checkpointing": True}
+    make = partial(of_trainer, task, model_type)
+    _, flat = compare(task, make, data(12, SEED), ["shared"], ours=ours, **options)
     assert flat.trainer.flat.route.states == "tree"
     assert not flat.trainer.total_counts().repeated
     assert not any("flat/repeated_by_state_layers" in entry for entry in flat.log_history)
 
 
-def test_parts_and_precomputed_references_train_like_padded_trl(tokenizer):
-    def models():  # a reference of its own: with equal rewards, rounding alone would decide their accuracy
-        made = []
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            made.append(AutoModelForCausalLM.from_config(tiny_config("lfm2")))
-        return {"model": made[0], "processing_class": tokenizer, "ref_model": made[1]}
-
-    data = preference_data(12, SEED)
-    options = {"train_dataset": data, "steps": 2, "max_length": 64, "precompute_ref_log_probs": True}
-    padded = run("dpo", "padded", **models(), **options)
-    parts = {"max_tokens_per_micro_batch": 60}
-    flat = run("dpo", "ours", **models(), **options, **parts)
-    assert_same(padded, flat)
-
-
-def test_models_without_positions_have_no_rotary_limits():
-    config = tiny_model("mamba2").config
-    assert not hasattr(config, "max_position_embeddings")
-    assert architecture.rotary_limits(config) == {}
+def test_parts_and_precomputed_references_train_like_padded_trl():
+    options = {"precompute_ref_log_probs": True, "ours": {"max_tokens_per_micro_batch": 60}, **SHORT}
+    compare("dpo", partial(of_trainer, "dpo", "lfm2"), preference_data(12, SEED), ["ours"], **options)
