@@ -50,12 +50,6 @@ def is_state_layer(module: torch.nn.Module) -> bool:
     return any(isinstance(getattr(child, "base_layer", child), torch.nn.Conv1d) for child in module.children())
 
 
-def _carries(module: torch.nn.Module) -> bool:
-    """Whether `module` hands something on from token to token, beside attention."""
-    named = (*module.named_children(), *module.named_buffers(recurse=False))
-    return is_state_layer(module) or not _MARKS.isdisjoint(dict(named))
-
-
 def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers of `model` that hand something on from token to token, without those inside of others."""
     # Not an audio encoder beside the layers (Phi-4 multimodal), which has convolutions too
@@ -64,7 +58,10 @@ def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _outermost(module: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module] if _carries(module) else [layer for child in module.children() for layer in _outermost(child)]
+    named = (*module.named_children(), *module.named_buffers(recurse=False))
+    if is_state_layer(module) or not _MARKS.isdisjoint(dict(named)):
+        return [module]
+    return [layer for child in module.children() for layer in _outermost(child)]
 
 
 def carries_state(model: PreTrainedModel) -> bool:
