@@ -19,17 +19,11 @@ from trl_paddingfree.versions import MovedNameError, naming_versions
 
 ROOT = Path(__file__).parents[1]
 # What was moved, what to do, and in what message it ends: where the name was, and who needs it
-METHODS = {
-    "_compute_kl_logps": "KTO",
-    "_generate_single_turn": "Distillation",
-    "_get_per_token_logps_and_entropies": "GRPO",
-}
 MOVED = {
     "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.trainers.configs"),
     "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.data.collate"),
     "_prepare_dataset": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
-    "_precompute_ref_logps": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
-    **{name: ("import_trainer", f"{by}Trainer", f"PaddingFree{by}Trainer") for name, by in METHODS.items()},
+    "_generate_single_turn": ("import_trainer", "DistillationTrainer", "PaddingFreeDistillationTrainer"),
     "shift_labels": ("train_dpo", "trl.trainer.utils.add_fused_lm_head", "FlatModel"),
     "_metrics": ("train_within_a_budget", "DPOTrainer", "PaddingFreeDPOTrainer"),
     "_buffered_inputs": ("train_grpo", "GRPOTrainer", "PaddingFreeGRPOTrainer"),

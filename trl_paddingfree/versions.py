@@ -104,7 +104,7 @@ def naming_versions() -> Iterator[None]:
         *_, (frame, _) = walk_tb(error.__traceback__)
         module = frame.f_globals.get("__name__", "")
         is_ours = module.partition(".")[0] == __package__
-        if is_ours and isinstance(error, ImportError) and (moved := _moved_import(error, module)) is not None:
+        if is_ours and isinstance(error, ImportError) and (moved := _moved_import(error, module)):
             raise moved from error
         is_named = isinstance(error, MovedNameError) or is_ours and type(error) is ValueError
         packages = [] if is_named else untested()
@@ -116,11 +116,11 @@ def naming_versions() -> Iterator[None]:
 
 def _moved_import(error: ImportError, module: str) -> MovedNameError | None:
     """The error for a failed import in one of our modules, if a tested package should have the name."""
-    name, place = error.name or "", ""
-    if isinstance(error, ModuleNotFoundError):
-        place, _, name = name.rpartition(".")
-    elif found := re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error)):
-        name, place = found.groups()
+    place = error.name or ""
+    if found := re.match(r"cannot import name '(\w+)' from '", str(error)):
+        name = found[1]
+    else:
+        place, _, name = place.rpartition(".")
     package = place.partition(".")[0]
     return MovedNameError(package, place, name, module) if package in TESTED else None
 
