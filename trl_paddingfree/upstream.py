@@ -66,8 +66,8 @@ def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch
     """Flash attention by the package that `attn_implementation` names: registered functions ask the config for it."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward, flash_attn_supports_top_left_mask
 
-    kwargs["use_top_left_mask"] = flash_attn_supports_top_left_mask()
-    return _flash_attention_forward(query, key, value, **kwargs)
+    use_top_left_mask = flash_attn_supports_top_left_mask()
+    return _flash_attention_forward(query, key, value, use_top_left_mask=use_top_left_mask, **kwargs)
 
 
 def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
@@ -83,8 +83,7 @@ def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any)
     gets a stand-in for the trainer, with a tokenizer and the attributes in `read`, and `arguments` before the last one.
     """
 
-    def prepare(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-        options = {"max_length": max_length, "truncation_mode": truncation_mode}
+    def prepare(dataset: Any, tokenizer: Any, **options: Any) -> Any:  # `max_length` and `truncation_mode`
         known = {name: value for name, value in options.items() if name in trl_config.__dataclass_fields__}
         config = trl_config("unused", bf16=False, **known)
         on_completions = {"prompt", "completion"} <= set(dataset.column_names)
@@ -94,8 +93,8 @@ def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any)
     return prepare
 
 
-def prepare_prompts(dataset: Any, tokenizer: Any, *, max_length: int | None, truncation_mode: str) -> Any:
-    """Prompts, tokenized by TRL, which never truncates them."""
+def prepare_prompts(dataset: Any, tokenizer: Any, **options: Any) -> Any:
+    """Prompts, tokenized by TRL, which never truncates them, whatever the `options`."""
     from trl import RLOOTrainer
 
     trainer: Any = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs={})
@@ -217,7 +216,7 @@ def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
 def takes_state_boundaries(module: torch.nn.Module) -> bool:
     """Whether a layer that carries state keeps the rows of one flat axis apart, if it is told where they begin."""
     forward = type(module).forward
-    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in inspect.signature(forward).parameters.values()):
+    if inspect.getfullargspec(inspect.unwrap(forward)).varkw is None:
         return False  # the convolution of LFM2's mixtures takes no boundaries by these names before transformers 5.22
     missing = missing_state_kernels(forward)
     return bool(missing) and all(_STATE_FUNCTIONS[name] and package is None for name, package in missing.items())
@@ -225,8 +224,10 @@ def takes_state_boundaries(module: torch.nn.Module) -> bool:
 
 def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
     """The dtype to which FSDP2 casts weights and inputs, instead of autocast; `None` if it casts nothing."""
-    sharded: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
-    return None if sharded is None else sharded._get_fsdp_state()._mp_policy.param_dtype
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            return module._get_fsdp_state()._mp_policy.param_dtype
+    return None
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Any:

@@ -33,7 +33,7 @@ def position_limits(model: PreTrainedModel) -> list[int]:
 
 def counts_positions_by_mask(model: PreTrainedModel) -> bool:
     """Whether rows without `position_ids` are counted from their first token, as OPT does it, and not by columns."""
-    tables = {type(module) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     return any("attention_mask" in inspect.signature(table.forward).parameters for table in tables)
 
 
