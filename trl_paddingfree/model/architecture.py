@@ -33,8 +33,11 @@ def position_limits(model: PreTrainedModel) -> list[int]:
 
 def counts_positions_by_mask(model: PreTrainedModel) -> bool:
     """Whether rows without `position_ids` are counted from their first token, as OPT does it, and not by columns."""
-    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    return any("attention_mask" in inspect.signature(table.forward).parameters for table in tables)
+    return any(
+        "attention_mask" in inspect.signature(module.forward).parameters
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+    )
 
 
 def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -54,7 +57,7 @@ def beyond_varlen(model: torch.nn.Module) -> list[str]:
     """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, except for dropout."""
     # Layers keep what they give to the kernel as attributes, and as parameters (sinks)
     held = [{**vars(layer), **dict(layer.named_parameters(recurse=False))} for layer in attention_layers(model)]
-    sizes = {size for values in held if (size := values.get("head_dim")) is not None}
+    sizes = {values["head_dim"] for values in held if values.get("head_dim") is not None}
     beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
     others = {"attn_logit_softcapping": "soft-capping", "sinks": "sinks"}
     return beyond + [word for name, word in others.items() if any(values.get(name) is not None for values in held)]

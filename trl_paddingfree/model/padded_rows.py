@@ -100,8 +100,7 @@ class PaddedRows:
             return reason, places
         reach = int(positions.max()) + 1 if self.follows_longest else None
         sharing = self.flat.route.prefix_sharing
-        batch = FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach)
-        return batch, places
+        return FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach), places
 
     def _first_predictions(self, inputs: Inputs, real: torch.Tensor) -> Places | None:
         """Where a call answers with what padding on the left predicts of the first tokens of rows."""
@@ -116,7 +115,6 @@ class PaddedRows:
 
     def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
         """Why an answer would depend on what the model computes for padding; empty if it does not."""
-        model = self.flat.model
         for name in values.keys() & {"labels", "shift_labels"}:
             # The head of a language model scores by each token the label of the next
             moves = name == "labels" and not self.flat.is_pooled
@@ -124,7 +122,7 @@ class PaddedRows:
             if (scored & ~real[:, : scored.size(1)]).any():
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
         if self.classifies_rows:
-            padding = model.config.get_text_config().pad_token_id  # by its id, the head finds the last token
+            padding = self.flat.model.config.get_text_config().pad_token_id  # by its id, the head finds the last token
             found = torch.ones_like(real) if padding is None else ids != padding
             last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
             if not real.gather(1, last).all():

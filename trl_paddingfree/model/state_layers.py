@@ -188,7 +188,7 @@ def _bind(layer: torch.nn.Module) -> None:
 
 
 class _NoCache(types.SimpleNamespace):
-    """A cache (of xLSTM) that stays empty."""
+    """A cache of which each layer reads a state, and into which xLSTM writes none, as it is false."""
 
     def __bool__(self) -> bool:
         return False
