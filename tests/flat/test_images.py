@@ -10,7 +10,7 @@ import torch
 from trl_paddingfree.flat.batch import IGNORE_INDEX, FlatBatch
 from trl_paddingfree.images.cuts import equal_images
 from trl_paddingfree.images.rows import RowImages, VisionRules
-from trl_paddingfree.model.masks import dense_mask, segment_mask
+from trl_paddingfree.model.masks import dense_mask, masks_of_calls
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 IMAGE = 99
@@ -144,7 +144,7 @@ def test_tokens_of_a_block_see_each_other_in_every_row(window):
 def test_segments_of_equal_shape_have_masks_of_their_own_where_blocks_differ():
     rows = [[1, IMAGE, IMAGE, 2], [1, 3, IMAGE, IMAGE]]
     batch = flat(rows, [0, 1], sharing=False, has_blocks=True)
-    first, second = (segment_mask(batch.layout, [i]) for i in range(2))
+    first, second = masks_of_calls(batch.layout, None, None)
     assert first[0, 0, 1, 2]
     assert not second[0, 0, 1, 2]
-    assert segment_mask(batch.layout.without_blocks(), [0]) is None
+    assert masks_of_calls(batch.layout.without_blocks(), None, None) == [None]

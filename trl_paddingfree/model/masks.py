@@ -5,7 +5,6 @@ Shape legend: see [`~trl_paddingfree.flat.segments`].
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -157,51 +156,46 @@ class FlatMask(torch.Tensor):
 
 @once_per_layout
 def masks_of_calls(layout: FlatLayout, window: int | None, dtype: torch.dtype | None) -> list[torch.Tensor | None]:
-    """The [`segment_mask`] of each of the [`~trl_paddingfree.flat.calls.AttentionCalls`] of a layout."""
-    return [segment_mask(layout, segments, window, dtype) for segments in AttentionCalls.of(layout).segments]
-
-
-def segment_mask(
-    layout: FlatLayout, segments: Sequence[int], window: int | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor | None:
     """
-    `(n, 1, Q, L)` mask of segments that one call computes, made once per batch and shared by all layers: of `dtype`, to
-    add to the scores; without one boolean, or `None` where plain causal attention is the same.
-
-    Tokens see those before them, as far as a `window` of positions, their own included, and those of their image block,
-    for which a segment has a call of its own. Padding sees what the last token of its segment sees, so that no row is
-    masked whole. `Q` and `L` are the most queries and keys of any segment; those of one shape share a mask: `n` is 1.
+    The mask of each of the [`~trl_paddingfree.flat.calls.AttentionCalls`] of a layout, made once per batch and shared
+    by all layers: see [`_segment_mask`]. `None` where plain causal attention is the same.
     """
-    shapes = [(layout.segments.starts[i], layout.segments.lengths[i]) for i in segments]
-    if len(set(shapes)) == 1:
-        shapes = shapes[:1]
-    keys = max(map(sum, shapes))
-    window = window if window is not None and window < keys else None
-    if not any(start for start, _ in shapes) and window is None and dtype is None and layout.blocks is None:
-        return None
+    masks: list[torch.Tensor | None] = []
+    for segments in AttentionCalls.of(layout).segments:
+        shapes = tuple((layout.segments.starts[i], layout.segments.lengths[i]) for i in segments)
+        shapes = shapes[:1] if len(set(shapes)) == 1 else shapes
+        seen = window if window is not None and window < max(map(sum, shapes)) else None
+        if not any(start for start, _ in shapes) and seen is None and dtype is None and layout.blocks is None:
+            masks.append(None)
+        else:  # without blocks, only shapes count
+            masks.append(_shared_mask(layout, shapes, seen, dtype, None if layout.blocks is None else segments[0]))
+    return masks
 
-    which = () if layout.blocks is None else tuple(segments)  # without blocks, only shapes count
-    make = partial(_make_segment_mask, layout, segments, shapes, window, dtype)
-    return layout.derived(("segment mask", tuple(shapes), window, dtype, *which), make)
 
-
-def _make_segment_mask(
+def _segment_mask(
     layout: FlatLayout,
-    segments: Sequence[int],
     shapes: Sequence[tuple[int, int]],
     window: int | None,
     dtype: torch.dtype | None,
+    segment: int | None = None,
 ) -> torch.Tensor:
-    """`(n, 1, Q, L)` mask of `segments` with `n` shapes, each the keys before the queries, and the queries."""
+    """
+    `(n, 1, Q, L)` mask of segments with `n` shapes, each the keys before the queries, and the queries: of `dtype`, to
+    add to the scores; without one boolean.
+
+    Tokens see those before them, as far as a `window` of positions, their own included, and those of their image block,
+    for which a `segment` has a mask of its own. Padding sees what the last token of its segment sees, so that no row is
+    masked whole. `Q` and `L` are the most queries and keys of any segment; those of one shape share a mask: `n` is 1.
+    """
     queries, keys = max(length for _, length in shapes), max(map(sum, shapes))
     start, length = layout.tensor(np.array(shapes).T[..., None, None])
     q = start + torch.minimum(torch.arange(queries, device=layout.device)[:, None], length - 1)
     k = torch.arange(keys, device=layout.device)
     mask = k <= q
-    if layout.blocks is not None:
-        (i,), ((first, _),) = segments, shapes
-        blocks = layout.blocks[layout.tensor(layout.segments.path(i))]
-        mask = mask | ((blocks[first:, None] == blocks[None]) & (blocks[first:, None] >= 0))
+    if segment is not None and layout.blocks is not None:
+        blocks = layout.blocks[layout.tensor(layout.segments.path(segment))]
+        own = blocks[shapes[0][0] :, None]
+        mask = mask | ((own == blocks) & (own >= 0))
     if window is not None:
         mask = mask & (k > q - window)
     if dtype is not None:
@@ -209,16 +203,19 @@ def _make_segment_mask(
     return mask[:, None]
 
 
+_shared_mask = once_per_layout(_segment_mask)
+
+
 @once_per_layout
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`(1, 1, T, T)` mask to add to the scores of the whole flat row; see [`segment_mask`]."""
+    """`(1, 1, T, T)` mask to add to the scores of the whole flat row; see [`_segment_mask`]."""
     total = layout.segments.num_tokens
     mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=layout.device)
     index = torch.arange(total, device=layout.device) if layout.kv_index is None else layout.kv_index
     keys = index.split(layout.segments.key_lengths)
     for i, queries in enumerate(mask.split(layout.segments.lengths)):
         shape = (layout.segments.starts[i], layout.segments.lengths[i])
-        queries[:, keys[i]] = _make_segment_mask(layout, [i], [shape], window, dtype)
+        queries[:, keys[i]] = _segment_mask(layout, [shape], window, dtype, i)
     return mask[None, None]
 
 
@@ -227,8 +224,7 @@ def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, 
     `(rows, 1, length, length)` mask to add to the scores of ordinary rows, made once per batch. It has all `rows`,
     because DeepSeek V4 puts a mask of its compressed keys beside it, which is another in each row.
     """
-    make = partial(_make_segment_mask, layout.without_blocks(), (), [(0, length)], window, dtype)
-    return layout.derived(("causal mask", length, window, dtype), make).expand(rows, 1, length, length)
+    return _shared_mask(layout, ((0, length),), window, dtype).expand(rows, 1, length, length)
 
 
 def boundaries(layout: FlatLayout) -> Inputs:
@@ -247,28 +243,25 @@ def backbone_mask(
     kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
     if not kinds:
         kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
+    whole = FlatMask.carrying(context)
+
+    def mask_of(kind: str) -> torch.Tensor | None:
+        layout = context.layout
+        if backend == "positions":
+            return None
+        if kind == _CHUNKED:
+            layout = layout.chunked(config.attention_chunk_size)
+        elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
+            layout = layout.without_blocks()
+        if backend not in ATTENTION_BACKENDS:
+            return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)
+        # Attention functions are given their window
+        return whole if layout is context.layout else FlatMask.carrying(replace(context, layout=layout))
+
     masks: dict[str, Masks] = {}
     for kind in sorted(kinds):
-        kind_mask = _mask_of_kind(_HYBRID.get(kind, kind), backend, context, config, dtype)
+        kind_mask = mask_of(_HYBRID.get(kind, kind))
         masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
     if carries_state:
         return {**dict.fromkeys(_STATE, FlatMask.carrying(context, per_token=True)), **masks}
-    differ = _CHUNKED in kinds or (context.layout.blocks is not None and config.model_type in _CAUSAL_IN_FULL)
-    one_for_all = backend == "positions" or (backend in ATTENTION_BACKENDS and not differ)
-    return next(iter(masks.values())) if one_for_all or len(masks) == 1 else masks
-
-
-def _mask_of_kind(
-    kind: str, backend: BackendName, context: PassContext, config: PreTrainedConfig, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """What attention layers of one kind get as their mask."""
-    if backend == "positions":
-        return None
-    layout = context.layout
-    if kind == _CHUNKED:
-        layout = layout.chunked(config.attention_chunk_size)
-    elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
-        layout = layout.without_blocks()
-    if backend in ATTENTION_BACKENDS:
-        return FlatMask.carrying(replace(context, layout=layout))  # attention functions are given their window
-    return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)
+    return next(iter(masks.values())) if len(set(map(id, masks.values()))) == 1 else masks
