@@ -62,8 +62,7 @@ def flash_attention(layout: FlatLayout, previous: str, module, query, key, value
     q, k, v = (states[None] for states in _flat_states(query, key, value, dtype, layout.kv_gather))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
-    kwargs |= {name: value for name, value in boundaries(layout).items() if name != "seq_idx"}
-    kwargs |= {"is_causal": True, "softmax_scale": scaling, "attn_implementation": previous}
+    kwargs |= {**boundaries(layout), "is_causal": True, "softmax_scale": scaling, "attn_implementation": previous}
     output = upstream.flash_attention_forward(q, k, v, attention_mask=None, query_length=q.size(1), **kwargs)
     return output[..., : value.size(-1)], None
 
