@@ -37,19 +37,14 @@ class Exchanged(torch.autograd.Function):
     def forward(
         ctx, states: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
-        return _all_to_all(states, sent, received, group)
+        ctx.back = received, sent, group
+        output = states.new_empty(sum(received), *states.shape[1:])
+        dist.all_to_all_single(output, states.contiguous(), received, sent, group=group)
+        return output
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        received, sent = ctx.sizes
-        return _all_to_all(grad, received, sent, ctx.group), None, None, None
-
-
-def _all_to_all(states: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    output = states.new_empty(sum(received), *states.shape[1:])
-    dist.all_to_all_single(output, states.contiguous(), received, sent, group=group)
-    return output
+        return Exchanged.apply(grad, *ctx.back), None, None, None
 
 
 class Gathered(torch.autograd.Function):
@@ -59,7 +54,7 @@ class Gathered(torch.autograd.Function):
     def forward(ctx, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
         ctx.sizes, ctx.group, ctx.length = sizes, group, len(values)
         own = values[: sizes[dist.get_rank(group)]]
-        return _all_to_all(torch.cat([own] * len(sizes)), [len(own)] * len(sizes), list(sizes), group)
+        return Exchanged.apply(torch.cat([own] * len(sizes)), [len(own)] * len(sizes), list(sizes), group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):

@@ -107,8 +107,7 @@ def scored_in_rows(
     """
     group, model = flat_model.group, flat_model.model
     batch = flat_model.begin_pass(batch)
-    cuts = batch.schedule.cuts
-    own = batch if group is None else group.slice(batch, model.config.get_text_config(), cuts)
+    own = batch if group is None else group.own_part(batch, model.config.get_text_config())
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     with own_draws, flat_backbone(flat_model, own, own.scored_of) as answers:
         inputs, targets = flat_inputs(flat_model, own), own.shift_labels
@@ -119,9 +118,9 @@ def scored_in_rows(
     values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
     aux_loss = outputs.aux_loss
     if group is not None:
-        values = group.gather_scored(values, batch, cuts)
+        values = group.gather_scored(values, batch)
         if aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
-            routers = tuple(group.gather_tokens(x, batch.layout, cuts) for x in answers[0]["router_logits"])
+            routers = tuple(group.gather_tokens(x, batch) for x in answers[0]["router_logits"])
             aux_loss = upstream.router_loss(model, routers, batch.token_rows)
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
     in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}

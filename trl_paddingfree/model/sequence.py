@@ -14,7 +14,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -29,9 +29,6 @@ from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
 from .masks import PassContext, Scan
 from .restored import random_state_restored
-
-# Arguments of attention with an entry per token, which it does not need: it has the layout
-_OF_TOKENS = ("position_ids",)
 
 
 def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
@@ -59,7 +56,7 @@ def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
     return np.concatenate([np.repeat(np.arange(size), of_slice) for of_slice in sizes])
 
 
-def slice_of(batch: FlatBatch, number: int, size: int, cuts: tuple[int, ...] = ()) -> FlatBatch:
+def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     """
     What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`, `position_ids`, `token_rows`,
     `shift_labels` and `scored_index` are those of its tokens; all else, the rows and the layout among them, stays that
@@ -74,16 +71,14 @@ def slice_of(batch: FlatBatch, number: int, size: int, cuts: tuple[int, ...] = (
     >>> [slice_of(batch, number, 2).shift_labels.tolist() for number in range(2)]
     [[[3, 4]], [[5]]]
     """
-    total, layout = batch.layout.segments.num_tokens, batch.layout
+    total, layout, cuts = batch.layout.segments.num_tokens, batch.layout, batch.schedule.cuts
     index = np.concatenate(spans_of(total, number, size, cuts))
-    owners = owners_of(total, size, cuts)
-    local = np.zeros(total, dtype=np.int64)
-    local[index[::-1]] = np.arange(len(index))[::-1]  # of a token that is there twice, the first
-    scored = np.flatnonzero(owners[batch.scored] == number)
+    own, places = np.unique(index, return_index=True)  # of a token that is there twice, the first
+    scored = np.flatnonzero(owners_of(total, size, cuts)[batch.scored] == number)
     labels, scored_index = batch.shift_labels.new_full((1, 1), IGNORE_INDEX), batch.scored_index.new_zeros(1)
     if len(scored):
         labels = batch.shift_labels.index_select(1, layout.tensor(scored))
-        scored_index = layout.tensor(local[batch.scored[scored]])
+        scored_index = layout.tensor(places[np.searchsorted(own, batch.scored[scored])])
     tokens = layout.tensor(index)
     return replace(
         batch,
@@ -107,7 +102,7 @@ class SequenceGroup:
             ranks = dist.get_process_group_ranks(group)
             self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
 
-    def slice(self, batch: FlatBatch, config: PreTrainedConfig, cuts: tuple[int, ...] = ()) -> FlatBatch:
+    def own_part(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
         """
         What this process computes of a batch, see [`slice_of`]. Refuses rows whose rotary frequencies would follow its
         slice, and batches that are not the same on all processes.
@@ -116,14 +111,14 @@ class SequenceGroup:
         for kind, limit in rotary_limits(config).items():
             if width > limit:
                 raise ValueError(self.too_long(kind, limit))
-        checksums = lambda: self.largest([batch.checksum, -batch.checksum])  # noqa: E731
+        checksums = partial(self.largest, [batch.checksum, -batch.checksum])
         if sum(batch.layout.derived("largest and smallest checksum", checksums)):  # asked once
             raise ValueError(
                 f"`sequence_parallel_size={self.size}`: processes of one group have been given different batches. A "
                 "transform of the data set that draws at random, or a data loader of your own, may do that: give all "
                 "of them the same."
             )
-        return slice_of(batch, self.rank, self.size, cuts)
+        return slice_of(batch, self.rank, self.size)
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
@@ -147,8 +142,9 @@ class SequenceGroup:
         computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
         num_heads, of_tokens = states[0].size(1), [x.squeeze(0).transpose(0, 1) for x in states]
-        whole, (heads, keys, _) = self._to_heads(of_tokens, context.layout.segments.num_tokens)
-        own_module, kwargs = self._with_heads(module, heads, len(keys), num_heads, kwargs)
+        whole, heads = self._to_heads(of_tokens, context.layout.segments.num_tokens)
+        own_module, kwargs = self._with_heads(module, heads, num_heads, kwargs)
+        vars(own_module)["num_key_value_groups"] = whole[0].size(1) // whole[1].size(1)
         output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
 
@@ -166,17 +162,14 @@ class SequenceGroup:
     ) -> torch.Tensor:
         """Like attention: a scan of all tokens, along the whole tree, for the heads of this process."""
         num_heads = inputs[0].size(2)
-        whole, (heads, *_) = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
-        own = [None if x is None else x[heads[0] : heads[-1] + 1] for x in weights]
-        outputs, _ = scan([x[None] for x in whole], own)
+        whole, heads = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
+        outputs, _ = scan([x[None] for x in whole], [None if x is None else x[heads] for x in weights])
         return self._to_tokens(outputs.squeeze(0), num_heads)[None]
 
-    def _to_heads(
-        self, states: Sequence[torch.Tensor], num_tokens: int
-    ) -> tuple[list[torch.Tensor], list[Sequence[int]]]:
+    def _to_heads(self, states: Sequence[torch.Tensor], num_tokens: int) -> tuple[list[torch.Tensor], slice]:
         """
         From states `(t, heads, ...)` of this slice to `(T, n, ...)` of all tokens, for `n` heads of this process: a
-        share of those of the first tensor, and those of the others that they read. Also gives these heads, by tensor.
+        share of those of the first tensor, which it also gives, and those of the others that they read.
         """
         if (num_heads := states[0].size(1)) < self.size:
             raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
@@ -195,7 +188,8 @@ class SequenceGroup:
             received = Exchanged.apply(torch.cat(rows), list(map(len, rows)), got, self.group).view(num_tokens, -1)
             for i, x in zip(alike, received.split(widths, 1), strict=True):
                 whole[i] = x.unflatten(1, (len(heads[i][self.rank]), *states[i].shape[2:]))
-        return [whole[i] for i in range(len(states))], [shares[self.rank] for shares in heads]
+        own = heads[0][self.rank]
+        return [whole[i] for i in range(len(states))], slice(own[0], own[-1] + 1)
 
     def _to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Back from outputs `(T, n, ...)` for the heads of this process to `(t, heads, ...)` for its slice."""
@@ -211,48 +205,43 @@ class SequenceGroup:
         return joined
 
     def _with_heads(
-        self, module: torch.nn.Module, heads: Sequence[int], num_keys: int, num_heads: int, kwargs: Inputs
+        self, module: torch.nn.Module, heads: slice, num_heads: int, kwargs: Inputs
     ) -> tuple[torch.nn.Module, Inputs]:
         """A layer with only some of its heads, and the arguments of its attention, cut likewise."""
 
-        def cut(values: Inputs) -> dict[str, torch.Tensor]:
-            tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-            return {name: x[heads[0] : heads[-1] + 1] for name, x in tensors.items() if x.shape == (num_heads,)}
+        def cut(values: Inputs) -> Inputs:
+            return {name: x[heads] for name, x in values.items() if torch.is_tensor(x) and x.shape == (num_heads,)}
 
-        kwargs = {name: x for name, x in kwargs.items() if name not in _OF_TOKENS}
+        kwargs.pop("position_ids", None)  # attention has the layout
         own = cut(kwargs)
-        unknown = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor) and x.ndim and name not in own]
-        if unknown:
+        if unknown := [name for name, x in kwargs.items() if torch.is_tensor(x) and x.ndim and name not in own]:
             raise ValueError(
                 f"`sequence_parallel_size={self.size}`: {type(module).__name__} gives its attention function "
                 f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
             )
         part = copy.copy(module)  # which shares all weights; its own attributes are found before them
-        groups = {"num_key_value_groups": len(heads) // num_keys}
-        vars(part).update(cut(dict(module.named_parameters(recurse=False))), **groups)
+        vars(part).update(cut(dict(module.named_parameters(recurse=False))))
         return part, {**kwargs, **own}
 
     # --- values of all slices ---------------------------------------------------------------------------------------
 
-    def gather_scored(
-        self, values: dict[str, torch.Tensor], batch: FlatBatch, cuts: tuple[int, ...] = ()
-    ) -> dict[str, torch.Tensor]:
+    def gather_scored(self, values: dict[str, torch.Tensor], batch: FlatBatch) -> dict[str, torch.Tensor]:
         """From values `(1, p)` of scored tokens of a slice to those `(1, P)` of the batch, in one message."""
-        dtype = reduce(torch.promote_types, [x.dtype for x in values.values()])
-        stacked = torch.stack([x[0].to(dtype) for x in values.values()], 1)
-        owners = owners_of(batch.layout.segments.num_tokens, self.size, cuts)[batch.scored]
+        stacked = torch.stack([x[0] for x in values.values()], 1)  # of a dtype that holds all
+        owners = owners_of(batch.layout.segments.num_tokens, self.size, batch.schedule.cuts)[batch.scored]
         columns = self._gathered(stacked, owners, batch.layout).unbind(1)
         gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, columns, strict=True)}
         return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
 
-    def gather_tokens(self, states: torch.Tensor, layout: FlatLayout, cuts: tuple[int, ...] = ()) -> torch.Tensor:
-        """From states `(t, ...)` of a slice to those `(T, ...)` of all tokens."""
-        total = layout.segments.num_tokens
-        owners, index = owners_of(total, self.size, cuts), np.concatenate(spans_of(total, self.rank, self.size, cuts))
-        own = np.flatnonzero(owners[index] == self.rank)  # without those that stand in
-        if len(own) < len(index):
-            states = states.index_select(0, layout.tensor(own))
-        return self._gathered(states, owners, layout)
+    def gather_tokens(self, states: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
+        """From states `(t, ...)` of a slice to those `(T, ...)` of all tokens of a batch."""
+        total, cuts = batch.layout.segments.num_tokens, batch.schedule.cuts
+        owners = owners_of(total, self.size, cuts)
+        tokens, places = np.unique(np.concatenate(spans_of(total, self.rank, self.size, cuts)), return_index=True)
+        own = places[owners[tokens] == self.rank]  # without those that stand in
+        if len(own) < len(states):
+            states = states.index_select(0, batch.layout.tensor(own))
+        return self._gathered(states, owners, batch.layout)
 
     def _gathered(self, values: torch.Tensor, owners: np.ndarray, layout: FlatLayout) -> torch.Tensor:
         """The values of all processes in the order of the flat axis; `owners` says whose each is."""
@@ -266,7 +255,7 @@ class SequenceGroup:
     ) -> list[torch.Tensor]:
         """Gradients as engines average them, from those of a slice: of embeddings, now `(1, T, D)`, and of weights."""
         first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
-        embedded = self.gather_tokens(first.squeeze(0), batch.layout)[None]
+        embedded = self.gather_tokens(first.squeeze(0), batch)[None]
         return [gradient / self.size for gradient in (embedded, *self.summed(others))]
 
     def summed(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
