@@ -159,7 +159,7 @@ def sent_bytes(flat: FlatModel, batch: FlatBatch, rank: int) -> int:
 def compare(kind: str, flat: FlatModel, batch: FlatBatch, group: SequenceGroup, exchanged: list[Sent]) -> None:
     device, dtype, found, said = group.device, flat.model.dtype, {}, []
     for name, member in (("whole", None), ("sliced", group)):
-        flat.divide_among(member)
+        flat.group = member
         found[name] = [measure(flat, batch) for measure in (kept_bytes, work, reads)]
         said.append(log_probs(flat, batch).detach())
     (kept, flops, waits), (own, part, own_waits) = found["whole"], found["sliced"]
@@ -199,7 +199,7 @@ def main() -> None:
     for rows in ([[5]], [[5, 6, 7]]):  # of fewer tokens than processes, and none or few to score
         batch, said = FlatBatch.from_rows(rows, rows).to(device), []
         for member in (None, group):
-            flat.divide_among(member)
+            flat.group = member
             model.zero_grad()
             said.append(log_probs(flat, batch))
             said[-1].sum().backward()

@@ -74,9 +74,9 @@ def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> No
             if reentrant:
                 model.enable_input_require_grads()
             for rows in batches(seed):
-                flat.divide_among(None)
+                flat.group = None
                 expected, whole = answered(flat, rows, prefix_sharing)
-                flat.divide_among(group)
+                flat.group = group
                 said, own = answered(flat, rows, prefix_sharing)
                 where = f"{name}, {prefix_sharing=}, {reentrant=}, {has_kernels=}, rows of {[*map(len, rows)]}"
                 if expected.numel():

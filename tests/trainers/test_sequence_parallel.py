@@ -302,7 +302,7 @@ def test_layers_that_see_rows_are_refused_by_name(model_type):
 
 def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
     model, tried = tiny_model("qwen3_5_text"), []
-    flat_model(model).divide_among(SimpleNamespace(size=2, attend=None))
+    flat_model(model).group = SimpleNamespace(size=2, attend=None)
 
     def fail(model, route, *_):
         tried.append(route)

@@ -83,10 +83,6 @@ class FlatModel:
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat and (flat._is_called or (flat.padded and flat.padded.is_called)) else None
 
-    def divide_among(self, group: SequenceGroup | None) -> None:
-        """Have each process of a `group` compute a slice of each batch, or with `None` whole batches."""
-        self.group = group
-
     @classmethod
     def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
         """The processes that compute slices of a model's batches with this one; `None` if it computes whole ones."""

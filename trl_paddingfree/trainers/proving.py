@@ -89,7 +89,7 @@ class StartUpCheck:
 
     def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
         flat = FlatModel.install(base, route)
-        flat.divide_among(self.group)
+        flat.group = self.group
         return flat
 
     def can_call(self, model: torch.nn.Module, is_trained: bool) -> bool:
@@ -170,7 +170,7 @@ class StartUpCheck:
         base = self._base(model)
         trains = base is self.trained
         if (flat := vars(base).get(ATTRIBUTE)) is not None:  # not by `FlatModel.of`: TRL may have put on another head
-            flat.divide_among(None)  # a trainer before may have left its group
+            flat.group = None  # a trainer before may have left its group
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):
