@@ -58,32 +58,30 @@ def reasons_against(
 ) -> dict[BackendName, list[str]]:
     """Why each backend cannot serve a model loaded with `previous` whose attention runs in `dtype` on `device`."""
     reasons: dict[BackendName, list[str]] = {name: [] for name in BACKENDS}
+
+    def note(reason: str, *names: BackendName) -> None:
+        for name in names:
+            reasons[name].append(reason)
+
     if not upstream.takes_attention_function(model):
-        for name in ATTENTION_BACKENDS:
-            reasons[name].append(f"{type(model).__name__} does not use transformers' `AttentionInterface`")
+        note(f"{type(model).__name__} does not use transformers' `AttentionInterface`", *ATTENTION_BACKENDS)
     if takes_boundaries(previous):
-        reasons["varlen"].append(f"the model was loaded with `attn_implementation={previous!r}`, which does the same")
-        for name in ("segment", "mask"):
-            reasons[name].append(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'")
+        note(f"the model was loaded with `attn_implementation={previous!r}`, which does the same", "varlen")
+        note(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'", "segment", "mask")
     else:
-        for name in ("flash", "positions"):
-            reasons[name].append(
-                f"the model was loaded with `attn_implementation={previous!r}`: load it with 'flash_attention_2' (`pip "
-                "install flash-attn`), another version of it, or a hub kernel"
-            )
+        how = "load it with 'flash_attention_2' (`pip install flash-attn`), another version of it, or a hub kernel"
+        note(f"the model was loaded with `attn_implementation={previous!r}`: {how}", "flash", "positions")
     if previous != "sdpa":
-        reasons["varlen"].append(f"it stands in for 'sdpa', and the model was loaded with {previous!r}")
+        note(f"it stands in for 'sdpa', and the model was loaded with {previous!r}", "varlen")
     if reason := attention.why_no_varlen(device):
-        reasons["varlen"].append(reason)
+        note(reason, "varlen")
     if dtype not in (torch.float16, torch.bfloat16):
-        reasons["varlen"].append(f"attention runs in {dtype}, the kernel needs float16 or bfloat16")
+        note(f"attention runs in {dtype}, the kernel needs float16 or bfloat16", "varlen")
     if dropout := architecture.attention_dropout(model):
-        reasons["varlen"].append(
-            f"attention has a dropout of {dropout}, and the kernel has none: set it to 0 in the model's configuration"
-        )
+        what = f"attention has a dropout of {dropout}, and the kernel has none"
+        note(f"{what}: set it to 0 in the model's configuration", "varlen")
     if previous == "flex_attention":
-        for name in ("segment", "mask"):
-            reasons[name].append("flex_attention takes block masks: load the model with 'sdpa'")
+        note("flex_attention takes block masks: load the model with 'sdpa'", "segment", "mask")
     return reasons
 
 
