@@ -142,7 +142,11 @@ def _decoder_in_slices(
     slices, noise = slices_of(batch.layout, cuts, reach is not None, NO_WINDOW), vars(embeddings).get(NOISE)
     kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
-    spans, sizes = _spans(slices, cuts, group)
+    # Of each slice, the tokens of this process's batch that it computes, and how many of these count
+    spans, sizes = [each.span for each in slices], np.diff(cuts).tolist()
+    if group is not None:
+        sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
+        spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     layers = checkpointing_layers(decoder_of(model))
     # `checkpoint` keeps the random states of the devices of its arguments, and the first slice is given no tensors
     on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder_of(model).parameters()})
@@ -152,7 +156,8 @@ def _decoder_in_slices(
     def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
         carry = Carry(cuts, number, earlier, reach is not None)
         own_total = batch.input_ids.size(1)  # tokens of this process
-        own = {name: _of_slice(name, value, spans[number], own_total, reach) for name, value in kwargs.items()}
+        where = spans[number], own_total, reach
+        own = {name: recursively_apply(_of_slice, value, name, *where) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
         # These keep the layout of the whole: layers ask for what they need of it
@@ -161,7 +166,7 @@ def _decoder_in_slices(
         # whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
         settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
-            share = (slices[number].layout.segments.num_tokens if group is None else len(spans[number])) / own_total
+            share = (len(spans[number]) + carry.with_reach) / own_total
             settings.append((embeddings, NOISE, noise * math.sqrt(share)))
         with attributes_set(settings):
             try:
@@ -182,16 +187,6 @@ def _decoder_in_slices(
     return _joined(sizes, outputs)
 
 
-def _spans(
-    slices: Sequence[Slice], cuts: tuple[int, ...], group: SequenceGroup | None
-) -> tuple[list[range], list[int]]:
-    """Of each slice, the tokens of this process's batch that it computes, and how many of these count."""
-    if group is None:
-        return [each.span for each in slices], np.diff(cuts).tolist()
-    sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
-    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)], sizes
-
-
 def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
     """One output of a decoder from those of its slices; of each, the first tokens count, as many as `sizes` says."""
     hidden = [output["last_hidden_state"][:, :n] for output, n in zip(outputs, sizes, strict=True)]
@@ -202,15 +197,11 @@ def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseMod
     return joined
 
 
-def _of_slice(name: str, value: Any, span: range, total: int, reach: int | None) -> Any:
+def _of_slice(value: torch.Tensor, name: str, span: range, total: int, reach: int | None) -> torch.Tensor:
     """An argument of the decoder for a slice: the entries of its tokens, if it has one for each of `total` tokens."""
-    if isinstance(value, list | tuple):
-        return type(value)(_of_slice(name, x, span, total, reach) for x in value)
-    if not isinstance(value, torch.Tensor) or not value.ndim:
-        return value
     is_position = name == "position_ids"  # of several kinds, where images have positions on a plane
     dim = -1 if is_position else int(value.shape[:2] == (1, total))
-    if value.size(dim) != total:
+    if not value.ndim or value.size(dim) != total:
         return value
     own = value.narrow(dim, span.start, len(span))
     if reach is None:
