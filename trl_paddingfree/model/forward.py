@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
@@ -92,8 +93,8 @@ def flat_forward(
         assert input_ids is not None
         return _pooled(flat_model, batch, input_ids, other_arguments)
     if not fused_lm_head:
-        with_labels = other_arguments if labels is None else {**other_arguments, "labels": labels}
-        return _model_output(flat_model, batch, with_labels)
+        given = {} if labels is None else {"labels": labels}
+        return _model_output(flat_model, batch, other_arguments | given)
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)
 
@@ -109,14 +110,26 @@ def scored_in_rows(
     batch = flat_model.begin_pass(batch)
     own = batch if group is None else group.own_part(batch, model.config.get_text_config())
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
-    with own_draws, flat_backbone(flat_model, own, own.scored_of) as answers:
-        inputs, targets = flat_inputs(flat_model, own), own.shift_labels
-        if (size := batch.schedule.head_chunk) is None:
-            outputs = flat_model.forwards[-1](**other_arguments, **inputs, shift_labels=targets, fused_lm_head=True)
-        else:
-            outputs = _scored_in_chunks(flat_model, inputs, targets, other_arguments, size)
-    values = {name: outputs[name] for name in _PER_TOKEN if name in outputs}
-    aux_loss = outputs.aux_loss
+    size = batch.schedule.head_chunk or own.shift_labels.size(1)
+    chunks: list[torch.Tensor] = []
+    outputs: list[FusedCausalLMOutput] = []
+
+    def first_chunk(states: torch.Tensor) -> torch.Tensor:
+        scored = own.scored_of(states)
+        chunks.extend(scored.split(size, 1) if size < scored.size(1) else [scored])
+        return chunks[0]
+
+    head = partial(flat_model.forwards[-1], **other_arguments, **flat_inputs(flat_model, own), fused_lm_head=True)
+    first, *others = own.shift_labels.split(size, 1)
+    with own_draws, flat_backbone(flat_model, own, first_chunk) as answers:
+        outputs.append(head(shift_labels=first))
+        for hidden, targets in zip(chunks[1:], others, strict=True):
+            answer = BaseModelOutput(last_hidden_state=hidden)
+            with attributes_set([(model.base_model, "forward", lambda answer=answer, **_: answer)]):
+                # The first chunk gives the router loss, for all tokens
+                outputs.append(head(shift_labels=targets, output_router_logits=False))
+    values = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
+    aux_loss = outputs[0].aux_loss
     if group is not None:
         values = group.gather_scored(values, batch)
         if aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
@@ -130,30 +143,7 @@ def scored_in_rows(
     if aux_loss is not None:
         share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
         loss = loss + (share or 0.0) * aux_loss
-    return replace(outputs, **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
-
-
-def _scored_in_chunks(
-    flat_model: "FlatModel", inputs: Inputs, labels: torch.Tensor, other_arguments: Inputs, size: int
-) -> "FusedCausalLMOutput":
-    """The output of TRL's head for all scored tokens, given `size` at a time, so that its logits are as few."""
-    model = flat_model.model
-    accepted = inspect.signature(model.base_model.forward).parameters
-    for_backbone = {name: x for name, x in other_arguments.items() if name in accepted or name.startswith("output_")}
-    if architecture.config_value(model.config.get_text_config(), "output_router_logits"):
-        for_backbone.setdefault("output_router_logits", True)
-    states = model.base_model(**inputs, **{**for_backbone, "use_cache": False})
-    outputs: list[FusedCausalLMOutput] = []
-    for hidden, targets in zip(states.last_hidden_state.split(size, 1), labels.split(size, 1), strict=True):
-        chunk, arguments = BaseModelOutput(last_hidden_state=hidden), {**inputs, **other_arguments}
-        if outputs:
-            arguments["output_router_logits"] = False  # the first chunk gives the router loss, for all tokens
-        else:
-            chunk["router_logits"] = states.get("router_logits")
-        with attributes_set([(model.base_model, "forward", lambda chunk=chunk, **_: chunk)]):
-            outputs.append(flat_model.forwards[-1](**arguments, shift_labels=targets, fused_lm_head=True))
-    joined = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
-    return replace(outputs[0], **joined)
+    return replace(outputs[0], **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
 
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
@@ -193,7 +183,8 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
     def read(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    with flat_backbone(flat_model, flat_model.begin_pass(batch), read, swaps_inputs=True):
+    batch = flat_model.begin_pass(batch)
+    with flat_backbone(flat_model, batch, read, **flat_inputs(flat_model, batch)):
         return flat_model.forwards[-1](**arguments, input_ids=input_ids.gather(1, last))
 
 
@@ -243,24 +234,23 @@ def flat_backbone(
     flat_model: "FlatModel",
     batch: FlatBatch,
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    swaps_inputs: bool = False,
     calls_decoder: bool = False,
+    **swapped: torch.Tensor,
 ) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone is told of the layout and returns only what the head needs: what
     `for_head` makes of the hidden states `(1, T, H)`, or all of them. Gives a list with what the backbones return.
 
-    With `swaps_inputs`, the backbone gets the flat tokens in place of those that the head was called with. With
-    `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone.
+    With `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone. The
+    backbone gets `swapped` in place of what the head hands on.
     """
     model = flat_model.model
-    swapped = {"input_ids": batch.input_ids, "position_ids": batch.position_ids} if swaps_inputs else {}
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
-    backbones = list(dict.fromkeys((model.base_model, *([model.get_decoder()] if calls_decoder else []))))
+    backbones = {model.base_model, model.get_decoder() if calls_decoder else model.base_model}
     answers: list[BaseModelOutput] = []
 
     def give_head(module, args, outputs):
-        # Once: a backbone may lie within another, and `_scored_in_chunks` calls it again for each chunk
+        # Once: a backbone may lie within another, and is called again for each chunk of scored tokens
         if for_head is not None and not answers:
             outputs.last_hidden_state = for_head(outputs.last_hidden_state)
         answers.append(outputs)
@@ -269,10 +259,9 @@ def flat_backbone(
     with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
-            if swaps_inputs:  # some heads hand `input_ids` on by its place
-                names = inspect.signature(module.forward).parameters
-                args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
-            return args, {**kwargs, **arguments, **swapped}
+            # Some heads hand `input_ids` on by its place
+            named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+            return (), {**named, **kwargs, **swapped, **arguments}
 
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))

@@ -153,9 +153,8 @@ class SequenceGroup:
         halo = Halo.of(layout, size, self.rank, self.size)
         if not halo.is_needed:
             return states
-        sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
-        before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
-        return torch.cat([states, before.view(-1, states.size(1))])
+        before = Exchanged.apply(Gather.apply(states, halo.rows), halo.sent, halo.received, self.group)
+        return torch.cat([states, before])
 
     def scan(
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
