@@ -46,8 +46,8 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     numbers = list(map(len, calls.segments))
     lengths, key_lengths = (list(map(mul, numbers, longest)) for longest in (calls.queries, calls.keys))
     # The gradient of a split is one concatenation; that of each slice is as long as the flat axis
-    states = zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True)
-    for mask, number, parts in zip(masks, numbers, states, strict=True):
+    states = query.split(lengths), key.split(key_lengths), value.split(key_lengths)
+    for mask, number, *parts in zip(masks, numbers, *states, strict=True):
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
         if previous == "eager":  # `matmul` copies those of several segments: of a view, all would be kept beside
             q = q.contiguous()
@@ -162,7 +162,7 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     rows, states = layout.kv_gather, _flat_states(query, key, value, sdpa_dtype(query))
     copied = (None,) * 3 if rows is None else (rows.index, rows.order, rows.offsets)
-    lengths = (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
+    *lengths, _ = boundaries(layout).values()
     output, _ = _on_paths(*states, *copied, *lengths, kwargs.get("scaling"), kwargs.get("sliding_window"))
     return output[None, ..., : value.size(-1)], None
 

@@ -8,11 +8,12 @@ model computes the flat tokens instead, and the answer is the same rows.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -184,7 +185,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
     batch = flat_model.begin_pass(batch)
-    with flat_backbone(flat_model, batch, read, **flat_inputs(flat_model, batch)):
+    with flat_backbone(flat_model, batch, read, swapped=flat_inputs(flat_model, batch)):
         return flat_model.forwards[-1](**arguments, input_ids=input_ids.gather(1, last))
 
 
@@ -235,7 +236,7 @@ def flat_backbone(
     batch: FlatBatch,
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     calls_decoder: bool = False,
-    **swapped: torch.Tensor,
+    swapped: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone is told of the layout and returns only what the head needs: what

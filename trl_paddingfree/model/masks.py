@@ -134,22 +134,25 @@ class FlatMask(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in (torch.all, torch.Tensor.all):  # transformers drops masks that are all true, and this one must stay
             return torch.zeros((), dtype=torch.bool)
-        if func is torch.Tensor.copy_ and not isinstance(args[1], cls):  # overwritten: from here on, a tensor like any
-            vars(args[0]).clear()
-            args[0].__class__ = torch.Tensor
-            return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.copy_ and args[0].shape == args[1].shape:
-            # PyTorch offloads what a checkpoint saves into a buffer, which becomes the mask that it got last
-            args[0].__class__ = cls
-            vars(args[0]).update(vars(args[1]))
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func is torch.Tensor.copy_:
+            buffer, source = args[:2]
+            if not isinstance(source, cls):  # overwritten: from here on, a tensor like any
+                vars(buffer).clear()
+                buffer.__class__ = torch.Tensor
+                return func(*args, **kwargs)
+            if buffer.shape == source.shape:
+                # PyTorch offloads what a checkpoint saves into a buffer, which becomes the mask that it got last
+                buffer.__class__ = cls
+                vars(buffer).update(vars(source))
+        result = super().__torch_function__(func, types, args, kwargs)
         if isinstance(result, cls):
-            masks = [x for x in args if isinstance(x, cls)]
-            if not masks or result.shape != masks[0].shape:
+            mask = next((x for x in args if isinstance(x, cls)), None)
+            if mask is None or result.shape != mask.shape:
                 raise RuntimeError(
                     f"the model computes with its attention mask ({func.__name__}): it needs a dense one"
                 )
-            context = masks[0].context
+            context = mask.context
             result.context = replace(context, layout=context.layout.to(result.device))
         return result
 

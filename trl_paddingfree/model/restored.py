@@ -11,18 +11,15 @@ from torch.distributed.tensor import DTensor
 @contextmanager
 def attributes_set(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """Sets attributes of objects within the context; restores them afterwards, or deletes those that were not there."""
-    values = [*values]
-    before = [(holder, name, name in vars(holder), vars(holder).get(name)) for holder, name, _ in values]
-    for holder, name, value in values:
-        vars(holder)[name] = value
-    try:
-        yield
-    finally:
-        for holder, name, is_own, value in before:
-            if is_own:
-                vars(holder)[name] = value
+    with ExitStack() as restored:
+        for holder, name, value in values:
+            held = vars(holder)
+            if name in held:
+                restored.callback(held.__setitem__, name, held[name])
             else:
-                del vars(holder)[name]
+                restored.callback(held.pop, name)
+            held[name] = value
+        yield
 
 
 def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
