@@ -32,6 +32,13 @@ def tree(seed: int) -> list[list[int]]:
     return [*pairs, pairs[0][:15] + draw(2), draw(2)]
 
 
+def padded_rows(rows: list[list[int]], labels: list[list[int]]) -> dict[str, torch.Tensor]:
+    """What TRL's trainers give a model: rows that are padded on the right."""
+    masks = [[1] * len(row) for row in rows]
+    given = {"input_ids": (rows, 0), "attention_mask": (masks, 0), "labels": (labels, -100)}
+    return {name: pad_sequence([*map(torch.tensor, x)], True, value) for name, (x, value) in given.items()}
+
+
 def log_probs_and_gradients(model, **inputs):
     model.zero_grad()
     log_probs = model(**inputs, fused_lm_head=True, use_cache=False).log_probs
@@ -45,9 +52,7 @@ def assert_equals_padded(model, route: Route, seed: int, tolerance: float = TOLE
     """Log-probabilities and the gradient of every parameter, flat against padded."""
     rows = tree(seed)
     labels = [[-100 if i < 3 else token for i, token in enumerate(row)] for row in rows]
-    masks = [[1] * len(row) for row in rows]
-    given = {"input_ids": (rows, 0), "attention_mask": (masks, 0), "labels": (labels, -100)}
-    padded = {name: pad_sequence([*map(torch.tensor, x)], True, value) for name, (x, value) in given.items()}
+    padded = padded_rows(rows, labels)
     expected, expected_gradients = log_probs_and_gradients(model, **padded)
     FlatModel.install(model, route)
     batch = FlatBatch.from_rows(rows, labels, prefix_sharing=route.prefix_sharing)

@@ -154,25 +154,21 @@ def feature_arguments(feature, previous):
     return shape, module, kwargs, options
 
 
+KINDS = ("sdpa", "eager", "flash_attention_2")
+
+
 @pytest.mark.parametrize(
     ("previous", "feature"),
     # models with soft-capping or sinks have no SDPA
-    [(p, f) for p in ("sdpa", "eager") for f in FEATURES if p == "eager" or f not in ("softcap", "sinks")],
+    [(p, f) for p in KINDS for f in FEATURES if p != "sdpa" or f not in ("softcap", "sinks")],
 )
-def test_segment_backend_equals_the_dense_mask(previous, feature):
+def test_backends_equal_the_dense_mask(previous, feature):
     shape, module, kwargs, options = feature_arguments(feature, previous)
-    tolerance = FLOAT64 if previous == "sdpa" else FLOAT32  # eager functions take the softmax in float32
-    for segments in SEGMENTS.values():
-        compare("segment", previous, module, states(segments, **shape), segments, tolerance, {**kwargs}, options)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_flash_backend_equals_the_dense_mask(feature):
-    shape, module, kwargs, options = feature_arguments(feature, "flash_attention_2")
+    tolerance = FLOAT64 if previous == "sdpa" else FLOAT32  # eager functions and the stand-in take softmax in float32
+    backend = "flash" if previous == "flash_attention_2" else "segment"
     with reference_flash():
         for segments in SEGMENTS.values():
-            given = module, states(segments, **shape), segments, FLOAT32, {**kwargs}, options
-            compare("flash", "flash_attention_2", *given)
+            compare(backend, previous, module, states(segments, **shape), segments, tolerance, {**kwargs}, options)
 
 
 @pytest.mark.parametrize("feature", ["plain", "grouped", "window", "narrow value", "scale"])
@@ -208,33 +204,31 @@ def compare_in_bfloat16(device, backend, segments, feature):
         assert (ours - exact).abs().max() <= budget, segments
 
 
+# Which of queries, keys, values, boundaries and longest segment are changed, how, and what is said of it
 REFUSED = {
-    "float32": (lambda q, k, v, cu, n: (q.float(), k.float(), v.float(), cu, n), "no torch.float32"),
-    "dtypes": (lambda q, k, v, cu, n: (q, k.half(), v, cu, n), "differ in dtype"),
-    "head of 12": (lambda q, k, v, cu, n: (*(x.repeat(1, 1, 2)[..., :12] for x in (q, k, v)), cu, n), "heads of 12"),
-    "head of 264": (lambda q, k, v, cu, n: (*(x.repeat(1, 1, 33) for x in (q, k, v)), cu, n), "heads of 264"),
-    "three heads": (lambda q, k, v, cu, n: (q, k[:, [0, 0, 0]], v[:, [0, 0, 0]], cu, n), "heads"),
-    "strided": (lambda q, k, v, cu, n: (q.mT.contiguous().mT, k, v, cu, n), "not contiguous"),
-    "int64": (lambda q, k, v, cu, n: (q, k, v, cu.long(), n), "not int32"),
-    "meta": (lambda q, k, v, cu, n: (q, k, v, cu.to("meta"), n), "on meta"),
-    "a tensor": (lambda q, k, v, cu, n: (q, k, v, cu, torch.tensor(n)), "would wait"),
-    "too short": (lambda q, k, v, cu, n: (q, k, v, cu, n - 1), "longest segment"),
-    "empty": (lambda q, k, v, cu, n: (q, k, v, torch.cat([cu, cu[-1:]]), n), "empty segments"),
-    "keys beyond": (
-        lambda q, k, v, cu, n: (q, torch.cat([k, k]), torch.cat([v, v]), cu, n),
-        "beyond the last boundary",
-    ),
+    "float32": ("qkv", torch.Tensor.float, "no torch.float32"),
+    "dtypes": ("k", torch.Tensor.half, "differ in dtype"),
+    "head of 12": ("qkv", lambda x: x.repeat(1, 1, 2)[..., :12], "heads of 12"),
+    "head of 264": ("qkv", lambda x: x.repeat(1, 1, 33), "heads of 264"),
+    "three heads": ("kv", lambda x: x[:, [0, 0, 0]], "heads"),
+    "strided": ("q", lambda x: x.mT.contiguous().mT, "not contiguous"),
+    "int64": ("b", torch.Tensor.long, "not int32"),
+    "meta": ("b", lambda x: x.to("meta"), "on meta"),
+    "a tensor": ("n", torch.tensor, "would wait"),
+    "too short": ("n", lambda n: n - 1, "longest segment"),
+    "empty": ("b", lambda x: torch.cat([x, x[-1:]]), "empty segments"),
+    "keys beyond": ("kv", lambda x: torch.cat([x, x]), "beyond the last boundary"),
 }
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("names", "change", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
-def test_stand_ins_refuse_what_kernels_refuse(backend, change, message):
-    q, k, v = (torch.randn(9, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    call = (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32), 5)
+def test_stand_ins_refuse_what_kernels_refuse(backend, names, change, message):
+    states = [torch.randn(9, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    call = dict(zip("qkvbn", (*states, torch.tensor([0, 4, 9], dtype=torch.int32), 5), strict=True))
     refused = pytest.raises((AssertionError, ValueError), match=message)
-    for arguments, outcome in ((call, nullcontext()), (change(*call), refused)):
-        q, k, v, boundaries, longest = arguments
+    for changed, outcome in (("", nullcontext()), (names, refused)):
+        q, k, v, boundaries, longest = (change(x) if name in changed else x for name, x in call.items())
         with outcome, varlen_on("cpu"):
             if backend == "varlen":
                 torch_varlen()(q, k, v, boundaries, boundaries, longest, longest, None, None)
@@ -393,14 +387,10 @@ def test_flat_mask_keeps_its_layout_where_models_touch_it():
     for touched in (mask.to(torch.float32), mask[:, :, :, :7], mask.clone(), mask.detach(), mask.to("cpu"), offloaded):
         assert isinstance(touched, FlatMask)
         assert touched.context.layout is mask.context.layout
+    assert not any(map(bool, (torch.all(mask), mask.all(), (mask == 1).all())))  # models drop masks that are all true
     offloaded.copy_(torch.ones(mask.shape, dtype=torch.bool))  # a mask like any other
     assert type(offloaded) is torch.Tensor
     assert vars(offloaded) == {}
-
-
-def test_models_that_ask_whether_a_mask_is_all_true_keep_it():
-    mask = FlatMask.carrying(FlatLayout.from_segments(SEGMENTS["nested"]))
-    assert not any(map(bool, (torch.all(mask), mask.all(), (mask == 1).all())))
 
 
 def test_a_mask_that_has_lost_its_layout_is_refused():

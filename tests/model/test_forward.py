@@ -16,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
+from tests.helpers.flat_and_padded import padded_rows as padded
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
@@ -33,14 +34,6 @@ ROUTES = [
 
 tokens = st.integers(1, 4)
 trees = st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=6)
-
-
-def padded(rows, labels):
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    labels = torch.tensor([label + [-100] * (width - len(label)) for label in labels])
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 @pytest.fixture(scope="module", params=ROUTES, ids=lambda r: f"{r.backend}-{r.previous}")
@@ -233,16 +226,23 @@ def test_neftune_noise_has_the_size_of_rows():
     assert embeddings.neftune_noise_alpha == 5.0
 
 
+def twelve_tokens():
+    """A call with two rows that share nothing."""
+    rows = [[1, 2, 3, 4, 5, 6]] * 2
+    batch = FlatBatch.from_rows(rows, rows, prefix_sharing=False)
+    return {"flat_batch": batch, "labels": torch.tensor(rows), "fused_lm_head": True}
+
+
 @pytest.mark.parametrize(
-    ("error", "raised"),
+    "error",
     [
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), RuntimeError),
-        (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
-        (RuntimeError("a hook of one's own"), RuntimeError),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+        torch.OutOfMemoryError("no room"),
+        RuntimeError("a hook of one's own"),
     ],
     ids=["cublas", "pytorch", "user"],
 )
-def test_errors_that_a_long_flat_row_does_not_cause_stay_as_they_are(error, raised, monkeypatch):
+def test_errors_that_a_long_flat_row_does_not_cause_stay_as_they_are(error, monkeypatch):
     model = make_model(max_position_embeddings=8)
     flat_model(model)
 
@@ -250,17 +250,15 @@ def test_errors_that_a_long_flat_row_does_not_cause_stay_as_they_are(error, rais
         raise error
 
     monkeypatch.setattr(model.model.layers[0], "forward", fail)
-    flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 2, [[1, 2, 3, 4, 5, 6]] * 2, prefix_sharing=False)
-    with pytest.raises(raised, match=str(error)):
-        model(flat_batch=flat_batch, labels=torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), fused_lm_head=True)
+    with pytest.raises(type(error), match=str(error)):
+        model(**twelve_tokens())
 
 
 def test_a_table_that_is_shorter_than_a_flat_row_is_explained():
     model = tiny_model("gpt_neo", max_position_embeddings=8)
     flat_model(model, backend="mask")
-    flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 2, [[1, 2, 3, 4, 5, 6]] * 2, prefix_sharing=False)
     with pytest.raises(ValueError, match="cannot compute a flat row of 12 tokens, more than the 8 positions"):
-        model(flat_batch=flat_batch, labels=torch.tensor([[1, 2, 3, 4, 5, 6]] * 2), fused_lm_head=True)
+        model(**twelve_tokens())
 
 
 def test_what_a_flat_row_cannot_answer_is_refused():

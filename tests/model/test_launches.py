@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from scripts.benchmark.studies.casts import Launches
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import padded_rows
 from tests.helpers.reference_flash import varlen_on
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.adapters import cast_inputs_once
@@ -39,11 +40,8 @@ def launches(model_type: str, n_layers: int, prefix_sharing: bool | None, casts:
     """
     kinds = {"layer_types": [MODELS[model_type]] * n_layers} if MODELS[model_type] else {}
     model = tiny_model(model_type, num_hidden_layers=n_layers, dtype=torch.bfloat16, **kinds).train()
-    width = max(map(len, ROWS))
-    inputs = {
-        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in ROWS]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ROWS]),
-    }
+    inputs = padded_rows(ROWS, ROWS)
+    del inputs["labels"]
     if prefix_sharing is not None:
         FlatModel.install(model, Route("varlen", "sdpa", prefix_sharing=prefix_sharing))
         inputs["flat_batch"] = FlatBatch.from_rows(ROWS, ROWS, prefix_sharing=prefix_sharing)

@@ -1,7 +1,5 @@
 """What is counted as kept for the backward pass, and which layers recompute."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.features import memory_features
@@ -78,15 +75,3 @@ def test_layers_within_layers_recompute_with_them():
     assert len(flags) > len(layers)
     recompute_first(layers, 1)
     assert [name for name, module in flags.items() if module.gradient_checkpointing] == ["model.layers.0"]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_both_kinds_of_gradient_checkpointing_see_the_layout(reentrant):
-    """trl#6356."""
-    model = tiny_model("llama").train()
-    add_fused_lm_head(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert_equals_padded(
-        model, Route("segment", "sdpa", prefix_sharing=True), seed=int(os.environ["TRL_PADDINGFREE_SEED"])
-    )

@@ -79,6 +79,20 @@ def assert_equals_whole(flat, batch, some=None, tolerance=None, **given):
         assert_same_gradients(gradients, found, tolerance)
 
 
+def assert_answer_equals_whole(model, batch, answer, **tolerance):
+    """What `answer` gives of a batch that is cut anywhere, and gradients of its squares, as of the whole."""
+    found = []
+    for cuts in ((), *cuts_of(batch.layout.segments.num_tokens)):
+        model.zero_grad()
+        values = answer(replace(batch, schedule=Schedule(cuts)))
+        values.square().sum().backward()
+        found.append((values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    (expected, expected_gradients), *others = found
+    for values, gradients in others:
+        torch.testing.assert_close(values, expected, **tolerance)
+        assert_same_gradients(expected_gradients, gradients)
+
+
 def batch_of(rows=None, sharing=True):
     rows = tree(SEED) if rows is None else rows
     return FlatBatch.from_rows(rows, rows, prefix_sharing=sharing)
@@ -196,21 +210,9 @@ def calls_of(module):
 def test_outputs_beside_log_probabilities_are_those_of_all_slices(kind):
     flat = flat_model(tiny_model("mixtral", seed=SEED, router_aux_loss_coef=0.3))
     given, batch = {"output_router_logits": kind == "router"}, batch_of()
-    labels, total = padded(batch.to_rows(), -100), batch.layout.segments.num_tokens
-
-    def outputs(cuts):
-        flat.model.zero_grad()
-        sliced = replace(batch, schedule=Schedule(cuts))
-        found = flat.model(flat_batch=sliced, labels=labels, fused_lm_head=True, use_cache=False, **given)
-        loss = found.aux_loss if kind == "router" else found.entropy.sum()
-        loss.backward()
-        return loss, {name: p.grad.clone() for name, p in flat.model.named_parameters() if p.grad is not None}
-
-    expected, gradients = outputs(())
-    for cuts in cuts_of(total):
-        actual, found = outputs(cuts)
-        torch.testing.assert_close(actual, expected)
-        assert_same_gradients(gradients, found)
+    given |= {"labels": padded(batch.to_rows(), -100), "fused_lm_head": True, "use_cache": False}
+    field = "aux_loss" if kind == "router" else "entropy"
+    assert_answer_equals_whole(flat.model, batch, lambda sliced: flat.model(flat_batch=sliced, **given)[field])
 
 
 def test_noise_of_embeddings_has_the_size_of_rows_and_is_drawn_once():
@@ -303,30 +305,15 @@ def test_a_row_that_is_scored_nowhere_and_a_slice_that_scores_nothing():
     flat, rows = flat_model(make_model(vocab_size=96)), tree(SEED)
     labels = [[-100] * len(row) for row in rows]
     labels[1][-3:] = rows[1][-3:]
+    given = {"labels": padded(labels, -100), "fused_lm_head": True}
     batch = FlatBatch.from_rows(rows, labels)
-    runs = []
-    for cuts in ((), *cuts_of(batch.layout.segments.num_tokens)):
-        sliced = replace(batch, schedule=Schedule(cuts))
-        runs.append(log_probs_and_gradients(flat.model, labels=padded(labels, -100), flat_batch=sliced))
-    for log_probs, gradients in runs[1:]:
-        torch.testing.assert_close(log_probs, runs[0][0])
-        assert_same_gradients(runs[0][1], gradients)
+    assert_answer_equals_whole(flat.model, batch, lambda sliced: flat.model(flat_batch=sliced, **given).log_probs)
 
 
 def test_hidden_states_of_slices_are_those_of_the_whole():
     flat, batch = flat_model(make_model(vocab_size=96)), batch_of()
-    scored = batch.row_mask[:, 1:]
-
-    def states(cuts):
-        found = flat.hidden_states(replace(batch, schedule=Schedule(cuts)), scored)
-        gradients = torch.autograd.grad(found.square().sum(), list(flat.model.model.parameters()))
-        return found, dict(enumerate(gradients))
-
-    expected, gradients = states(())
-    for cuts in cuts_of(batch.layout.segments.num_tokens):
-        actual, found = states(cuts)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-        assert_same_gradients(gradients, found)
+    answer = lambda sliced: flat.hidden_states(sliced, batch.row_mask[:, 1:])  # noqa: E731
+    assert_answer_equals_whole(flat.model, batch, answer, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "qwen3_moe"])
@@ -335,16 +322,9 @@ def test_a_pooled_head_reads_rows_of_all_slices(model_type):
     if model_type == "opt":  # whose ReLU turns rounding in float32 into a gradient or none
         model.double()
     FlatModel.install(model, choose_route(model))
-    inputs = {"input_ids": padded(batch.to_rows(), 0), "attention_mask": batch.row_mask.long(), "flat_batch": batch}
-    found = []
-    for cuts in ((), *cuts_of(batch.layout.segments.num_tokens)):
-        model.zero_grad()
-        logits = model(**{**inputs, "flat_batch": replace(batch, schedule=Schedule(cuts))}).logits
-        logits.square().sum().backward()
-        found.append((logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
-    for logits, gradients in found[1:]:
-        torch.testing.assert_close(logits, found[0][0], rtol=1e-4, atol=1e-5)
-        assert_same_gradients(found[0][1], gradients)
+    inputs = {"input_ids": padded(batch.to_rows(), 0), "attention_mask": batch.row_mask.long()}
+    answer = lambda sliced: model(flat_batch=sliced, **inputs).logits  # noqa: E731
+    assert_answer_equals_whole(model, batch, answer, rtol=1e-4, atol=1e-5)
 
 
 def test_a_decoder_gets_arguments_that_it_has(monkeypatch):
