@@ -149,8 +149,7 @@ def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     return (
         not why_no_varlen(query.device)
         and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
-        and query.size(-1) % 8 == 0
-        and query.size(-1) <= 256
+        and query.size(-1) in range(8, 257, 8)
         and all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
         and not kwargs.get("dropout")
     )

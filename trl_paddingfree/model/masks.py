@@ -214,11 +214,9 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
     """`(1, 1, T, T)` mask to add to the scores of the whole flat row; see [`_segment_mask`]."""
     total = layout.segments.num_tokens
     mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=layout.device)
-    index = torch.arange(total, device=layout.device) if layout.kv_index is None else layout.kv_index
-    keys = index.split(layout.segments.key_lengths)
     for i, queries in enumerate(mask.split(layout.segments.lengths)):
         shape = (layout.segments.starts[i], layout.segments.lengths[i])
-        queries[:, keys[i]] = _segment_mask(layout, [shape], window, dtype, i)
+        queries[:, layout.tensor(layout.segments.path(i))] = _segment_mask(layout, [shape], window, dtype, i)
     return mask[None, None]
 
 

@@ -31,9 +31,13 @@ def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """After this context, buffers are as before, such as counters and "dynamic" rotary frequencies."""
     modules = [*modules]
-    named = [(module, name, x) for module in modules for name, x in module.named_buffers(recurse=False)]
-    # No forward changes packed weights and masks, which may be as large as all else
-    buffers = [(*each, each[-1].clone()) for each in named if each[-1].is_floating_point() or each[-1].ndim < 2]
+    buffers = [
+        (module, name, x, x.clone())
+        for module in modules
+        for name, x in module.named_buffers(recurse=False)
+        # No forward changes packed weights and masks, which may be as large as all else
+        if x.is_floating_point() or x.ndim < 2
+    ]
     ends = "max_seq_len_cached"  # the lengths that frequencies were made for
     lengths = [(module, name, x) for module in modules for name, x in vars(module).items() if name.endswith(ends)]
     try:
