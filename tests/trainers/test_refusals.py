@@ -135,7 +135,7 @@ REFUSED = {
         r"The eval data has no columns that DPO reads, only \['text'\]",
     ),
     "rows that are all cut": ("dpo", {"max_length": 3}, "dropped 8 of 8 .* which `max_length=3`.* Raise `max_length`"),
-    "prompt tuning": ("dpo", {"peft_config": PROMPT_TUNING}, "of type PromptTuningConfig puts virtual tokens"),
+    "prompt tuning": ("dpo", {"peft_config": PROMPT_TUNING}, "PromptTuningConfig puts virtual tokens before every row"),
     "a model with virtual tokens": (
         "dpo",
         {"model": get_peft_model(make_model(), PREFIX_TUNING)},

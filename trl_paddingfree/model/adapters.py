@@ -11,12 +11,13 @@ def why_padded(modules: Iterable[torch.nn.Module]) -> str:
     for module in modules:
         held = module.peft_config if isinstance(module, PeftModel) else vars(module).get("peft_config", {})
         for config in held.values():
-            if reason := _why(config):
+            if reason := why_padded_by(config):
                 return reason
     return ""
 
 
-def _why(config: PeftConfig) -> str:
+def why_padded_by(config: PeftConfig | None) -> str:
+    """The same of an adapter's configuration, if there is any."""
     name = type(config).__name__
     if isinstance(config, PromptLearningConfig):
         return f"{name} puts virtual tokens before every row, which a flat batch cannot hold: use LoRA"
@@ -27,7 +28,7 @@ def _why(config: PeftConfig) -> str:
     if not isinstance(config, LoraConfig):
         return ""
     if tokens := config.alora_invocation_tokens:
-        return f"`alora_invocation_tokens={tokens}` (aLoRA) are looked for in each row: use LoRA without them"
+        return f"`alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row: use LoRA without them"
     velora = vars(config).get("velora_config")  # not all versions of PEFT have it
     if velora is not None and velora.init_type != "random":
         return (

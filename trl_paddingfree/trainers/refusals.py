@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, PeftModel, PromptLearningConfig
+from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
@@ -20,6 +20,7 @@ from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens, refuse_misspelt_roles
 from ..memory.device import budget_bytes
 from ..model import architecture
+from ..model.adapters import why_padded_by
 from .configs import Arguments, PaddingFreeOptions, given_datasets
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ logger = logging.get_logger(__name__)
 
 def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
     """Refuse trainer arguments that cannot be combined with flat batches, which `collator`, a class, gives."""
-    config = arguments["args"]
-    _refuse_prompt_learning(arguments["model"], arguments.get("peft_config"))
+    config, model, peft_config = arguments["args"], arguments["model"], arguments.get("peft_config")
+    if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
+        raise ValueError(f"{reason}, or set `padding_free=False`.")
     _refuse_foreign_collator(arguments.get("data_collator"), collator)
     _refuse_sequence_parallelism(config)
     if Path(config.output_dir).is_file():
@@ -56,29 +58,6 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
-        )
-
-
-def _refuse_prompt_learning(model: object, peft_config: object) -> None:
-    if isinstance(model, PeftModel):
-        peft_config = model.active_peft_config
-    if isinstance(peft_config, PromptLearningConfig):
-        raise ValueError(
-            f"`peft_config` of type {type(peft_config).__name__} puts virtual tokens before every row, as all "
-            "prompt-learning does, which a flat batch cannot hold. Use LoRA, or set `padding_free=False`."
-        )
-    if not isinstance(peft_config, LoraConfig):
-        return
-    if tokens := peft_config.alora_invocation_tokens:
-        raise ValueError(
-            f"`peft_config` with `alora_invocation_tokens={tokens}` (aLoRA) looks for these tokens in each row, and "
-            "a flat batch is one row. Use LoRA without them, or set `padding_free=False`."
-        )
-    velora = vars(peft_config).get("velora_config")  # not all versions of PEFT have it
-    if velora is not None and velora.init_type != "random":
-        raise ValueError(
-            f"`velora_config` with `init_type={velora.init_type!r}` makes gradients of an average over all tokens of a "
-            "call, padding and repeated prompts among them. Set `init_type='random'`, or `padding_free=False`."
         )
 
 
