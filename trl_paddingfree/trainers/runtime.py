@@ -1,8 +1,8 @@
 """What this package keeps for one trainer, and how its overrides stand aside while the trainer pads."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -166,23 +166,6 @@ class Runtime:
         return [] if images is None else images.to_count(self.trained.route.prefix_sharing)
 
 
-class _WhenFlat:
-    """A method that overrides one of TRL's, and stands aside while the trainer pads."""
-
-    def __init__(self, method: Callable[..., Any]):
-        self.method = method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        method = self.method
-
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            called = getattr(super(owner, self), name) if self.flat.pads else functools.partial(method, self)
-            return called(*args, **kwargs)
-
-        setattr(owner, name, call)
-
-
 def when_flat(method: Method) -> Method:
     """
     Decorate an override of one of TRL's methods: while the trainer pads, TRL's own is called in its place.
@@ -204,4 +187,12 @@ def when_flat(method: Method) -> Method:
     >>> trainer.rows()
     'padded'
     """
-    return cast(Method, _WhenFlat(method))
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.flat.pads:
+            return method(self, *args, **kwargs)
+        owner = next(each for each in reversed(type(self).__mro__) if vars(each).get(method.__name__) is call)
+        return getattr(super(owner, self), method.__name__)(*args, **kwargs)
+
+    return cast(Method, call)
