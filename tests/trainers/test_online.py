@@ -149,12 +149,12 @@ def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, mo
         return {"model": model_dir, "reward_funcs": score}
 
     checks, prove = [], proving.prove
-    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model, is_trained: False)
+    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model: False)
     monkeypatch.setattr(
         proving, "prove", lambda model, *args, **kw: checks.append(prove(model, *args, **kw)) or checks[-1]
     )
     compared = compare("grpo", make, data, ("shared",), beta=0.1)
-    assert not compared.ours.trainer.flat.check.awaits_weights
+    assert not compared.ours.trainer.flat.check.unproven
     assert len(checks) == 2
     # A model compared with itself would not differ at all
     assert all(result.error > 0 for result, _ in checks)

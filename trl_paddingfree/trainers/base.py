@@ -168,7 +168,7 @@ class FlatTrainer(Trainer):
         return base_of(self.accelerator, model)
 
     def start_flat(self) -> None:
-        """Prove the models, and have them compute flat batches. Does nothing if called again."""
+        """Prove the models, and have them compute flat batches."""
         self.flat.start(self)
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
@@ -213,7 +213,7 @@ class FlatTrainer(Trainer):
             if self.model.training:
                 self.flat.counts.new.append(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
-        if self.flat.check.awaits_weights:  # evaluation may come before any step of training
+        if self.flat.check.unproven:  # evaluation may come before any step of training
             self.flat.prove(self, model)
         if self.flat.planner is not None:
             inputs = self.scheduled(inputs, torch.is_grad_enabled())

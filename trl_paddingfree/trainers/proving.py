@@ -1,10 +1,10 @@
 """The start-up check as trainers run it: which models, when, and on all processes alike."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from weakref import WeakSet
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -30,6 +30,8 @@ from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
 
+Models: TypeAlias = Sequence[torch.nn.Module]  # the trained one first, under whatever wrappers
+
 # Seconds after which the check says what it does
 _PATIENCE = 2.0
 # What a process gathers in place of its verdict, 0 or 1, if its check has raised an error
@@ -40,100 +42,97 @@ class _FailedElsewhereError(UnprovenModelError):
     """The check failed on another process."""
 
 
+def _sharing_together(
+    prove_one: Callable[[torch.nn.Module, Route], CheckResult], models: Models, routes: Sequence[Route]
+) -> list[CheckResult]:
+    """What `prove_one` finds on each model, by its route: all share prefixes, or none does."""
+    results = list(map(prove_one, models, routes))
+    if len({result.prefix_sharing for result in results}) > 1:
+        results = list(map(prove_one, models, (route.without_sharing() for route in routes)))
+    return results
+
+
+@dataclass
 class StartUpCheck:
     """
     Chooses and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
     and its `args` (whether training recomputes). `images` are examples to try, `None` if the data has text only.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        options: PaddingFreeOptions,
-        args: TrainingArguments,
-        images: ImageProbe | None = None,
-        group: SequenceGroup | None = None,
-    ):
-        self.accelerator, self.options, self.args, self.images = accelerator, options, args, images
-        self.group = group  # the processes that compute slices of a batch with this one
-        self.trained: PreTrainedModel | None = None  # the only model that needs gradients
-        self.awaits_weights = False  # whether an engine has yet to place weights: models are proven when first called
-        self.claimed: WeakSet[PreTrainedModel] = WeakSet()  # models that were proven so
-        self.progress = Progress(self._say)
+    accelerator: Accelerator
+    options: PaddingFreeOptions
+    args: TrainingArguments
+    images: ImageProbe | None = None
+    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
+    trained: PreTrainedModel | None = None  # the only model that needs gradients
+    # Models whose weights an engine has yet to place, the trained one among them: each is proven when first called
+    unproven: list[PreTrainedModel] = field(default_factory=list)
 
-    def _say(self, doing: str) -> None:
+    def _say(self, message: str) -> None:
         if self.accelerator.is_main_process:
-            logger.warning(f"The start-up check runs. {doing}.")
+            logger.warning(message)
 
     def in_precision(self) -> AbstractContextManager:
         """The context in which a trainer calls its models: autocast. FSDP2 casts weights and inputs in its place."""
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()
 
-    def install(self, models: Sequence[torch.nn.Module]) -> list[FlatModel]:
+    def install(self, models: Models) -> list[FlatModel]:
         """
         Have models, the trained one first, compute flat batches: by routes that are proven or, if an engine has yet to
         place weights, by the first choices.
         """
-        bases = [self._base(model) for model in models]
+        bases = list(map(self._base, models))
         self.trained = bases[0]
         for base in bases:
             if (flat := FlatModel.of(base)) is not None and flat.padded is not None:
                 flat.padded.remove()  # this trainer calls its models with flat batches
             if not is_pooled(base):
                 upstream.put_head(base)
-        if all(self.can_call(model, is_trained=i == 0) for i, model in enumerate(models)):
+        if all(map(self.can_call, models)):
             self.prove_all(models)
             return [flat for base in bases if (flat := FlatModel.of(base))]
-        self.awaits_weights = True  # the engine shards and places them when training starts
-        return [self._installed(self._base(model), self.first_route(model)) for model in models]
+        self.unproven = bases  # the engine shards and places them when training starts
+        return [self._installed(base, self.first_route(base)) for base in bases]
 
     def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
         flat = FlatModel.install(base, route)
         flat.group = self.group
         return flat
 
-    def can_call(self, model: torch.nn.Module, is_trained: bool) -> bool:
+    def can_call(self, model: torch.nn.Module) -> bool:
         """Whether `model` has its weights. ZeRO-3 has prepared all models but the trained one by now."""
-        plugin = self.accelerator.state.deepspeed_plugin
+        base, plugin = self._base(model), self.accelerator.state.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
-            return not is_trained
-        return self._base(model).device.type == self.accelerator.device.type
+            return base is not self.trained
+        return base.device.type == self.accelerator.device.type
 
-    def claims(self, model: torch.nn.Module) -> bool:
-        """Whether the caller has to prove a model, which has its weights by now: once, if they came late."""
-        if not self.awaits_weights or (base := self._base(model)) in self.claimed:
-            return False
-        self.claimed.add(base)
-        return True
-
-    def first_route(self, model: torch.nn.Module) -> Route:
+    def first_route(self, base: PreTrainedModel) -> Route:
         """The route to try first."""
-        base = self._base(model)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         device = self.accelerator.device if base.device.type == "cpu" else base.device
-        backend, sharing = self.options.flat_attention, self.options.prefix_sharing
-        route = choose_route(base, backend, prefix_sharing=sharing, dtype=dtype, device=device)
+        sharing = self.options.prefix_sharing
+        route = choose_route(base, self.options.flat_attention, prefix_sharing=sharing, dtype=dtype, device=device)
         if self.group is not None:
             refuse_unsliceable(base, route, self.group.size)
         return route
 
-    def prove_all(self, models: Sequence[torch.nn.Module]) -> Route:
+    def prove_all(self, models: Models) -> Route:
         """Prove all models, and give the route of the first. If one cannot share prefixes, none does."""
         start = time.perf_counter()
+        self.progress = Progress(lambda doing: self._say(f"The start-up check runs. {doing}."))
         with self.progress.after(_PATIENCE), self._failing_together(models):
             results = self._results_of(models)
-        if self.accelerator.is_main_process:
-            seconds, images = time.perf_counter() - start, self.images
-            missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
-            verdict = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
-            tried = "" if images is None or not images.names else f", with {images.kind} images"
-            logger.warning(f"Padding-free, {results[0].route}: {verdict}{tried} (checked in {seconds:.1f} s).")
-            logger.info(f"The start-up check: {results[0]}.")
-            if description := describe_state_layers(self._base(models[0])):
-                logger.warning(description)
+        seconds, images = time.perf_counter() - start, self.images
+        missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
+        verdict = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
+        tried = "" if images is None or not images.names else f", with {images.kind} images"
+        self._say(f"Padding-free, {results[0].route}: {verdict}{tried} (checked in {seconds:.1f} s).")
+        logger.info(f"The start-up check: {results[0]}.")
+        if description := describe_state_layers(self._base(models[0])):
+            self._say(description)
         return results[0].route
 
-    def prove_slices(self, models: Sequence[torch.nn.Module], is_compiled: bool = False) -> None:
+    def prove_slices(self, models: Models, is_compiled: bool = False) -> None:
         """
         Prove that models which may compute batches in slices get the results of whole ones; or, if their layers are
         compiled, those of eager ones.
@@ -147,24 +146,21 @@ class StartUpCheck:
             skipped = self._why_no_gradients(model) if trains else "it does not train"
             with self.in_precision():
                 result = prove_slices(base, model, skipped=skipped, is_compiled=is_compiled, agree=self._all_agree)
-            if trains and self.accelerator.is_main_process:
+            if trains:
                 verdict = "exact as far as it was compared" if result.gradients.not_compared else "exact on this model"
                 what = "Compiled layers" if is_compiled else "Slices within the budget"
-                logger.warning(f"{what}: {verdict} ({result}).")
+                self._say(f"{what}: {verdict} ({result}).")
 
-    def _results_of(self, models: Sequence[torch.nn.Module]) -> list[CheckResult]:
+    def _results_of(self, models: Models) -> list[CheckResult]:
         """What the check finds on each model, all with shared prefixes or none."""
-        routes = list(map(self.first_route, models))
-        for model, route in zip(models, routes, strict=True):
+        bases = list(map(self._base, models))
+        routes = list(map(self.first_route, bases))
+        for base, route in zip(bases, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
             if self.options.prefix_sharing and reason:
-                logger.warning(f"{type(self._base(model)).__name__} trains without shared prefixes: {reason}.")
-        results = list(map(self._prove, models, routes))
-        if len({result.prefix_sharing for result in results}) > 1:
-            results = list(map(self._prove, models, (route.without_sharing() for route in routes)))
-        if self.images is not None:
-            results = self._prove_images(models, results)
-        return results
+                self._say(f"{type(base).__name__} trains without shared prefixes: {reason}.")
+        results = _sharing_together(self._prove, models, routes)
+        return results if self.images is None else self._prove_images(models, self.images, results)
 
     def _prove(self, model: torch.nn.Module, route: Route) -> CheckResult:
         base = self._base(model)
@@ -184,21 +180,17 @@ class StartUpCheck:
                 no_gradients=self._why_no_gradients(model) if trains else "",
                 tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
-        if failed and self.accelerator.is_main_process:
+        if failed:
             listed = "".join(f"\n    {other}" for other in failed)
-            logger.warning(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
+            self._say(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
         return result
 
-    @contextmanager
-    def _checkpointing(self, base: PreTrainedModel) -> Iterator[None]:
-        """Within this context, `base` recomputes activations if training will, which turns that on when it starts."""
+    def _checkpointing(self, base: PreTrainedModel) -> AbstractContextManager:
+        """The context in which `base` recomputes activations if training will, which turns that on when it starts."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
-        wanted = self.args.gradient_checkpointing and trains
-        if not wanted or not base.supports_gradient_checkpointing:
-            yield
-            return
-        with upstream.checkpointing(base, vars(self.args)["gradient_checkpointing_kwargs"]):
-            yield
+        if not (trains and self.args.gradient_checkpointing and base.supports_gradient_checkpointing):
+            return nullcontext()
+        return upstream.checkpointing(base, vars(self.args)["gradient_checkpointing_kwargs"])
 
     def _why_no_gradients(self, model: torch.nn.Module) -> str:
         """Why an engine computes no gradients of a model before training; empty if it does, or if there is none."""
@@ -209,51 +201,45 @@ class StartUpCheck:
             return "FSDP1 computes whole backward passes only"
         return ""
 
-    def _prove_images(self, models: Sequence[torch.nn.Module], results: list[CheckResult]) -> list[CheckResult]:
+    def _prove_images(self, models: Models, images: ImageProbe, results: list[CheckResult]) -> list[CheckResult]:
         """The `results` on text, changed by what the check finds on images: all models share prefixes, or none does."""
-        images, name = self.images, type(self._base(models[0])).__name__
-        assert images is not None
+        trained = self._base(models[0])
+        name = type(trained).__name__
         if not images.names:
-            logger.warning("No example has an image in its column: nothing was there to try the model's images on.")
+            self._say("No example has an image in its column: nothing was there to try the model's images on.")
             return results
-        if results[0].route.backend in ("flash", "positions") and sees_both_ways(self._base(models[0])):
-            logger.warning(
+        if results[0].route.backend in ("flash", "positions") and sees_both_ways(trained):
+            self._say(
                 f"`attn_implementation={results[0].route.previous!r}` lets image tokens of {name} see only what "
                 "precedes them, with padding and without. The model was made to let them see their whole image: load "
                 "it with 'sdpa'."
             )
 
-        def prove_each(routes: Sequence[Route]) -> list[CheckResult]:
-            proven = []
-            for model, route in zip(models, routes, strict=True):
-                with self.in_precision(), self._naming_max_length():
-                    proven.append(prove_images(self._base(model), route, images, call=model, agree=self._all_agree))
-            return proven
+        def prove_one(model: torch.nn.Module, route: Route) -> CheckResult:
+            with self.in_precision(), self._naming_max_length():
+                return prove_images(self._base(model), route, images, call=model, agree=self._all_agree)
 
         is_made_up = images.kind == MADE_UP
         try:
             with self._failing_together(models) if is_made_up else nullcontext():
-                with_images = prove_each([result.route for result in results])
+                with_images = _sharing_together(prove_one, models, [result.route for result in results])
         except OthersWaitError:
             raise
         except Exception as error:  # made-up images stand for some that may never come: a run on text goes on
             if not is_made_up:
                 raise
             self.images = None
-            logger.warning(f"Made-up images cannot be tried ({error}): text trains, and images that come are refused.")
+            self._say(f"Made-up images cannot be tried ({error}): text trains, and images that come are refused.")
             return results
-        if len({result.prefix_sharing for result in with_images}) > 1:
-            with_images = prove_each([result.route.without_sharing() for result in with_images])
-        if results[0].prefix_sharing > with_images[0].prefix_sharing and self.accelerator.is_main_process:
-            logger.warning(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
+        if results[0].prefix_sharing > with_images[0].prefix_sharing:
+            self._say(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
         # Gradients are compared on text: again, where images have changed the route
-        texts = [
-            text if text.route == image.route else self._prove(model, image.route)
+        gradients = [
+            (text if text.route == image.route else self._prove(model, image.route)).gradients
             for model, text, image in zip(models, results, with_images, strict=True)
         ]
-        gradients = [text.gradients for text in texts]
-        if (trained := gradients[0]) is not None and not trained.skipped:
-            gradients[0] = replace(trained, notes=(*trained.notes, "gradients were compared on text, not with images"))
+        if (first := gradients[0]) is not None and not first.skipped:
+            gradients[0] = replace(first, notes=(*first.notes, "gradients were compared on text, not with images"))
         return [replace(image, gradients=of_text) for image, of_text in zip(with_images, gradients, strict=True)]
 
     @contextmanager
@@ -282,7 +268,7 @@ class StartUpCheck:
         return gather(torch.tensor([int(verdict)], device=self.accelerator.device))
 
     @contextmanager
-    def _failing_together(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    def _failing_together(self, models: Models) -> Iterator[None]:
         """Within this context, an error on one process ends all, which would otherwise wait for its verdict."""
         try:
             yield

@@ -59,9 +59,7 @@ class Runtime:
         return self.trained.route if self.models else None
 
     def start(self, trainer: "FlatTrainer") -> None:
-        """Prove the models of a `trainer`, and have them compute flat batches. Does nothing if called again."""
-        if self.models:
-            return
+        """Prove the models of a `trainer`, and have them compute flat batches."""
         self.check = StartUpCheck(trainer.accelerator, self.options, trainer.args, trainer.images_to_try(), self.group)
         upstream.apply_liger(trainer.model, trainer.args)
         cast_inputs_once(trainer.model, trainer.accelerator.device.type)
@@ -69,17 +67,19 @@ class Runtime:
         self.trained = self.models[0]
         for flat_model in self.models:
             compile_layers(flat_model, self.compiler)
-        if self.compiler is not None and not self.check.awaits_weights:
+        if self.compiler is not None and not self.check.unproven:
             self.check.prove_slices(trainer.flat_models(), is_compiled=True)
         warn_of_dropout(self.trained.model, trainer.args)
 
     def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
         """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
-        if not self.check.claims(model):
+        unproven = self.check.unproven
+        if not unproven or (base := trainer.flat_base(model)) not in unproven:
             return
+        unproven.remove(base)
         models = [model]
-        if trainer.flat_base(model) is self.trained.model:
-            self.check.awaits_weights = False
+        if base is self.trained.model:  # all others have their weights by now, too
+            unproven.clear()
             models += trainer.flat_models()[1:]
         chosen = self.trained.route
         proven = self.check.prove_all(models)
@@ -110,7 +110,7 @@ class Runtime:
 
     def plan_if_placed(self, trainer: "FlatTrainer") -> None:
         """Plan for the budgets before training, if the models have all of their weights by now."""
-        if not self.check.awaits_weights and not is_sharded(trainer.accelerator):
+        if not self.check.unproven and not is_sharded(trainer.accelerator):
             self.plan(trainer, trainer.model)
 
     def plan(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
